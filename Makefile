@@ -1,0 +1,45 @@
+# Every target sets up what it needs first: a fresh clone needs no other command.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check lint unit bench coverage map clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup:  ## .venv with everything for this machine (CPU or GPU), then vlmrl doctor; nothing to do the second time
+	@$(PYTHON) vlmrl/startup/install.py
+
+quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft, then GRPO, in minutes
+	@$(BIN)/python -m vlmrl.quickstart
+
+test: setup  ## every test: unit, and end to end on the real stack
+	$(BIN)/python -m pytest -q
+
+check: lint unit  ## what to run before a commit: lint and unit tests, about a minute
+
+lint: setup  ## ruff, mypy, import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup  ## unit tests only
+	$(BIN)/python -m pytest -q tests/unit
+
+bench: setup  ## seconds, bytes and tokens/s of a weight publish and of rollouts with a tiny model, as JSON lines
+	@test -d runs/bench/model || $(BIN)/python -m vlmrl.models.tiny --family qwen2_5_vl --out runs/bench/model
+	$(BIN)/vlmrl bench publish --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32
+	$(BIN)/vlmrl bench rollout --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32 \
+		--data.prompt_dataset visual_math
+
+coverage: setup  ## unit tests with line and branch coverage
+	$(BIN)/python -m pytest -q tests/unit --cov --cov-report=term-missing
+
+map: setup  ## the list of files in README.md, from the first sentence of each
+	@$(BIN)/python assets/map.py
+
+clean:  ## caches and build products; keeps .venv and runs/
+	rm -rf build dist *.egg-info .coverage coverage.xml .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find vlmrl processors datasets tests -name __pycache__ -type d -prune -exec rm -rf {} +

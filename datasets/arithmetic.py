@@ -1,0 +1,81 @@
+"""Sums in words, made on demand: the text twin of `visual_math`.
+
+vlmrl rl --data.prompt_dataset 'arithmetic?difficulty=1+2&size=5000' ...
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmrl.data.rows import Generated
+from vlmrl.errors import ConfigError
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "×": operator.mul}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    text: str
+    value: int
+    difficulty: int
+    boxed: bool
+
+    @property
+    def key(self) -> str:
+        return self.text
+
+    def row(self) -> dict[str, Any]:
+        label = str(self.value)
+        return {
+            "input": f"What is {self.text}?",
+            "label": label,
+            "answer": f"\\boxed{{{label}}}" if self.boxed else label,
+            "family": "arithmetic",
+            "difficulty": self.difficulty,
+        }
+
+
+def rows(
+    *, split: str, seed: int, size: int = 10_000, difficulty: tuple[int, ...] = (1,), boxed: bool = False
+) -> Sequence[dict[str, Any]]:
+    """`size` sums. Difficulty 1: sums and differences of numbers up to 20; 2: up to 100, and products up to 12 times
+    12; 3: two operations. `boxed` puts the taught answer (not the label) into `\\boxed{}`."""
+    wrong = [level for level in difficulty if level not in (1, 2, 3)]
+    if wrong or not difficulty:
+        raise ConfigError(f"arithmetic?difficulty={'+'.join(map(str, difficulty))}: there are 1, 2 and 3")
+
+    def invent(rng: random.Random, row: int) -> _Sum:
+        level = difficulty[row % len(difficulty)]
+        text, value = _INVENT[level](rng)
+        return _Sum(text, value, level, boxed)
+
+    return Generated(invent, size=size, split=split, seed=seed)
+
+
+def _small(rng: random.Random) -> tuple[str, int]:
+    return _calculate(rng.randint(0, 20), rng.choice("+-"), rng.randint(0, 20))
+
+
+def _large(rng: random.Random) -> tuple[str, int]:
+    symbol = rng.choice("+-×")
+    top = 12 if symbol == "×" else 100
+    return _calculate(rng.randint(2, top), symbol, rng.randint(2, top))
+
+
+def _nested(rng: random.Random) -> tuple[str, int]:
+    inner, value = _calculate(rng.randint(2, 50), rng.choice("+-"), rng.randint(2, 50))
+    symbol, other = rng.choice("+-×"), rng.randint(2, 12)
+    return f"({inner}) {symbol} {other}", _OPERATIONS[symbol](value, other)
+
+
+def _calculate(left: int, symbol: str, right: int) -> tuple[str, int]:
+    if symbol == "-" and right > left:  # answers of one sign are enough until brackets come
+        left, right = right, left
+    return f"{left} {symbol} {right}", _OPERATIONS[symbol](left, right)
+
+
+_INVENT = {1: _small, 2: _large, 3: _nested}

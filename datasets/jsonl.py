@@ -1,0 +1,122 @@
+"""Your own file: .jsonl, .json or .parquet, one row per question, columns named by `data.*_key`.
+
+    vlmrl rl --data.prompt_dataset my_questions.jsonl ...
+
+An image is a path (relative ones start from the file's folder), base64 text, a data URL, a URL, or in parquet bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from vlmrl.data.rows import FILE_SUFFIXES, Rows, from_hugging_face
+from vlmrl.errors import DataError
+from vlmrl.plugins import first_line
+
+_ROWS_LOOKED_AT = 100
+"""Rows whose keys are taken for the file's columns."""
+
+
+def rows(*, path: str, split: str, seed: int) -> Rows:
+    """The rows of the file at `path`. A .json file may hold one list per split; otherwise all rows are of every split.
+
+    Raises DataError when the file is missing, empty or malformed.
+    """
+    del seed
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"dataset file {path} does not exist")
+    if file.suffix not in FILE_SUFFIXES:
+        raise DataError(f"dataset file {path}: its name should end in {', '.join(FILE_SUFFIXES)}")
+    if file.stat().st_size == 0:
+        raise DataError(f"dataset file {path} is empty")
+    if file.suffix == ".parquet":
+        return _parquet(file)
+    found: Sequence[Mapping[str, Any]] = _Lines(file) if file.suffix == ".jsonl" else _json(file, split)
+    if len(found) == 0:
+        raise DataError(f"dataset file {path} has no rows")
+    columns: dict[str, None] = {}
+    for i in range(min(_ROWS_LOOKED_AT, len(found))):
+        try:
+            columns |= dict.fromkeys(found[i])
+        except DataError:
+            if i == 0:
+                raise
+    return Rows(name=file.stem, rows=found, columns=tuple(columns), root=file.parent)
+
+
+class _Lines(Sequence[dict[str, Any]]):
+    """The lines of a .jsonl file, read when asked for: a file with images in it may be larger than the memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            spans = []
+            start = 0
+            while start < len(content):
+                end = content.find(b"\n", start)
+                end = len(content) if end < 0 else end
+                if content[start:end].strip():
+                    spans.append((start, end))
+                start = end + 1
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, end = self._spans[index]
+        with self._file.open("rb") as handle:
+            handle.seek(start)
+            line = handle.read(end - start)
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{self._file}, row {index}: not JSON: {first_line(error)}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self._file}, row {index}: a JSON object is expected, not {type(row).__name__}")
+        return row
+
+
+def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        if file.read_bytes().lstrip().startswith(b"{") and "Extra data" in str(error):
+            return _Lines(file)  # one object per line, under the other name that such files go by
+        raise DataError(f"dataset file {file} is not JSON: {first_line(error)}") from error
+    if isinstance(content, dict):
+        splits = [key for key, value in content.items() if isinstance(value, list)]
+        if split not in splits:
+            raise DataError(f"dataset file {file} has no split {split!r}; it has: {', '.join(splits) or 'none'}")
+        content = content[split]
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise DataError(f"dataset file {file}: a list of JSON objects is expected")
+    return content
+
+
+def _parquet(file: Path) -> Rows:
+    import datasets
+
+    try:
+        data = datasets.load_dataset("parquet", data_files=str(file.resolve()), split="train")
+    except Exception as error:  # whatever the library and Arrow raise on a file that is none of theirs
+        raise DataError(f"dataset file {file} is not a parquet file that can be read: {first_line(error)}") from error
+    found = from_hugging_face(file.stem, data)
+    if len(found) == 0:
+        raise DataError(f"dataset file {file} has no rows")
+    return Rows(
+        name=file.stem, rows=found.rows, columns=found.columns, image_columns=found.image_columns, root=file.parent
+    )

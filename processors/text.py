@@ -1,0 +1,239 @@
+"""Text models: any causal language model with a tokenizer. Other families build on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vlmrl.config.data import Columns
+from vlmrl.errors import ConfigError, DataError
+from vlmrl.types import Ints, Media, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from vlmrl.plugins import ParameterGroup
+
+MODEL_TYPES: tuple[str, ...] = ()
+"""None by name: this is the family of every model that no other file claims."""
+
+# Two of Unicode's noncharacters, which no text may contain. They stand around what a dataset's text says that looks
+# like a special token (`<|im_end|>`, `<|image_pad|>`), so that it is encoded as the text it is.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_WITHOUT_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
+
+Message = dict[str, Any]
+"""{"role": ..., "content": list of {"type": "text", "text": ...} and {"type": "image"}}"""
+
+
+class TextProcessor:
+    """See `vlmrl.plugins.Processor`."""
+
+    banned_tokens: tuple[int, ...] = ()
+    resize_factor: int | None = None
+    min_pixels: int = 0
+    max_pixels: int = 0
+    resize_settings: str = ""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.pad_token_id = eos_token_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        self.engine_kwargs: dict[str, Any] = {}
+        added = tokenizer.added_tokens_decoder.values()
+        special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special = one_of(special)
+        self._vision: re.Pattern[str] | None = None
+        encoded = tokenizer("").input_ids
+        self._bos = tokenizer.bos_token if encoded and encoded[0] == tokenizer.bos_token_id else ""
+
+    def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
+        messages = self.place_images(conversation(question, columns.system_prompt), num_images)
+        if columns.apply_chat_template:
+            return self._render_chat(messages)
+        return self._render_plain(question, messages, columns)
+
+    def readable(self, text: str) -> str:
+        return text.translate(_WITHOUT_MARKS)
+
+    def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+        if sizes:
+            raise DataError(f"the prompt has {len(sizes)} images, but the model takes text only")
+        tokens = self.token_ids(text)
+        return tokens, tokens
+
+    def decode(self, tokens: Ints) -> str:
+        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
+        assert not media, "a text model was handed images"
+        return {}
+
+    def token_types(self, tokens: Ints) -> Ints:
+        return np.zeros_like(tokens)
+
+    def num_patches(self, size: tuple[int, int]) -> int:
+        raise AssertionError(f"a text model was asked for the patches of an image of size {size}")
+
+    def dummy_sample(self) -> Sample | None:
+        return None
+
+    def parameter_group(self, name: str) -> ParameterGroup:
+        return "language"
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def place_images(self, messages: list[Message], num_images: int) -> list[Message]:
+        """Turn the places where images go into image parts; DataError when they do not match the images."""
+        if num_images:
+            raise DataError(f"the row has {num_images} images, but the model takes text only")
+        refuse_image_parts(messages)
+        return messages
+
+    def image_text(self) -> str:
+        """What stands for an image where no chat template is applied."""
+        raise AssertionError("a text model has no placeholder for images")
+
+    def token_ids(self, text: str) -> Ints:
+        """[T] of a rendered text. What is marked is encoded as plain text."""
+        ids: list[int] = []
+        for i, piece in enumerate(_MARKED.split(text)):
+            is_marked = i % 2 == 1
+            if piece:
+                encoded = self.tokenizer(piece, add_special_tokens=False, split_special_tokens=is_marked).input_ids
+                if is_marked and self.tokenizer.convert_tokens_to_ids(piece) in encoded:
+                    raise DataError(f"the text {piece!r} cannot be told from the model's special token of that name")
+                ids += encoded
+        return np.array(ids, dtype=np.int64)
+
+    def _render_chat(self, messages: list[Message]) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "the model's tokenizer has no chat template: set data.apply_chat_template to false and say with "
+                "data.input_template how a question is wrapped"
+            )
+        marked = [
+            m | {"content": _content([self._mark(part, self._special) for part in m["content"]])} for m in messages
+        ]
+        try:
+            return str(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # jinja's own errors, and whatever a template raises about roles it does not like
+            raise DataError(f"the model's chat template refuses the messages: {error}") from error
+
+    def _render_plain(self, question: object, messages: list[Message], columns: Columns) -> str:
+        if not isinstance(question, str):
+            raise DataError("the row holds chat messages: they need data.apply_chat_template")
+        template = columns.input_template
+        # Without any template the row is the whole prompt, and its control tokens mean what they say; images are
+        # still placed by us alone.
+        pattern = self._vision if template is None else self._special
+        parts = [
+            self._mark(part, pattern)
+            for message in messages
+            if message["role"] == "user"
+            for part in message["content"]
+        ]
+        text = "".join(part["text"] if part["type"] == "text" else self.image_text() for part in parts)
+        if template is not None:
+            text = template.replace("{}", text, 1)
+        if columns.system_prompt is not None:
+            text = f"{columns.system_prompt}\n\n{text}"
+        return self._bos + text
+
+    def _mark(self, part: Mapping[str, Any], pattern: re.Pattern[str] | None) -> dict[str, Any]:
+        if part["type"] != "text":
+            return dict(part)
+        text = part["text"].translate(_WITHOUT_MARKS)
+        if pattern is not None:
+            text = pattern.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", text)
+        return {"type": "text", "text": text}
+
+
+def load(
+    path: str, *, config: PretrainedConfig, min_pixels: int, max_pixels: int, trust_remote_code: bool
+) -> TextProcessor:
+    """The processor of a text model."""
+    del min_pixels, max_pixels  # bounds on images, which a text model does not take
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return TextProcessor(tokenizer, eos_token_ids=end_tokens(path, config, tokenizer))
+
+
+def end_tokens(path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Where an answer ends: the tokenizer's end token first, then what the generation config or the config adds."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a model need not have a generation config
+        ends = config.get_text_config().eos_token_id
+    found = [tokenizer.eos_token_id, *(ends if isinstance(ends, list | tuple) else [ends])]
+    ids = tuple(dict.fromkeys(int(token) for token in found if token is not None))
+    if not ids:
+        raise ConfigError(f"neither the tokenizer nor the generation config of {path} says which token ends an answer")
+    return ids
+
+
+def conversation(question: str | Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Message]:
+    """A question as messages whose content is a list of text and image parts. DataError when it is none."""
+    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    if not isinstance(given, Sequence) or not given or not all(isinstance(message, Mapping) for message in given):
+        raise DataError(f"the question is neither text nor a list of chat messages, but {type(question).__name__}")
+    messages = [_message(message) for message in given]
+    if messages[-1]["role"] == "assistant":
+        raise DataError("the chat messages end with an answer of the assistant: nothing is left to answer")
+    if system_prompt is not None and all(message["role"] != "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
+    return messages
+
+
+def refuse_image_parts(messages: Sequence[Message]) -> None:
+    """DataError when messages of a row without images ask for one."""
+    if any(part["type"] == "image" for message in messages for part in message["content"]):
+        raise DataError("the chat messages have a place for an image, but the row has no images")
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    content = message.get("content")
+    if "role" not in message or content is None:
+        raise DataError(f"a chat message needs role and content, this one has: {', '.join(map(str, message))}")
+    parts = [content] if isinstance(content, str | Mapping) else content
+    if not isinstance(parts, Sequence):
+        raise DataError(
+            f"the content of a chat message is neither text nor a list of parts, but {type(content).__name__}"
+        )
+    # Arrow fills the keys that other rows have with None: they were never said.
+    given = {key: value for key, value in message.items() if value is not None}
+    return given | {"content": [_part(part) for part in parts]}
+
+
+def _part(part: object) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image":
+        return {"type": "image"}
+    raise DataError(f"a chat message has a part of kind {kind!r}; there are text and image")
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Text alone as a string, which every chat template takes."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def one_of(tokens: set[str]) -> re.Pattern[str] | None:
+    """A pattern for any of these strings, the longest first; None for no string."""
+    longest_first = sorted(tokens - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -1,0 +1,39 @@
+"""What end-to-end tests share: one Ray session, and tiny models that are built once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmrl.cluster.session import session
+from vlmrl.models import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`tiny_model("qwen3_vl")` is the folder of a tiny model of that family."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def build(family: str, **options: Any) -> str:
+        out = folder / "-".join([family, *(f"{k}={v}" for k, v in sorted(options.items()))])
+        if not out.exists():
+            tiny.build(family, out, **options)  # type: ignore[arg-type]
+        return str(out)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Runs inside these tests use this Ray session instead of one each."""
+    with session():
+        yield
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,623 @@
+"""Real DeepSpeed on CPU: the same step whatever it is cut into, and a continued run that equals an unbroken one.
+
+Ranks are processes that run this file as a script: each works through the tasks of a job and leaves its findings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.config.actor import Model
+from vlmrl.config.data import Columns
+from vlmrl.config.ds import Ds
+from vlmrl.config.train import Loop
+from vlmrl.data.balance import spread
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.packing import Pack
+from vlmrl.types import Experience, Floats, Sample, Totals
+
+STAGES = (0, 1, 2, 3)
+PACKED = {"layout": "packed", "max_tokens": 10_000}
+PADDED = {"layout": "padded", "max_tokens": 1}
+"""Every sample is a micro-batch of its own."""
+
+
+# ---------------------------------------------------------------- what a rank does
+
+
+def policy(
+    model: str,
+    *,
+    stage: int = 0,
+    dtype: str = "fp32",
+    offload: bool = False,
+    loss: dict[str, Any] | None = None,
+    **actor: Any,
+) -> Any:
+    from vlmrl.learning.policy import Policy
+
+    # A large epsilon makes Adam's step follow the gradient; with a small one it is its sign, rounding noise included.
+    adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
+    return Policy(
+        actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | actor),
+        ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload),  # type: ignore[arg-type]
+        loop=Loop(timeout_s=120),
+        columns=Columns(),
+        total_steps=10,
+        loss=PolicyLoss(**({"aggregation": "token", "max_new_tokens": 8} | (loss or {}))),
+        temperature=0.7,
+        bans=True,
+    )
+
+
+def samples(tools: Any) -> list[Sample]:
+    """Five groups of ragged samples, with no image, one and two; in one of them the policy spoke twice."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group, grids in enumerate([[], [(2, 2)], [(2, 3), (1, 2)], [], [(3, 2)]]):
+        side = tools.resize_factor
+        sizes = [(w * side, h * side) for w, h in grids] if side else []
+        media = tuple(
+            InlineMedia(f"{group}.{i}", size, rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+            for i, size in enumerate(sizes)
+        )
+        text = tools.render("what is this? " * (1 + group % 2), num_images=len(media), columns=Columns())
+        prompt, _ = tools.encode(text, sizes)
+        for _ in range(2):
+            length = int(rng.integers(2, 9))
+            tokens = np.concatenate([prompt, rng.integers(97, 122, length)])
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            if group == 4:
+                sampled[len(prompt) + 1] = False
+            rows.append(Sample(tokens=tokens.astype(np.int64), sampled=sampled, media=media, group=group))
+    return rows
+
+
+def packs_of(learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int) -> list[Pack]:
+    tools = learner._processor
+    shares = spread(
+        rows,
+        num_ranks=torch.distributed.get_world_size(),
+        layout=layout,  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        max_samples=None,
+        cost=lambda s: len(s.tokens) + sum(tools.num_patches(m.size) for m in s.media),
+        filler=tools.dummy_sample(),
+    )
+    return shares[torch.distributed.get_rank()]
+
+
+def totals(rows: Sequence[Sample]) -> Totals:
+    return Totals(num_tokens=int(sum(s.sampled.sum() for s in rows)), num_samples=len(rows))
+
+
+def experience(pack: Pack, column: Callable[[int, int], Floats]) -> Experience:
+    """`column(c, i)` is column c of sample i."""
+
+    def rows(c: int) -> list[Floats]:
+        blank = [np.zeros(len(s.tokens), dtype=np.float32) for s in pack.samples]
+        return [column(c, i) if i >= 0 else blank[n] for n, i in enumerate(pack.ids)]
+
+    return Experience(
+        pack.samples, advantages=rows(0), old_logprobs=rows(1), rollout_logprobs=rows(1), ref_logprobs=rows(2)
+    )
+
+
+def weights(learner: Any) -> dict[str, np.ndarray]:
+    from vlmrl.models.weights import unpack_bucket
+
+    # Small enough that there are many buckets, and that one tensor is larger than a bucket.
+    buckets = [learner.bucket(i) for i in range(learner.num_buckets(30_000))]
+    assert all((b is None) == (torch.distributed.get_rank() > 0) for b in buckets)
+    return {n: t.float().numpy().copy() for b in buckets if b is not None for n, t in unpack_bucket(b)}
+
+
+def score(out: Path, *, model: str) -> None:
+    """Log-probs under the starting weights: what the experiences of all other tasks are made of."""
+    from vlmrl.learning.reference import Reference
+
+    learner = policy(model)
+    rows = samples(learner._processor)
+    found: dict[str, np.ndarray] = {}
+    for name, cut in (("packed", PACKED), ("padded", PADDED)):
+        for i, values in learner.logprobs(packs_of(learner, rows, **cut)):
+            found[f"{name}.{i}"] = values
+    reference = Reference(
+        actor=Model(model_name_or_path=model),
+        ds=Ds(param_dtype="fp32"),
+        loop=Loop(),
+        columns=Columns(),
+        temperature=0.7,
+        bans=True,
+    )
+    for i, values in reference.logprobs(packs_of(learner, rows, **PACKED)):
+        found[f"reference.{i}"] = values
+    np.savez(out.with_suffix(".npz"), **found)
+
+
+def update(
+    out: Path, *, model: str, old: str, cut: dict[str, Any], steps: int = 2, save: str | None = None, **settings: Any
+) -> None:
+    """Two optimizer steps: weights and metrics to `out`, the model to `save`."""
+    learner = policy(model, **settings)
+    metrics = _train(learner, old, cut, steps)
+    _write(out, learner, metrics)
+    if save:
+        learner.save_model(Path(save))
+
+
+def supervise(out: Path, *, model: str, cut: dict[str, Any], **settings: Any) -> None:
+    learner = policy(model, **settings)
+    rows = samples(learner._processor)
+    packs = packs_of(learner, rows, **cut)
+    _write(out, learner, [learner.fit(packs, totals(rows)) for _ in range(3)])
+
+
+def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
+    """Two steps, a checkpoint, two more."""
+    learner = policy(model, **settings)
+    _train(learner, old, PACKED, 2)
+    _draw()
+    learner.save_checkpoint(Path(folder), {"step": 2, "note": "é"})
+    _train(learner, old, PADDED, 2)
+    _write_state(out, learner, {})
+
+
+def continued(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
+    """The two more, from the checkpoint."""
+    learner = policy(model, **settings)
+    _draw()
+    extra = learner.load_checkpoint(Path(folder))
+    _train(learner, old, PADDED, 2)
+    _write_state(out, learner, extra)
+
+
+def fails(out: Path, *, task: str, **arguments: Any) -> None:
+    """The error of another task."""
+    from vlmrl.errors import VlmrlError
+
+    try:
+        TASKS[task](out, **arguments)
+    except VlmrlError as error:
+        out.with_suffix(".json").write_text(json.dumps([type(error).__name__, str(error)]))
+
+
+def poisoned(out: Path, *, model: str, where: str, stage: int) -> None:
+    """A third step whose loss, or whose gradient alone, is not a number."""
+    learner = policy(model, stage=stage)
+    rows = samples(learner._processor)
+    packs = packs_of(learner, rows, **PACKED)
+    learner.fit(packs, totals(rows))
+    learner.fit(packs, totals(rows))
+    if where == "loss":
+        learner.update(
+            [[(p, experience(p, lambda c, i: np.full(len(rows[i].tokens), np.nan, "f")))] for p in packs],
+            [totals(rows)],
+        )
+    parameter = next(p for p in learner._net.parameters() if p.requires_grad)
+    parameter.register_hook(lambda g: g * float("nan"))
+    learner.fit(packs, totals(rows))
+
+
+def _train(learner: Any, old: str, cut: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    rows = samples(learner._processor)
+    kept = np.load(old)
+    rng = np.random.default_rng(1)
+    # Far enough from the log-probs of now that some tokens are clipped.
+    columns = [
+        [rng.normal(size=len(s.tokens)).astype(np.float32) for s in rows],
+        [
+            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
+            for i, s in enumerate(rows)
+        ],
+        [
+            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
+            for i, s in enumerate(rows)
+        ],
+    ]
+    packs = packs_of(learner, rows, **cut)
+    work = [(p, experience(p, lambda c, i: columns[c][i])) for p in packs]
+    return list(learner.update([work] * steps, [totals(rows)] * steps))
+
+
+def _write(out: Path, learner: Any, metrics: Sequence[dict[str, Any]]) -> None:
+    from vlmrl.observe.metrics import reduce
+
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, metrics)
+    tensors = weights(learner)
+    if torch.distributed.get_rank() == 0:
+        np.savez(out.with_suffix(".npz"), **tensors)
+        steps = [reduce([rank[step] for rank in every]) for step in range(len(metrics))]
+        state = sum(
+            t.numel() for s in learner._engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+        )
+        out.with_suffix(".json").write_text(
+            json.dumps({"steps": steps, "table": learner.table(), "state": state}, default=list)
+        )
+
+
+def _write_state(out: Path, learner: Any, extra: dict[str, Any]) -> None:
+    digest = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in weights(learner).items()}
+    state: dict[str, str] = {}
+    _digest(learner._engine.optimizer.state_dict(), "", state)
+    rates = learner._engine.get_lr()
+    draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+    found = {"weights": digest, "optimizer": state, "rates": rates, "draws": draws, "extra": extra}
+    out.with_suffix(f".{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+def _digest(value: Any, name: str, into: dict[str, str]) -> None:
+    if torch.is_tensor(value):
+        into[name] = hashlib.sha256(value.detach().float().numpy().tobytes()).hexdigest()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _digest(inner, f"{name}/{key}", into)
+    elif isinstance(value, list | tuple):
+        for key, inner in enumerate(value):
+            _digest(inner, f"{name}/{key}", into)
+
+
+def _draw() -> None:
+    random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+
+
+TASKS = {f.__name__: f for f in (score, update, supervise, unbroken, continued, fails, poisoned)}
+
+
+def main(job: str) -> None:
+    torch.set_num_threads(1)
+    for task in json.loads(Path(job).read_text()):
+        TASKS[task["do"]](Path(task["out"]), **task["arguments"])
+
+
+# ---------------------------------------------------------------- what the tests see
+
+
+class Ranks:
+    """Runs tasks on so many ranks and finds what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tasks: list[dict[str, Any]] = []
+
+    def add(self, name: str, do: str, **arguments: Any) -> None:
+        self._tasks.append({"do": do, "out": str(self.folder / name), "arguments": arguments})
+
+    def run(self, count: int) -> None:
+        job = self.folder / "job.json"
+        job.write_text(json.dumps(self._tasks))
+        self._tasks = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(job)],
+                env=os.environ | shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for r in range(count)
+        ]
+        texts = [rank.communicate(timeout=600)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * count, texts[0][-3000:]
+
+    def tensors(self, name: str) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / f"{name}.npz"))
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+    def assert_close(self, name: str, other: str, tolerance: float = 1e-6) -> None:
+        one, two = self.tensors(name), self.tensors(other)
+        assert one.keys() == two.keys()
+        worst = max((float(np.abs(one[k] - two[k]).max()), k) for k in one)
+        assert worst[0] < tolerance, f"{name} is not {other}: {worst}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from vlmrl.models.tiny import build
+
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: str(build(family, folder / name, size="micro", tied=tied, seed=3))  # type: ignore[arg-type]
+        for name, family, tied in (("vl", "qwen2_5_vl", False), ("deep", "qwen3_vl", True), ("text", "qwen3", True))
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Every job of this file: one launch with a single rank, then one with two ranks, then one that continues them."""
+    ranks = Ranks(tmp_path_factory.mktemp("runs"))
+    vl = {"model": models["vl"], "old": str(ranks.folder / "vl.npz")}
+    for name, model in models.items():
+        ranks.add(name, "score", model=model)
+        own = {"model": model, "old": str(ranks.folder / f"{name}.npz")}
+        ranks.add(f"{name}_alone", "update", **own, cut=PADDED, save=str(ranks.folder / f"{name}_model"))
+    for stage in STAGES:
+        ranks.add(f"alone_{stage}", "update", **vl, cut=PACKED, stage=stage)
+        ranks.add(f"alone_many_{stage}", "update", **vl, cut=PADDED, stage=stage)
+    for aggregation in ("sequence", "constant"):
+        loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
+        ranks.add(f"alone_{aggregation}", "update", **vl, cut=PADDED, loss=loss)
+    ranks.add("recomputed", "update", **vl, cut=PACKED, stage=2, gradient_checkpointing_enable=True)
+    ranks.add(
+        "recomputed_reentrant",
+        "update",
+        **vl,
+        cut=PACKED,
+        stage=2,
+        gradient_checkpointing_enable=True,
+        gradient_checkpointing_reentrant=True,
+    )
+    ranks.add("offloaded", "update", **vl, cut=PADDED, stage=2, offload=True)
+    ranks.add("offloaded_3", "update", **vl, cut=PADDED, stage=3, offload=True)
+    ranks.add("frozen", "update", **vl, cut=PACKED, stage=2, freeze_visual_encoder=True, freeze_projector=True)
+    ranks.add("taught", "supervise", model=models["vl"], cut=PADDED)
+    for where in ("loss", "gradient"):
+        for stage in (0, 2, 3):
+            ranks.add(
+                f"poisoned_{where}_{stage}", "fails", task="poisoned", model=models["vl"], where=where, stage=stage
+            )
+    ranks.run(1)
+
+    for stage in STAGES:
+        ranks.add(f"pair_{stage}", "update", **vl, cut=PACKED, stage=stage, save=str(ranks.folder / f"model_{stage}"))
+        ranks.add(f"pair_bf16_{stage}", "update", **vl, cut=PADDED, stage=stage, dtype="bf16")
+    ranks.add("pair_many_2", "update", **vl, cut=PADDED, stage=2)
+    ranks.add("pair_many_3", "update", **vl, cut=PADDED, stage=3)
+    for aggregation in ("sequence", "constant"):
+        loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
+        ranks.add(f"pair_{aggregation}", "update", **vl, cut=PACKED, loss=loss, stage=2)
+    for name in ("deep", "text"):
+        own = {"model": models[name], "old": str(ranks.folder / f"{name}.npz")}
+        ranks.add(f"{name}_pair", "update", **own, cut=PACKED, stage=3, save=str(ranks.folder / f"{name}_model_3"))
+    ranks.add("taught_pair", "supervise", model=models["vl"], cut=PACKED, stage=3)
+    for stage in STAGES:
+        ranks.add(f"unbroken_{stage}", "unbroken", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage)
+    bf16 = {"folder": str(ranks.folder / "checkpoint_bf16"), "stage": 2, "dtype": "bf16"}
+    ranks.add("unbroken_bf16", "unbroken", **vl, **bf16)
+    ranks.run(2)
+
+    for stage in STAGES:
+        ranks.add(
+            f"continued_{stage}", "continued", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage
+        )
+    ranks.add("continued_bf16", "continued", **vl, **bf16)
+    wrong = {"old": vl["old"], "folder": str(ranks.folder / "checkpoint_2"), "task": "continued"}
+    ranks.add("wrong_model", "fails", **wrong, model=models["deep"], stage=2)
+    ranks.add("wrong_stage", "fails", **wrong, model=models["vl"], stage=3)
+    ranks.add("wrong_parts", "fails", **wrong, model=models["vl"], stage=2, freeze_visual_encoder=True)
+    ranks.add(
+        "no_checkpoint", "fails", **wrong | {"folder": str(ranks.folder / "nowhere")}, model=models["vl"], stage=2
+    )
+    ranks.run(2)
+    return ranks
+
+
+@pytest.mark.parametrize("model", ["vl", "deep", "text"])
+def test_packed_padded_and_the_reference_give_the_same_logprobs(runs: Ranks, model: str) -> None:
+    found = runs.tensors(model)
+    for i in range(10):
+        assert found[f"packed.{i}"].min() < -1
+        np.testing.assert_allclose(found[f"packed.{i}"], found[f"padded.{i}"], atol=2e-6)
+        assert np.array_equal(found[f"packed.{i}"], found[f"reference.{i}"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cut", ["alone", "alone_many", "pair"])
+def test_a_step_does_not_depend_on_ranks_packs_or_stage(runs: Ranks, cut: str, stage: int) -> None:
+    runs.assert_close(f"{cut}_{stage}", "vl_alone")
+    assert runs.json(f"{cut}_{stage}")["steps"][1]["policy/loss"] == pytest.approx(
+        runs.json("vl_alone")["steps"][1]["policy/loss"], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ["pair_many_2", "pair_many_3"])
+def test_two_ranks_with_many_micro_batches_and_fillers_make_the_same_step(runs: Ranks, name: str) -> None:
+    runs.assert_close(name, "vl_alone")
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_every_aggregation_is_independent_of_the_cut(runs: Ranks, aggregation: str) -> None:
+    runs.assert_close(f"pair_{aggregation}", f"alone_{aggregation}")
+    assert runs.json(f"pair_{aggregation}")["steps"][0]["policy/kl_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["deep", "text"])
+def test_other_families_tied_embeddings_included_make_the_same_step(runs: Ranks, name: str) -> None:
+    runs.assert_close(f"{name}_pair", f"{name}_alone")
+
+
+@pytest.mark.parametrize("name", ["recomputed", "recomputed_reentrant", "offloaded", "offloaded_3"])
+def test_saving_memory_does_not_change_the_step(runs: Ranks, name: str) -> None:
+    runs.assert_close(name, "vl_alone")
+
+
+def test_a_step_moves_every_part_and_the_step_is_large_enough_to_be_compared(
+    runs: Ranks, models: dict[str, str]
+) -> None:
+    from safetensors.numpy import load_file
+
+    start, end = load_file(Path(models["vl"]) / "model.safetensors"), runs.tensors("vl_alone")
+    assert start.keys() == end.keys()
+    moved = {name: float(np.abs(end[name] - start[name]).max()) for name in start}
+    assert min(v for name, v in moved.items() if "k_proj.bias" not in name and "qkv.bias" not in name) > 1e-5, moved
+
+
+def test_frozen_parts_do_not_move_and_have_no_optimizer_state(runs: Ranks, models: dict[str, str]) -> None:
+    from safetensors.numpy import load_file
+
+    start, end = load_file(Path(models["vl"]) / "model.safetensors"), runs.tensors("frozen")
+    moved = {name for name in start if not np.array_equal(start[name], end[name])}
+    assert not any("visual" in name for name in moved)
+    language = [name for name in start if "visual" not in name]
+    assert len(moved) >= len(language) - 2
+    found = runs.json("frozen")
+    trained = sum(row[1] for row in found["table"])
+    assert trained == sum(start[name].size for name in language)
+    # Two moments of each trained number, and a count of steps per parameter group.
+    assert 2 * trained <= found["state"] <= 2 * trained + 64
+
+
+def test_metrics_say_what_happened(runs: Ranks) -> None:
+    first, second = runs.json("pair_2")["steps"]
+    assert first["policy/lr"] == 0.01
+    assert second["policy/lr"] < 0.01
+    assert 0 < first["policy/clip_fraction"] < 1
+    assert 0 < first["policy/entropy"] < np.log(384)
+    assert first["policy/kl_old"] > 0
+    assert first["policy/ratio_max"] > 1
+    assert first["policy/grad_norm"] > 0.5
+    assert first["pack/padding_fraction"] == 0
+    # Groups of one, two and one image: the tower sees each of them at least once.
+    assert first["vision/tower_calls"] >= 4
+    padded = runs.json("vl_alone")["steps"][0]
+    for name in ("policy/clip_fraction", "policy/entropy", "policy/kl_old", "policy/ratio_max", "policy/grad_norm"):
+        assert first[name] == pytest.approx(padded[name], rel=1e-3), name
+
+
+def test_supervised_training_learns_alone_and_in_pairs_alike(runs: Ranks) -> None:
+    losses = [step["policy/loss"] for step in runs.json("taught")["steps"]]
+    assert losses[0] > losses[1] > losses[2]
+    runs.assert_close("taught_pair", "taught")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_with_fp32_master_weights_follows_fp32(runs: Ranks, stage: int) -> None:
+    rough, exact = runs.json(f"pair_bf16_{stage}")["steps"], runs.json("vl_alone")["steps"]
+    assert rough[1]["policy/loss"] == pytest.approx(exact[1]["policy/loss"], abs=0.05)
+    assert rough[0]["policy/grad_norm"] == pytest.approx(exact[0]["policy/grad_norm"], rel=0.1)
+    runs.assert_close(f"pair_bf16_{stage}", "vl_alone", tolerance=5e-3)
+
+
+@pytest.mark.parametrize("name", [f"unbroken_{s}" for s in (*STAGES, "bf16")])
+def test_a_continued_run_equals_an_unbroken_one_bit_for_bit(runs: Ranks, name: str) -> None:
+    for rank in (0, 1):
+        unbroken = runs.json(f"{name}.{rank}")
+        continued = runs.json(f"{name.replace('unbroken', 'continued')}.{rank}")
+        assert continued.pop("extra") == {"step": 2, "note": "é"}
+        unbroken.pop("extra")
+        assert continued == unbroken
+        assert len(unbroken["optimizer"]) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_model", "checkpoint of another model"),
+        ("wrong_stage", "written with ds.zero_stage 2, this run has 3"),
+        ("wrong_parts", "trained other parts of the model"),
+        ("no_checkpoint", "not a checkpoint that can be read"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(runs: Ranks, name: str, words: str) -> None:
+    kind, line = runs.json(name)
+    assert kind == "ConfigError"
+    assert words in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loss_or_gradient_that_is_no_number_stops_the_run_and_names_the_step(
+    runs: Ranks, where: str, stage: int
+) -> None:
+    kind, line = runs.json(f"poisoned_{where}_{stage}")
+    assert kind == "VlmrlError"
+    assert f"{where} of optimizer step 3" in line
+
+
+@pytest.mark.parametrize(
+    ("folder", "weights"),
+    [
+        ("vl_model", "vl_alone"),
+        *((f"model_{stage}", f"pair_{stage}") for stage in STAGES),
+        ("deep_model_3", "deep_pair"),
+        ("text_model_3", "text_pair"),
+    ],
+)
+def test_a_saved_model_loads_with_exactly_the_weights_that_are_published(
+    runs: Ranks, folder: str, weights: str
+) -> None:
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+    from vlmrl.learning.weights import checkpoint_names, saved_tensors
+
+    path = runs.folder / folder
+    published, written = runs.tensors(weights), load_file(path / "model.safetensors")
+    assert written.keys() == published.keys()
+    factory = AutoModelForCausalLM if folder.startswith("text") else AutoModelForImageTextToText
+    net, report = factory.from_pretrained(path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    loaded = dict(checkpoint_names(net, saved_tensors(net)))
+    for name, tensor in published.items():
+        assert np.array_equal(written[name], tensor), name
+        assert np.array_equal(loaded[name].detach().numpy(), tensor), name
+    assert AutoTokenizer.from_pretrained(path).encode("a") == [97]
+    assert folder.startswith("text") or AutoProcessor.from_pretrained(path).image_processor is not None
+    assert not list(runs.folder.glob("*.tmp"))
+
+
+_JOIN = """
+from vlmrl.errors import ClusterError
+from vlmrl.learning.engine import init_distributed
+try:
+    init_distributed(2)
+except ClusterError as error:
+    print("line:", error)
+"""
+
+
+@pytest.mark.parametrize(("is_taken", "words"), [(True, "address already in use"), (False, "waiting for clients")])
+def test_a_taken_port_and_a_rank_that_never_comes_are_one_line_each(is_taken: bool, words: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        if is_taken:
+            other.listen()
+        else:
+            other.close()
+        place = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        found = subprocess.run(
+            [sys.executable, "-c", _JOIN],
+            env=os.environ | place,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    lines = [line for line in found.stdout.splitlines() if line.startswith("line:")]
+    assert len(lines) == 1
+    assert f"rank 0 of 2 could not join the training ranks at 127.0.0.1:{port}" in lines[0]
+    assert words in lines[0]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

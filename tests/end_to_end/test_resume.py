@@ -1,0 +1,135 @@
+"""Kill a run without warning in the middle of a step, go on with the same command, get an unbroken run's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+STEPS, KILLED_IN = 10, 7
+PER_STEP = 4
+
+
+def command(model: str, out: Path) -> list[str]:
+    counting = "visual_math?families=count&difficulty=1&pixels=56&size=64"
+    flags = {
+        "actor.model_name_or_path": model,
+        "actor.adam.lr": "1e-3",
+        "data.prompt_dataset": counting,
+        "data.max_len": "128",
+        "reward.functions": '{"exact": 1.0, "format": 0.5}',
+        "rollout.batch_size": str(PER_STEP),
+        "rollout.n_samples_per_prompt": "4",
+        "rollout.max_new_tokens": "6",
+        "train.batch_size": "8",
+        "train.max_steps": str(STEPS),
+        "ds.param_dtype": "fp32",
+        "vllm.cpu_kv_cache_gib": "0.25",
+        "ckpt.save_steps": "1",
+        "ckpt.max_num": "20",
+        "ckpt.output_dir": str(out),
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    return [sys.executable, "-m", "vlmrl", "rl", *words, "--train.colocate_all"]
+
+
+def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {record["step"]: record for record in map(json.loads, lines)}
+
+
+def relatives(mark: str) -> list[int]:
+    """Processes that inherited `mark`, the dead that nobody has buried yet aside."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                is_ours = mark.encode() in (folder / "environ").read_bytes()
+                is_dead = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if is_ours and not is_dead:
+                found.append(int(folder.name))
+    return found
+
+
+def assert_same(one: Any, other: Any, where: str) -> None:
+    """Bit by bit, through whatever nesting."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}/{number}")
+    elif isinstance(one, int | float | str | bool | None):
+        assert one == other, where
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
+    tmp_path: Path, tiny_model: Callable[..., str]
+) -> None:
+    model = tiny_model("qwen2_5_vl", size="micro")
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
+
+    mark = f"VLMRL_TEST_RUN={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    log = (tmp_path / "log").open("w")
+    victim = subprocess.Popen(command(model, broken), env=os.environ | {name: value}, stdout=log, stderr=log)
+    deadline = time.monotonic() + 240
+    while KILLED_IN - 1 not in read_metrics(broken):
+        assert victim.poll() is None, (tmp_path / "log").read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not (broken / "model").exists()
+
+    deadline = time.monotonic() + 30
+    while (left := relatives(mark)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not left, [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
+    assert not list(Path("/dev/shm").glob("vlmrl-*"))
+
+    subprocess.run([*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, stdout=subprocess.DEVNULL)
+
+    drawn = [
+        json.loads(line)["index"]
+        for step in range(1, STEPS + 1)
+        for line in (broken / f"rollouts/step_{step:06d}.jsonl").read_text().splitlines()
+    ]
+    assert sorted(drawn) == list(range(STEPS * PER_STEP)), "a prompt was lost or repeated"
+
+    wanted, found = read_metrics(unbroken), read_metrics(broken)
+    assert sorted(found) == sorted(wanted)
+    names = [n for n in wanted[STEPS] if not n.startswith(("time/", "throughput/"))]
+    # Where two runs agree to the bit before the kill, they must agree to the bit after it.
+    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, KILLED_IN))]
+    assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
+    for step in range(KILLED_IN, STEPS + 1):
+        assert {n: wanted[step].get(n) for n in stable} == {n: found[step].get(n) for n in stable}, step
+
+    last = f"checkpoints/step_{STEPS:06d}"
+    files = sorted(path.relative_to(unbroken) for path in (unbroken / last).rglob("*.pt"))
+    assert files
+    for file in files:
+        one, other = (torch.load(root / file, map_location="cpu", weights_only=False) for root in (unbroken, broken))
+        assert_same(one, other, str(file))

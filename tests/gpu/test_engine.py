@@ -1,0 +1,97 @@
+"""vLLM on CUDA: it starts, answers, takes weights, and gives its memory back while it sleeps."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vlmrl import plugins
+from vlmrl.config.data import Columns
+from vlmrl.config.vllm import Vllm
+from vlmrl.models import tiny
+from vlmrl.models.weights import digest, fingerprint, pack_bucket
+from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Group, Prompt
+
+TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build("qwen3", tmp_path_factory.mktemp("gpu") / "model")
+
+
+def with_engine(model: Path, use: Callable[[RolloutEngine], Awaitable[Any]], **vllm: Any) -> Any:
+    """Start an engine, use it, stop it."""
+
+    async def run() -> Any:
+        engine = RolloutEngine(
+            model=str(model),
+            vllm=Vllm(gpu_memory_utilization=0.2, enforce_eager=True, **vllm),
+            columns=Columns(),
+            trust_remote_code=False,
+            dtype="bf16",
+            max_model_len=256,
+            top_p=1.0,
+            name="vllm",
+        )
+        await engine.start()
+        try:
+            return await use(engine)
+        finally:
+            await engine.shutdown()
+
+    return asyncio.run(run())
+
+
+def question(model: Path) -> Prompt:
+    tools = plugins.processor(str(model), min_pixels=Columns().min_pixels, max_pixels=Columns().max_pixels)
+    text = tools.render("2 + 2 = ?", num_images=0, columns=Columns())
+    tokens, request = tools.encode(text, [])
+    return Prompt(index=0, source="test:0", text=text, tokens=tokens, request=request, label="4")
+
+
+def test_an_engine_answers_with_log_probs(model: Path) -> None:
+    group: Group = with_engine(model, lambda engine: engine.generate(question(model), TWO_ANSWERS))
+    assert len(group.rollouts) == 2
+    for rollout in group.rollouts:
+        assert 1 <= rollout.num_sampled <= 8
+        assert (rollout.logprobs[rollout.sampled] < 0).all()
+
+
+def test_an_engine_holds_what_was_published(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    changed = {name: tensor.detach() * 1.5 for name, tensor in net.state_dict().items()}
+
+    async def publish(engine: RolloutEngine) -> tuple[Group, str, Group]:
+        before = await engine.generate(question(model), TWO_ANSWERS)
+        await engine.begin_update(1)
+        await engine.load_bucket(pack_bucket(changed.items()))
+        said = await engine.finish_update(vision_changed=False)
+        return before, said, await engine.generate(question(model), TWO_ANSWERS)
+
+    before, said, after = with_engine(model, publish)
+    assert said == fingerprint({name: digest(name, tensor) for name, tensor in changed.items()})
+    assert [rollout.version for rollout in (*before.rollouts, *after.rollouts)] == [0, 0, 1, 1]
+
+
+def test_a_sleeping_engine_gives_its_memory_back_and_answers_the_same_afterwards(model: Path) -> None:
+    async def nap(engine: RolloutEngine) -> tuple[Group, int, int, Group]:
+        before = await engine.generate(question(model), TWO_ANSWERS)
+        awake, _ = torch.cuda.mem_get_info()
+        await engine.sleep()
+        asleep, _ = torch.cuda.mem_get_info()
+        await engine.wake()
+        return before, awake, asleep, await engine.generate(question(model), TWO_ANSWERS)
+
+    before, free_awake, free_asleep, after = with_engine(model, nap, enable_sleep=True)
+    assert free_asleep - free_awake > 2**30
+    assert [rollout.tokens.tolist() for rollout in after.rollouts] == [
+        rollout.tokens.tolist() for rollout in before.rollouts
+    ]

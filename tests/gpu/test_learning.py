@@ -1,0 +1,95 @@
+"""DeepSpeed on CUDA over NCCL: the policy scores tokens there as it does in fp32, and learns.
+
+The rank is a process that runs this file as a script, because a process group is for good.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def rank(model: str, dtype: str) -> dict[str, Any]:
+    """Score and learn the same eight samples; what a rank on its own finds."""
+    import torch
+
+    from vlmrl.config.actor import Model
+    from vlmrl.config.data import Columns
+    from vlmrl.config.ds import Ds
+    from vlmrl.config.train import Loop
+    from vlmrl.data.packing import cut
+    from vlmrl.learning.policy import Policy
+    from vlmrl.types import Sample, Totals
+
+    learner = Policy(
+        actor=Model.model_validate({"model_name_or_path": model, "adam": {"lr": 1e-3}}),
+        ds=Ds.model_validate({"zero_stage": 2, "param_dtype": dtype}),
+        loop=Loop(),
+        columns=Columns(),
+        total_steps=10,
+        loss=None,
+        temperature=1.0,
+        bans=False,
+    )
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(tokens=rng.integers(97, 122, length), sampled=np.arange(length) >= 4, group=group)
+        for group, length in enumerate([9, 40, 17, 64, 12, 33, 8, 21])
+    ]
+    packs = cut(
+        samples,
+        list(range(len(samples))),
+        layout="packed",
+        max_tokens=100,
+        max_samples=None,
+        cost=lambda sample: len(sample.tokens),
+    )
+    totals = Totals(num_tokens=sum(int(s.sampled.sum()) for s in samples), num_samples=len(samples))
+    scored = dict(learner.logprobs(packs))
+    for _ in range(5):
+        learner.fit(packs, totals)
+    learnt = dict(learner.logprobs(packs))
+    return {
+        "backend": torch.distributed.get_backend(),
+        "logprobs": [scored[i].tolist() for i in range(len(samples))],
+        "gain": float(np.mean([learnt[i].sum() - scored[i].sum() for i in range(len(samples))])),
+    }
+
+
+@pytest.mark.timeout(600)
+def test_the_policy_scores_in_bf16_as_in_fp32_and_learns_over_nccl(tmp_path: Path) -> None:
+    from vlmrl.models import tiny
+
+    model = tiny.build("qwen3", tmp_path / "model")
+    found = {}
+    for port, dtype in enumerate(("fp32", "bf16"), start=29611):
+        place = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        done = subprocess.run(
+            [sys.executable, __file__, str(model), dtype],
+            env=os.environ | place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found[dtype] = json.loads(done.stdout.strip().splitlines()[-1])
+    for dtype in found:
+        assert found[dtype]["backend"] == "nccl"
+        assert found[dtype]["gain"] > 0
+    for exact, rough in zip(found["fp32"]["logprobs"], found["bf16"]["logprobs"], strict=True):
+        np.testing.assert_allclose(rough, exact, atol=0.1)
+
+
+if __name__ == "__main__":
+    print(json.dumps(rank(*sys.argv[1:])))

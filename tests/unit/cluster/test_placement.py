@@ -1,0 +1,48 @@
+import pytest
+
+from vlmrl.cluster.placement import Place, Role, plan
+from vlmrl.errors import ClusterError
+
+ACTOR = Role("actor", num_workers=2, slots_per_worker=1, flag="--actor.num_gpus_per_node", workers_per_node=2)
+ENGINES = Role("vllm", num_workers=2, slots_per_worker=1, flag="--vllm.num_engines")
+
+
+def test_roles_apart_take_different_slots() -> None:
+    places = plan([ACTOR, ENGINES], shared=[], available=[4], unit="GPU")
+    assert places["actor"] == [Place(0, (0,)), Place(0, (1,))]
+    assert places["vllm"] == [Place(0, (2,)), Place(0, (3,))]
+
+
+def test_roles_together_take_the_same_slots() -> None:
+    places = plan([ACTOR, ENGINES], shared=[frozenset({"actor", "vllm"})], available=[2], unit="GPU")
+    assert places["actor"] == places["vllm"] == [Place(0, (0,)), Place(0, (1,))]
+
+
+def test_an_engine_of_several_slots_stays_on_one_node() -> None:
+    wide = Role("vllm", num_workers=2, slots_per_worker=2, flag="--vllm.num_engines")
+    places = plan([wide], shared=[], available=[3, 3], unit="GPU")
+    assert places["vllm"] == [Place(0, (0, 1)), Place(1, (0, 1))]
+
+
+def test_ranks_per_node_are_kept() -> None:
+    actor = Role("actor", num_workers=4, slots_per_worker=1, flag="--actor.num_nodes", workers_per_node=2)
+    places = plan([actor], shared=[], available=[8, 8], unit="GPU")
+    assert [place.node for place in places["actor"]] == [0, 0, 1, 1]
+
+
+def test_shared_wide_engines_cover_the_slots_of_the_ranks() -> None:
+    actor = Role("actor", num_workers=4, slots_per_worker=1, flag="--actor.num_gpus_per_node", workers_per_node=4)
+    wide = Role("vllm", num_workers=2, slots_per_worker=2, flag="--vllm.num_engines")
+    places = plan([actor, wide], shared=[frozenset({"actor", "vllm"})], available=[8], unit="GPU")
+    assert places["vllm"] == [Place(0, (0, 1)), Place(0, (2, 3))]
+
+
+def test_what_does_not_fit_names_the_role_and_the_flag() -> None:
+    with pytest.raises(
+        ClusterError,
+        match=r"vllm wants 2 CPU cores .* only 0 of its 2 workers .*--vllm.num_engines.*--train.colocate_all",
+    ):
+        plan([ACTOR, ENGINES], shared=[], available=[2], unit="CPU core")
+    greedy = Role("actor", num_workers=9, slots_per_worker=1, flag="--actor.num_gpus_per_node")
+    with pytest.raises(ClusterError, match=r"actor wants 9 GPUs.*with 8 in all.*--actor.num_gpus_per_node"):
+        plan([greedy], shared=[], available=[8], unit="GPU")

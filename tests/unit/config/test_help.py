@@ -1,0 +1,37 @@
+import pytest
+
+from vlmrl.config.help import help_text
+from vlmrl.config.run import VERBS, EvalConfig, RlConfig, Run
+
+
+@pytest.mark.parametrize("kind", VERBS)
+def test_help_lists_every_setting_once_with_its_docstring(kind: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_text(kind, has_dry_run=False)
+    assert max(map(len, text.splitlines())) < 120
+    flat = " ".join(text.split())
+    for name, field in kind.settings().items():
+        assert text.count(f"  --{name} ") == 1
+        assert field.description, f"{name} has no docstring"
+        assert " ".join(field.description.split()) in flat
+    assert "--dry-run" not in text
+
+
+def test_help_tells_what_a_setting_takes_and_its_default() -> None:
+    text = help_text(RlConfig, has_dry_run=True)
+    assert "--dry-run" in text
+    assert "  --actor.model_name_or_path TEXT  (required)\n" in text
+    assert "  --actor.adam.lr NUMBER = 1e-06\n" in text
+    assert "  --actor.adam.betas NUMBER NUMBER = 0.9 0.95\n" in text
+    assert "  --actor.eps_clip_low_high NUMBER NUMBER\n" in text
+    assert "  --data.prompt_probs NUMBER ...\n" in text
+    assert "  --train.colocate_all [true|false] = false\n" in text
+    assert "  --ds.zero_stage 0|1|2|3 = 2\n" in text
+    assert "  --reward.functions JSON = '{\"math\": 1.0}'\n" in text
+    assert "  --ckpt.save_steps INT = -1\n" in text
+
+
+def test_what_a_verb_lacks_is_not_in_its_help() -> None:
+    text = help_text(EvalConfig, has_dry_run=True)
+    assert "adam" not in text
+    assert "bucket_mib" not in text

@@ -1,0 +1,59 @@
+import pytest
+
+from vlmrl.config.ckpt import Ckpt
+from vlmrl.config.names import all_but, is_given, named_in, nearest, value
+from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+
+NAMES = list(RlConfig.settings())
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("train.bach_size", "train.batch_size"),
+        ("actor.lr", "actor.adam.lr"),
+        ("actor.model-name-or-path", "actor.model_name_or_path"),
+        ("model_name_or_path", "actor.model_name_or_path"),
+        ("actor.model", "actor.model_name_or_path"),
+        ("rollout.max_len", "data.max_len"),
+        ("wandb.project", "logger.wandb.project"),
+        ("qqq", None),
+    ],
+)
+def test_a_misspelt_name_is_understood(written: str, meant: str | None) -> None:
+    assert nearest(written, NAMES) == meant
+
+
+def test_settings_have_their_full_names_and_sections_none_of_their_own() -> None:
+    assert {"actor.adam.lr", "logger.wandb.project", "train.seed"} <= set(NAMES)
+    assert not {"actor", "actor.adam", "logger.wandb"} & set(NAMES)
+    assert {"actor", "actor.adam", "logger.wandb"} <= set(RlConfig.sections())
+
+
+def test_all_but_leaves_what_is_kept() -> None:
+    assert all_but(Ckpt, "ckpt", "output_dir") == {"ckpt.save_steps", "ckpt.max_num", "ckpt.load_enable"}
+    with pytest.raises(AssertionError, match="no_such"):
+        all_but(Ckpt, "ckpt", "no_such")
+
+
+def test_a_verb_lacks_what_only_others_read() -> None:
+    assert "rollout.max_new_tokens" in EvalConfig.settings()
+    assert "rollout.n_samples_per_prompt" not in EvalConfig.settings()
+    assert "data.output_key" in SftConfig.settings()
+    assert "data.output_key" not in RlConfig.settings()
+    assert "actor.adam" not in EvalConfig.sections()
+
+
+def test_given_is_what_the_user_wrote_even_when_it_equals_the_default() -> None:
+    config = RlConfig.model_validate(
+        {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "train": {"seed": 42}}
+    )
+    assert value(config, "train.seed") == value(config, "train.seed") == 42
+    assert is_given(config, "train.seed")
+    assert not is_given(config, "train.timeout_s")
+    assert not is_given(config, "actor.adam.lr")
+
+
+def test_a_message_is_searched_for_the_settings_it_names() -> None:
+    text = "train.batch_size 3 does not divide rollout.batch_size; see run.yaml, train.batch_size."
+    assert named_in(text, NAMES) == ["train.batch_size", "rollout.batch_size"]

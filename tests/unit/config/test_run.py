@@ -1,0 +1,146 @@
+"""What settings say about each other."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, RolloutBench, SftConfig
+
+
+def nest(values: dict[str, Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for name, value in values.items():
+        node = root
+        *parts, last = name.split(".")
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return root
+
+
+def rl(**values: Any) -> RlConfig:
+    return RlConfig.model_validate(nest({"actor.model_name_or_path": "m", "data.prompt_dataset": "d"} | values))
+
+
+def sft(**values: Any) -> SftConfig:
+    return SftConfig.model_validate(nest({"actor.model_name_or_path": "m", "data.prompt_dataset": "d"} | values))
+
+
+def test_the_defaults_agree_with_each_other() -> None:
+    rl()
+    sft()
+    EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d"}))
+    PublishBench.model_validate(nest({"actor.model_name_or_path": "m"}))
+    RolloutBench.model_validate(nest({"actor.model_name_or_path": "m", "data.prompt_dataset": "d"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rollout.n_samples_per_prompt": 1}, "use 2 or more"),
+        ({"rollout.n_samples_per_prompt": 1, "algo.advantage.estimator": "rloo"}, "estimator rloo without a group"),
+        (
+            {"rollout.batch_size": 10, "rollout.n_samples_per_prompt": 4, "train.batch_size": 16},
+            r"train.batch_size 16 does not divide the 40 answers of a step",
+        ),
+        (
+            {"rollout.batch_size": 6, "rollout.n_samples_per_prompt": 4, "train.batch_size": 6},
+            "train.batch_size 6 is not a multiple of rollout.n_samples_per_prompt 4",
+        ),
+        ({"rollout.top_p": 0.9, "rollout.temperature": 0.8}, "rollout.top_p 0.9 needs rollout.temperature 1, not 0.8"),
+        ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
+        ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout packed"),
+        ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
+        ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest answer"),
+        ({"reward.functions": {}}, "nothing would score the answers"),
+        ({"reward.functions": {"maths": 1.0}}, "there are exact, math, format"),
+        ({"reward.remote_url": "http://host/score"}, "path/to/file.py:function"),
+        ({"reward.remote_url": "reward.py"}, "path/to/file.py:function"),
+        ({"reward.clip_range": (1.0, -1.0)}, "give the smaller bound first"),
+        ({"data.min_pixels": 10, "data.max_pixels": 9}, "data.min_pixels 10 is above data.max_pixels 9"),
+        ({"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)}, "1 shares for the 2 of data.prompt_dataset"),
+        ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "use k2 or k3"),
+        ({"ckpt.save_steps": 0}, "above 0, or -1 for never"),
+        ({"actor.model_name_or_path": ""}, "at least 1 character"),
+        ({"actor.adam.lr": float("inf")}, "finite number"),
+    ],
+)
+def test_a_contradiction_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        rl(**values)
+
+
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"ref.num_gpus_per_node": 1}, "algo.kl.init_coef is 0"),
+    ({"algo.kl.estimator": "k1"}, "algo.kl.init_coef is 0"),
+    ({"train.colocate_actor_ref": False}, "algo.kl.init_coef is 0"),
+    (
+        {"train.colocate_actor_ref": True, "train.colocate_all": True, "algo.kl.init_coef": 0.1},
+        "colocate_all includes it",
+    ),
+    ({"algo.advantage.gamma": 1.0}, "here it is group_norm"),
+    ({"algo.advantage.no_std_norm": True, "algo.advantage.estimator": "dr_grpo"}, "here it is dr_grpo"),
+    ({"reward.overlong_penalty_factor": 0.5}, "without reward.overlong_buffer_len"),
+    ({"reward.remote_weight": 2.0}, "there is no reward.remote_url"),
+    ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr alone has a floor"),
+    ({"actor.lr_warmup_ratio": 0.1, "actor.lr_scheduler": "constant"}, "does not warm up"),
+    ({"actor.eps_clip": 0.2, "actor.eps_clip_low_high": (0.2, 0.3)}, "takes its place"),
+    ({"actor.gradient_checkpointing_reentrant": True}, "gradient_checkpointing_enable is off"),
+    ({"data.input_template": "Q: {}"}, "data.apply_chat_template is on"),
+    ({"eval.steps": 5}, "nothing is evaluated without eval.dataset"),
+    ({"ckpt.max_num": 2}, "ckpt.save_steps is -1"),
+    ({"logger.wandb.run_name": "a"}, "without logger.wandb.project"),
+    ({"ds.overlap_comm": True, "ds.zero_stage": 0}, "ds.zero_stage 0"),
+    ({"data.output_key": "answer"}, "vlmrl rl does not have it"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), UNREAD)
+def test_a_setting_that_nobody_would_read_is_refused(values: dict[str, Any], said: str) -> None:
+    name = next(iter(values))
+    with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{said}"):
+        rl(**values)
+
+
+def test_what_makes_a_setting_read_makes_it_accepted() -> None:
+    rl(**{"algo.kl.init_coef": 0.1, "ref.num_gpus_per_node": 2, "train.colocate_actor_ref": True})
+    rl(**{"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.gamma": 0.9})
+    rl(**{"reward.overlong_buffer_len": 10, "reward.overlong_penalty_factor": 0.5})
+    rl(**{"reward.remote_url": "a.py:f", "reward.remote_weight": 2.0, "reward.functions": {}})
+    rl(**{"data.apply_chat_template": False, "data.input_template": "Q: {}"})
+    rl(**{"vllm.enable_sleep": True, "train.colocate_all": True})
+    rl(**{"rollout.top_p": 0.9})
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        rl(**{"rollout.n_samples_per_prompt": 1, "vllm.enable_sleep": True, "algo.advantage.gamma": 0.5})
+    said = str(caught.value)
+    assert all(part in said for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
+
+
+@pytest.mark.parametrize(("packing", "layout"), [(True, "packed"), (False, "padded")])
+def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool, layout: str) -> None:
+    assert rl(**{"ds.packing_samples": packing}).train.layout == layout
+    assert sft(**{"ds.packing_samples": packing, "train.layout": layout}).train.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss_agg", "resolved"),
+    [
+        ("group_norm", None, "token"),
+        ("rloo", None, "token"),
+        ("dr_grpo", None, "constant"),
+        ("dr_grpo", "token", "token"),
+        ("group_norm", "sequence", "sequence"),
+    ],
+)
+def test_the_aggregation_is_the_estimators_unless_given(estimator: str, loss_agg: str | None, resolved: str) -> None:
+    algo = rl(**{"algo.advantage.estimator": estimator, "algo.loss_agg": loss_agg}).algo
+    assert algo.aggregation == resolved
+
+
+def test_evaluation_has_no_settings_of_training() -> None:
+    with pytest.raises(ValidationError, match=r"actor\.adam\.lr would not be read: vlmrl eval does not have it"):
+        EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d", "actor.adam.lr": 1e-3}))

@@ -1,0 +1,126 @@
+"""Samples over ranks: nobody lost, equal numbers of packs, equal cost, collectives in step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.data.balance import spread
+from vlmrl.data.packing import FILLER, Pack
+from vlmrl.types import Pixels, Sample
+
+
+@dataclass(frozen=True)
+class Dot:
+    hash: str = "dot"
+    size: tuple[int, int] = (28, 28)
+
+    def fetch(self) -> Pixels:
+        return np.zeros((28, 28, 3), dtype=np.uint8)
+
+
+def text(length: int, group: int = 0) -> Sample:
+    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), group=group)
+
+
+def image(length: int, group: int = 0) -> Sample:
+    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(Dot(),), group=group)
+
+
+BLANK = Sample(tokens=np.arange(3), sampled=np.zeros(3, dtype=np.bool_), media=(Dot(),))
+
+
+def run(samples: list[Sample], **changes: Any) -> list[list[Pack]]:
+    settings: dict[str, Any] = {
+        "num_ranks": 2,
+        "layout": "packed",
+        "max_tokens": 100,
+        "max_samples": None,
+        "cost": lambda sample: len(sample.tokens),
+        "filler": None,
+    }
+    return spread(samples, **settings | changes)
+
+
+def ids(ranks: list[list[Pack]]) -> list[list[int]]:
+    return [[i for pack in packs for i in pack.ids] for packs in ranks]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_tokens", [1, 40, 1000])
+def test_every_sample_is_on_one_rank_once_and_ranks_keep_step(layout: str, num_ranks: int, max_tokens: int) -> None:
+    lengths = np.random.default_rng(0).integers(2, 30, 23)
+    samples = [(image if i % 3 else text)(int(n), group=i // 4) for i, n in enumerate(lengths)]
+    ranks = run(samples, num_ranks=num_ranks, layout=layout, max_tokens=max_tokens, filler=BLANK)
+    assert sorted(i for rank in ids(ranks) for i in rank if i != FILLER) == list(range(23))
+    assert len({len(packs) for packs in ranks}) == 1
+    for packs in ranks:
+        for pack in packs:
+            assert all(pack.samples[k] is samples[i] for k, i in enumerate(pack.ids) if i != FILLER)
+            assert num_ranks == 1 or pack.holds_media
+
+
+def test_the_same_batch_is_spread_the_same_way() -> None:
+    samples = [text(int(n), group=i) for i, n in enumerate(np.random.default_rng(1).integers(2, 30, 40))]
+    assert ids(run(samples)) == ids(run(samples))
+
+
+def test_the_largest_group_goes_first_to_the_emptiest_rank() -> None:
+    # Groups of 9, 7, 6 and 4: 9 | 7, then 6 joins 7, and 4 joins 9.
+    samples = [text(9, 0), text(7, 1), text(6, 2), text(4, 3)]
+    assert ids(run(samples)) == [[0, 3], [1, 2]]
+
+
+def test_groups_stay_whole_while_that_is_fair() -> None:
+    samples = [text(5, group=i // 4) for i in range(16)]
+    for rank in ids(run(samples, num_ranks=4)):
+        assert len({i // 4 for i in rank}) == 1
+
+
+def test_groups_are_broken_up_when_a_rank_would_be_over_its_share() -> None:
+    # Three groups of four on two ranks: whole groups would be 40 to 20.
+    samples = [text(5, group=i // 4) for i in range(12)]
+    loads = [sum(len(samples[i].tokens) for i in rank) for rank in ids(run(samples))]
+    assert loads == [30, 30]
+
+
+def test_samples_of_a_single_group_use_all_ranks() -> None:
+    assert [len(rank) for rank in ids(run([text(5)] * 8, num_ranks=4))] == [2, 2, 2, 2]
+
+
+def test_a_rank_with_fewer_packs_splits_the_ones_it_has() -> None:
+    # Rank 0: one sample of 90 and its own pack. Rank 1: 80 + 15, over the budget of 90, two packs.
+    ranks = run([text(92, 0), text(80, 1), text(15, 2)], max_tokens=92)
+    assert ids(ranks) == [[0, FILLER], [1, 2]]
+    ranks = run([text(40, 0), text(50, 0), text(80, 1), text(15, 1)], max_tokens=92)
+    assert [[pack.ids for pack in packs] for packs in ranks] == [[(2,), (3,)], [(0,), (1,)]]
+
+
+def test_a_rank_without_samples_gets_fillers_that_teach_nothing() -> None:
+    ranks = run([text(5)], num_ranks=3)
+    assert ids(ranks) == [[0], [FILLER], [FILLER]]
+    assert not ranks[1][0].samples[0].sampled.any()
+    assert not ranks[1][0].samples[0].media
+
+
+def test_a_pack_without_an_image_gets_one_when_any_pack_has_one() -> None:
+    ranks = run([image(9, 0), text(9, 1)], filler=BLANK)
+    assert ids(ranks) == [[0], [1, FILLER]]
+    assert ranks[1][0].samples[1] is BLANK
+
+
+def test_a_batch_of_text_gets_no_images() -> None:
+    assert ids(run([text(9, 0), text(9, 1)], filler=BLANK)) == [[0], [1]]
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    ranks = run([image(90, 0), text(90, 1)], num_ranks=1, filler=BLANK)
+    assert ids(ranks) == [[0, 1]]
+    assert len(ranks[0]) == 2
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        run([])

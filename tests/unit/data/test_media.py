@@ -1,0 +1,215 @@
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vlmrl.config.data import Columns
+from vlmrl.data.media import InlineMedia, make_media, open_image, resize, target_size
+from vlmrl.errors import DataError
+from vlmrl.plugins import Processor
+
+BOUND = 1_000_000
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def opened(source: Any, root: Path | None = None, bound: int = BOUND) -> Image.Image:
+    return open_image(source, root=root, max_image_pixels=bound)
+
+
+RED = Image.new("RGB", (30, 20), (255, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        RED,
+        np.asarray(RED),
+        encoded(RED),
+        bytearray(encoded(RED)),
+        base64.b64encode(encoded(RED)).decode(),
+        base64.urlsafe_b64encode(encoded(RED)).decode(),
+        base64.encodebytes(encoded(RED) + bytes(300)).decode(),
+        "data:image/png;base64," + base64.b64encode(encoded(RED)).decode(),
+        {"bytes": encoded(RED), "path": None},
+        {"bytes": encoded(RED), "path": "gone.png"},
+        {"bytes": None, "path": "red.png"},
+        "red.png",
+        Path("red.png"),
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_every_form_of_an_image_gives_the_same_pixels(source: Any, tmp_path: Path) -> None:
+    RED.save(tmp_path / "red.png")
+    image = opened(source, tmp_path)
+    assert image.mode == "RGB"
+    assert image.size == (30, 20)
+    assert set(image.get_flattened_data()) == {(255, 0, 0)}
+
+
+def test_absolute_paths_and_file_urls_ignore_the_root(tmp_path: Path) -> None:
+    RED.save(tmp_path / "red.png")
+    assert opened(str(tmp_path / "red.png"), Path("/nowhere")).size == (30, 20)
+    assert opened(f"file://{tmp_path}/red.png", Path("/nowhere")).size == (30, 20)
+
+
+def test_transparency_is_laid_on_white() -> None:
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (0, 0, 0, 0))
+    assert list(opened(encoded(image)).get_flattened_data()) == [(255, 0, 0), (255, 255, 255)]
+
+
+def test_half_transparent_grey_is_half_white() -> None:
+    image = Image.new("LA", (1, 1), (0, 51))  # 51 / 255 = 20 % black
+    assert opened(encoded(image)).getpixel((0, 0)) == (204, 204, 204)
+
+
+def test_a_palette_becomes_its_colours_and_its_transparent_entry_white() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putdata([0, 1])
+    assert list(opened(encoded(image)).get_flattened_data()) == [(10, 20, 30), (40, 50, 60)]
+    assert list(opened(encoded(image, transparency=1)).get_flattened_data()) == [(10, 20, 30), (255, 255, 255)]
+
+
+def test_black_and_white_cmyk_and_grey_become_rgb() -> None:
+    for mode, colour in (("1", 1), ("L", 255), ("CMYK", (0, 0, 0, 0))):
+        image = Image.new(mode, (2, 2), colour)
+        kind = "TIFF" if mode == "CMYK" else "PNG"
+        assert opened(encoded(image, kind)).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    values = np.array([[0, 257 * 100, 65535]], dtype=np.uint16)
+    assert [pixel[0] for pixel in opened(encoded(Image.fromarray(values))).get_flattened_data()] == [0, 100, 255]
+    deep = Image.fromarray(values.astype(np.int32))
+    assert [pixel[0] for pixel in opened(encoded(deep, "TIFF")).get_flattened_data()] == [0, 100, 255]
+    shares = Image.fromarray(np.array([[0.0, 0.2, 1.0]], dtype=np.float32))
+    assert [pixel[0] for pixel in opened(encoded(shares, "TIFF")).get_flattened_data()] == [0, 51, 255]
+
+
+def test_exif_rotation_is_applied() -> None:
+    image = Image.new("RGB", (4, 2))
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    assert opened(encoded(image, "JPEG", exif=exif)).size == (2, 4)
+
+
+def test_of_an_animation_the_first_frame_is_taken() -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert opened(content).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.png", "missing.png does not exist"),
+        ("folder", "cannot be read"),
+        ("a\0b.png", "cannot be read"),
+        ("notes.txt", r"notes.txt is not an image that Pillow can read \(5 bytes\)"),
+        (b"", "is not an image"),
+        (encoded(Image.effect_noise((64, 64), 90))[:1500], "damaged or truncated"),
+        (encoded(Image.effect_noise((64, 64), 90), "JPEG")[:-600], "damaged or truncated"),
+        ("data:image/png;base64,!!!", "not valid base64"),
+        ({"bytes": None, "path": None}, "neither bytes nor path"),
+        ({}, "neither bytes nor path, only: nothing"),
+        (17, "int is no form of an image"),
+        (np.zeros((2, 2, 3)), "float64"),
+        ("http://127.0.0.1:1/x.png", "cannot be downloaded"),
+    ],
+)
+def test_what_is_no_image_is_told_in_one_line(source: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=message) as caught:
+        opened(source, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_over_the_pixel_bound_is_refused_before_it_is_decoded() -> None:
+    content = encoded(Image.new("1", (40_000, 30_000)))  # 1.2 gigapixels in a few kilobytes
+    assert len(content) < 400_000
+    with pytest.raises(DataError, match="decompression bomb"):
+        opened(content)
+    with pytest.raises(DataError, match="more than 599 pixels"):
+        opened(RED, bound=599)
+    assert opened(RED, bound=600).size == (30, 20)
+
+
+def test_a_raised_bound_is_not_overruled_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert opened(encoded(RED), bound=600).size == (30, 20)
+
+
+@pytest.mark.parametrize(
+    ("factor", "least", "most"),
+    [(28, 3136, 1003520), (32, 3136, 1003520), (28, 12544, 12544), (32, 4096, 4096), (28, 50_000, 60_000)],
+)
+def test_resizing_a_second_time_changes_nothing(factor: int, least: int, most: int) -> None:
+    for size in [(1, 1), (20, 3000), (3000, 15), (112, 200), (6000, 30), (641, 480), (27, 29), (5000, 4000)]:
+        width, height = target_size(size, factor=factor, min_pixels=least, max_pixels=most)
+        assert least <= width * height <= most
+        # What the image processors of Transformers and vLLM do with it:
+        assert smart_resize(height, width, factor, least, most) == (height, width)
+
+
+def test_sizes_worked_by_hand() -> None:
+    bounds = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 112 * 112}
+    assert target_size((112, 112), **bounds) == (112, 112)
+    assert target_size((1, 1), **bounds) == (56, 56)
+    assert target_size((100, 60), **bounds) == (112, 56)  # 3.57 and 2.14 patches
+    assert target_size((1120, 560), **bounds) == (140, 56)  # scaled to 158x79, then rounded down to whole patches
+
+
+def test_bounds_that_are_close_together_keep_the_shape_as_well_as_they_can() -> None:
+    # 16 patches in any shape: 2x8 is nearest to an image twice as wide as high in no way nearer than 4x4; 3 : 1 is 2x8.
+    assert target_size((300, 100), factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (8 * 28, 2 * 28)
+    assert target_size((110, 100), factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (4 * 28, 4 * 28)
+
+
+def test_an_image_too_long_for_the_model_is_refused() -> None:
+    assert target_size((2000, 10), factor=28, min_pixels=784, max_pixels=10**6)[1] == 28
+    with pytest.raises(DataError, match="2001x10 pixels is too long"):
+        target_size((2001, 10), factor=28, min_pixels=784, max_pixels=10**6)
+
+
+def test_resized_pixels_are_height_width_rgb() -> None:
+    pixels = resize(Image.new("RGB", (56, 84), (1, 2, 3)), factor=28, min_pixels=784, max_pixels=10**6)
+    assert pixels.shape == (84, 56, 3)
+    assert pixels.dtype == np.uint8
+    assert pixels.reshape(-1, 3).tolist() == [[1, 2, 3]] * (84 * 56)
+
+
+def made(source: Any, processor: Processor) -> InlineMedia:
+    return make_media(source, processor=processor, columns=Columns(), root=None)
+
+
+def test_the_hash_is_of_the_pixels_and_of_how_they_were_resized(
+    vlm: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image.effect_noise((56, 56), 50)
+    first = made(image, vlm)
+    assert first.hash == made(encoded(image), vlm).hash
+    assert first.size == (56, 56)
+    assert first.fetch().shape == (56, 56, 3)
+    changed = image.copy()
+    changed.putpixel((0, 0), 255 - int(image.getpixel((0, 0))))  # type: ignore[arg-type]
+    assert made(changed, vlm).hash != first.hash
+    monkeypatch.setattr(vlm, "resize_settings", "something else")
+    assert made(image, vlm).hash != first.hash
+
+
+def test_equal_bytes_in_another_shape_are_another_image(vlm: Processor) -> None:
+    wide, high = (made(Image.new("RGB", size, "red"), vlm) for size in ((56, 28), (28, 56)))
+    assert wide.pixels.nbytes == high.pixels.nbytes
+    assert wide.hash != high.hash

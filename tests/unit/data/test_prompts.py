@@ -1,0 +1,297 @@
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrl.config.data import Columns
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.prompts import PromptStream
+from vlmrl.data.rows import Rows, load_rows
+from vlmrl.errors import ConfigError, DataError
+from vlmrl.plugins import Processor
+from vlmrl.types import Media, Prompt
+
+IMAGE = Image.new("RGB", (56, 56), "red")
+
+
+def rows(content: Sequence[Mapping[str, Any]], name: str = "mine") -> Rows:
+    return Rows(name=name, rows=content, columns=tuple(dict.fromkeys(key for row in content for key in row)))
+
+
+def numbered(count: int, name: str = "mine") -> Rows:
+    return rows([{"input": f"{name} {i}", "label": str(i)} for i in range(count)], name)
+
+
+def stream(
+    *sources: Rows, processor: Processor, probs: Sequence[float] | None = None, seed: int = 0, **settings: Any
+) -> PromptStream:
+    return PromptStream(sources, probs=probs, processor=processor, columns=Columns(**settings), seed=seed)
+
+
+def labels(prompts: Sequence[Prompt]) -> list[str | None]:
+    return [prompt.label for prompt in prompts]
+
+
+def test_a_prompt_says_what_its_row_said(vlm: Processor) -> None:
+    row = {
+        "input": "What is <image>?",
+        "label": 3,
+        "images": IMAGE,
+        "level": 2,
+        "tags": ["a"],
+        "raw": b"\0",
+        "answer": "3!",
+    }
+    (prompt,) = stream(rows([row]), processor=vlm).draw(1)
+    assert prompt.index == 0
+    assert prompt.source == "mine:0"
+    assert prompt.label == "3"
+    assert dict(prompt.metadata) == {"level": 2, "tags": ["a"], "answer": "3!"}
+    assert prompt.text.startswith("<|im_start|>user\nWhat is <|vision_start|><|image_pad|><|vision_end|>?")
+    assert [media.size for media in prompt.media] == [(56, 56)]
+    assert len(prompt.tokens) == len(prompt.request) + 3  # 56x56 pixels are 2x2 tokens of 28x28
+
+
+def test_marks_never_reach_the_text_that_people_read(vlm: Processor) -> None:
+    (prompt,) = stream(rows([{"input": "say <|image_pad|>"}]), processor=vlm).draw(1)
+    assert "say <|image_pad|><|im_end|>" in prompt.text
+    assert prompt.text == vlm.tokenizer.decode(prompt.tokens)
+    assert prompt.label is None
+
+
+def test_rows_with_no_one_and_several_images_go_in_one_stream(vlm: Processor) -> None:
+    content = [
+        {"input": "a", "images": None},
+        {"input": "b <image>", "images": [IMAGE]},
+        {"input": "c", "images": [IMAGE, Image.new("RGB", (28, 84))]},
+        {"input": "<image> is text here", "images": []},
+    ]
+    prompts = stream(rows(content), processor=vlm).all_prompts(10)
+    assert [len(prompt.media) for prompt in prompts] == [0, 1, 2, 0]
+    images = [int(vlm.token_types(prompt.tokens).sum()) for prompt in prompts]
+    assert images == [0, 4, 4 + 3, 0]
+    assert "<image> is text here" in prompts[3].text
+
+
+def test_every_episode_has_each_row_once_in_an_order_of_its_own(text_model: Processor) -> None:
+    prompts = stream(numbered(7), processor=text_model).draw(21)
+    assert [prompt.index for prompt in prompts] == list(range(21))
+    episodes = [labels(prompts[start : start + 7]) for start in (0, 7, 14)]
+    for episode in episodes:
+        assert sorted(map(str, episode)) == [str(i) for i in range(7)]
+    assert episodes[0] != episodes[1] != episodes[2]
+
+
+def test_how_the_stream_is_cut_into_draws_changes_nothing(text_model: Processor) -> None:
+    whole = stream(numbered(10), processor=text_model).draw(25)
+    cut = stream(numbered(10), processor=text_model)
+    pieces = [prompt for n in (1, 9, 3, 12) for prompt in cut.draw(n)]
+    assert labels(pieces) == labels(whole)
+    assert [prompt.index for prompt in pieces] == list(range(25))
+
+
+@pytest.mark.parametrize("probs", [None, [0.3, 0.7]])
+def test_a_resumed_stream_loses_and_repeats_nothing(text_model: Processor, probs: list[float] | None) -> None:
+    def fresh() -> PromptStream:
+        # Two rows of each source are unusable, so that rows drawn and prompts given differ.
+        sources = [
+            rows([{"input": "" if i in (2, 5) else f"{n}-{i}", "label": f"{n}-{i}"} for i in range(9)], n) for n in "ab"
+        ]
+        return stream(*sources, processor=text_model, probs=probs, max_dropped_fraction=0.5)
+
+    unbroken = fresh()
+    expected = unbroken.draw(50)
+    for cut in (0, 1, 7, 13, 14, 15, 33):
+        first = fresh()
+        first.draw(cut)
+        state = json.loads(json.dumps(first.state()))
+        second = fresh()
+        second.load_state(state)
+        rest = second.draw(50 - cut)
+        assert labels(rest) == labels(expected[cut:])
+        assert [prompt.index for prompt in rest] == list(range(cut, 50))
+        assert second.dropped == unbroken.dropped
+        assert second.position == 50
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings"),
+    [
+        ([numbered(6)], {}),
+        ([numbered(5, "other")], {}),
+        ([rows([{"input": f"mine {i}!", "label": str(i)} for i in range(5)])], {}),
+        ([numbered(5)], {"seed": 1}),
+        ([numbered(5)], {"probs": [1.0]}),
+    ],
+    ids=["more rows", "another name", "other questions", "another seed", "shares"],
+)
+def test_a_state_of_other_data_is_refused(text_model: Processor, sources: list[Rows], settings: dict[str, Any]) -> None:
+    state = stream(numbered(5), processor=text_model).state()
+    with pytest.raises(DataError, match="made with other data"):
+        stream(*sources, processor=text_model, **settings).load_state(state)
+
+
+def test_shares_mix_sources(text_model: Processor) -> None:
+    mixed = stream(numbered(100, "a"), numbered(5, "b"), processor=text_model, probs=[1, 3]).draw(400)
+    share = np.mean([prompt.source.startswith("b:") for prompt in mixed])
+    assert share == pytest.approx(0.75, abs=0.07)
+    with pytest.raises(ConfigError, match="2 shares for 1 datasets"):
+        stream(numbered(5), processor=text_model, probs=[1, 3])
+
+
+def test_unusable_rows_are_dropped_whole_counted_and_named(
+    vlm: Processor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    content: list[dict[str, Any]] = [
+        {"input": "fine", "images": [IMAGE]},
+        {"input": "missing", "images": ["gone.png"]},
+        {"input": "truncated", "images": [str(tmp_path / "cut.png")]},
+        {"input": "one <image> two <image>", "images": [IMAGE]},
+        {"input": "one <image>", "images": [IMAGE, IMAGE, IMAGE]},
+        {"input": "x" * 3000, "images": []},
+        {"input": "many", "images": [IMAGE] * 9},
+        {"input": None, "images": []},
+        {"input": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
+        {"input": "bomb", "images": [Image.new("1", (300, 300))]},
+    ]
+    with caplog.at_level(logging.WARNING):
+        one = stream(rows(content), processor=vlm, max_dropped_fraction=1.0, max_image_pixels=80_000)
+        prompts = one.draw(3)
+    assert [prompt.source for prompt in prompts] == ["mine:0"] * 3
+    assert one.dropped == {
+        "image unusable": 3,
+        "question and images do not fit": 2,
+        "too long": 1,
+        "too many images": 1,
+        "no question": 1,
+        "question unusable": 1,
+    }
+    assert "row mine:1 dropped, image unusable: image file gone.png does not exist" in caplog.text
+    assert "row mine:5 dropped, too long: 30" in caplog.text
+    # A row is told of and counted once, however many episodes pass over it.
+    assert caplog.text.count("mine:1 ") == 1
+
+
+def test_images_for_a_text_model_are_unusable_rows(text_model: Processor) -> None:
+    one = stream(
+        rows([{"input": "a", "images": [IMAGE]}, {"input": "b", "images": []}]),
+        processor=text_model,
+        max_dropped_fraction=1.0,
+    )
+    assert len(one.draw(2)) == 2
+    assert one.dropped == {"model takes no images": 1}
+
+
+def test_too_many_unusable_rows_stop_the_run(text_model: Processor) -> None:
+    content = [{"input": "" if i < 3 else "ok"} for i in range(50)]
+    allowed = stream(rows(content), processor=text_model, max_dropped_fraction=0.06)
+    assert len(allowed.draw(60)) == 60
+    refused = stream(rows(content), processor=text_model, max_dropped_fraction=0.059)
+    with pytest.raises(DataError, match=r"3 of the first \d+ rows cannot be used \(3 no question; the last: mine:\d"):
+        refused.draw(60)
+    with pytest.raises(DataError, match="3 of the first 50 rows"):
+        stream(rows(content), processor=text_model).all_prompts(50)
+
+
+def test_a_large_dataset_of_nothing_usable_stops_soon(text_model: Processor) -> None:
+    class Empty(Sequence[dict[str, Any]]):
+        def __len__(self) -> int:
+            return 10**6
+
+        def __getitem__(self, index: Any) -> Any:
+            return {"input": ""}
+
+    empty = Rows(name="empty", rows=Empty(), columns=("input",))
+    with pytest.raises(DataError, match="of the first"):
+        stream(empty, processor=text_model).draw(64)
+
+
+def test_a_dataset_without_a_single_usable_row_stops_even_when_all_may_be_dropped(text_model: Processor) -> None:
+    with pytest.raises(DataError, match="2 of the first 2 rows"):
+        stream(rows([{"input": ""}, {"input": ""}]), processor=text_model, max_dropped_fraction=1.0).draw(1)
+
+
+def test_an_empty_dataset_is_refused(text_model: Processor) -> None:
+    with pytest.raises(DataError, match="dataset mine has no rows"):
+        stream(rows([]), processor=text_model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"input_key": "inpt"}, r"no column 'inpt' \(data.input_key\); it has: input, label; did you mean input"),
+        ({"label_key": "gold"}, r"no column 'gold' \(data.label_key\); it has: input, label"),
+        ({"image_key": "picture"}, r"no column 'picture' \(data.image_key\)"),
+    ],
+)
+def test_a_column_that_is_asked_for_must_exist(text_model: Processor, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        stream(numbered(3), processor=text_model, **settings)
+
+
+def test_labels_and_images_are_optional_while_nobody_asks_for_them(text_model: Processor) -> None:
+    assert labels(stream(rows([{"input": "a"}]), processor=text_model).draw(1)) == [None]
+
+
+def test_an_image_column_under_another_name_is_not_passed_over(vlm: Processor) -> None:
+    content = [{"input": "a", "image": IMAGE}]
+    with pytest.raises(DataError, match=r"has images in column 'image'.*set data.image_key to image"):
+        stream(rows(content), processor=vlm)
+    assert stream(rows(content), processor=vlm, image_key="image").draw(1)[0].media
+
+
+def test_sources_may_differ_in_optional_columns_and_plugins_keep_their_own(vlm: Processor) -> None:
+    generated = load_rows("visual_math?size=4&families=count&pixels=56", split="train", max_samples=9, seed=0)
+    mine = rows([{"question": "a", "pic": IMAGE, "gold": "7"}])
+    bare = rows([{"question": "b"}], "bare")
+    one = stream(generated, mine, bare, processor=vlm, input_key="question", image_key="pic", label_key="gold")
+    by_source = {prompt.source.partition(":")[0]: prompt for prompt in one.all_prompts(10)}
+    assert len(by_source["visual_math"].media) == 1
+    assert by_source["visual_math"].label is not None
+    assert by_source["mine"].label == "7"
+    assert by_source["bare"].media == ()
+
+
+def test_equal_images_of_a_draw_are_shared_once(vlm: Processor) -> None:
+    calls: list[str] = []
+
+    def share(media: InlineMedia) -> Media:
+        calls.append(media.hash)
+        return media
+
+    content = [{"input": str(i), "images": [IMAGE, Image.new("RGB", (28, 28), "blue")]} for i in range(5)]
+    one = PromptStream([rows(content)], probs=None, processor=vlm, columns=Columns(), seed=0, share=share)
+    prompts = one.draw(5)
+    assert len(calls) == len(set(calls)) == 2
+    assert len({id(prompt.media[0]) for prompt in prompts}) == 1
+
+
+def test_relative_paths_start_where_the_settings_or_the_file_say(vlm: Processor, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    IMAGE.save(tmp_path / "pictures" / "a.png")
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"input": "q", "images": ["pictures/a.png"]}\n')
+    loaded = load_rows(str(file), split="train", max_samples=9, seed=0)
+    assert stream(loaded, processor=vlm).draw(1)[0].media
+    with pytest.raises(DataError, match="does not exist"):
+        stream(loaded, processor=vlm, image_root=str(tmp_path / "pictures")).draw(1)
+
+
+def test_all_prompts_keeps_the_order_of_the_rows_and_moves_nothing(text_model: Processor) -> None:
+    one = stream(numbered(5, "a"), numbered(5, "b"), processor=text_model)
+    prompts = one.all_prompts(7)
+    assert [prompt.source for prompt in prompts] == [f"a:{i}" for i in range(5)] + ["b:0", "b:1"]
+    assert one.position == 0
+    assert one.num_rows == 10
+
+
+def test_pictures_are_those_of_the_row_whatever_the_thread(vlm: Processor) -> None:
+    content = [{"input": str(i), "images": [Image.new("RGB", (56, 56), (i, i, i))]} for i in range(40)]
+    for prompt in stream(rows(content), processor=vlm).draw(40):
+        assert prompt.media[0].fetch()[0, 0, 0] == int(prompt.source.partition(":")[2])

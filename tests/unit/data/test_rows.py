@@ -1,0 +1,172 @@
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from vlmrl.data.rows import Generated, load_all, load_hub, load_rows
+from vlmrl.errors import ConfigError, DataError
+
+
+def load(spec: str, *, split: str = "train", max_samples: int = 10**9) -> Any:
+    return load_rows(spec, split=split, max_samples=max_samples, seed=0)
+
+
+@dataclass
+class Number:
+    value: int
+
+    @property
+    def key(self) -> str:
+        return str(self.value)
+
+    def row(self) -> dict[str, Any]:
+        return {"input": self.key}
+
+
+def numbers(split: str, seed: int = 0, top: int = 200, size: int = 300) -> list[str]:
+    rows = Generated(lambda rng, row: Number(rng.randrange(top)), size=size, split=split, seed=seed)
+    return [row["input"] for row in rows]
+
+
+def test_generated_rows_follow_from_seed_split_and_row_alone() -> None:
+    rows = Generated(lambda rng, row: Number(rng.randrange(10**9)), size=50, split="train", seed=3)
+    backwards = [rows[i] for i in reversed(range(50))]
+    assert backwards[::-1] == list(rows)
+    assert rows[-1] == rows[49]
+    assert numbers("train", seed=1) != numbers("train", seed=2)
+    with pytest.raises(IndexError):
+        rows[50]
+
+
+def test_generated_splits_share_no_question_whatever_the_seed() -> None:
+    train = set(numbers("train", seed=1)) | set(numbers("train", seed=2))
+    test = set(numbers("test", seed=1)) | set(numbers("test", seed=2))
+    validation = set(numbers("validation"))
+    assert train
+    assert test
+    assert validation
+    assert not train & test
+    assert not train & validation
+    assert not test & validation
+
+
+def test_a_generator_with_too_few_questions_for_a_split_says_so() -> None:
+    # The only question there is belongs to one split, and its digest says that it is not train.
+    with pytest.raises(DataError, match="too few different questions"):
+        numbers("train", top=1, size=1)
+
+
+def test_an_unknown_split_of_generated_data_names_those_that_exist() -> None:
+    with pytest.raises(DataError, match=r"no split 'dev'.*train, validation, test"):
+        load("arithmetic", split="dev")
+
+
+def test_options_of_a_name_have_the_types_that_the_dataset_declares() -> None:
+    rows = load("visual_math?families=count+clock&difficulty=2&size=4&pixels=56&boxed=true")
+    assert rows.name == "visual_math"
+    assert len(rows) == 4
+    assert [row["family"] for row in rows] == ["count", "clock", "count", "clock"]
+    assert {row["difficulty"] for row in rows} == {2}
+    assert rows[0]["images"][0].size == (56, 56)
+    assert rows[0]["answer"] == f"\\boxed{{{rows[0]['label']}}}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("visual_math?familes=count", "no option 'familes'; it has: boxed, difficulty, families"),
+        ("visual_math?size=many", "size=many: a number is expected"),
+        ("visual_math?boxed=maybe", "true or false"),
+        ("visual_math?size", "written name.key=value"),
+        ("visual_math?size=0", "at least one row"),
+        ("arithmetic?split=test", "no option 'split'"),
+        ("jsonl", "needs path: write jsonl.path="),
+        ("visual_mth", "did you mean visual_math"),
+        (" , ", "is empty"),
+    ],
+)
+def test_a_wrong_name_or_option_is_told_before_anything_is_loaded(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_all(spec, split="train", max_samples=10, seed=0)
+
+
+@pytest.mark.parametrize("spec", ["/no/such/folder", "./missing", "../a/b"])
+def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(spec: str) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        load(spec)
+
+
+def test_a_seed_in_the_name_wins_over_the_runs() -> None:
+    fixed = [load_rows("arithmetic?size=9&seed=5", split="train", max_samples=99, seed=s)[0] for s in (1, 2)]
+    assert fixed[0] == fixed[1]
+    free = [list(load_rows("arithmetic?size=9", split="train", max_samples=99, seed=s)) for s in (1, 2)]
+    assert free[0] != free[1]
+
+
+def test_max_samples_keeps_the_first_rows_in_order() -> None:
+    rows = load("arithmetic?size=20", max_samples=3)
+    assert len(rows) == 3
+    assert rows[0:3] == load("arithmetic?size=20")[0:3]
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+def test_several_datasets_are_loaded_under_names_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"input": "a"}\n')
+    loaded = load_all(
+        f"arithmetic?size=2, visual_math?size=3 ,{file},arithmetic?size=5", split="train", max_samples=9, seed=0
+    )
+    assert [rows.name for rows in loaded] == ["arithmetic", "visual_math", "mine", "arithmetic_2"]
+    assert [len(rows) for rows in loaded] == [2, 3, 1, 5]
+
+
+def test_a_file_whose_name_holds_a_comma_is_one_dataset(tmp_path: Path) -> None:
+    file = tmp_path / "a,b.jsonl"
+    file.write_text('{"input": "a"}\n')
+    assert [rows.name for rows in load_all(str(file), split="train", max_samples=9, seed=0)] == ["a,b"]
+
+
+def saved(folder: Path) -> Path:
+    features = datasets.Features({"q": datasets.Value("string"), "pics": datasets.List(datasets.Image())})
+    rows = {"q": ["one", "two"], "pics": [[Image.new("RGB", (8, 8), "red")], []]}
+    data = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": data}).save_to_disk(str(folder))
+    return folder
+
+
+def test_a_saved_folder_keeps_its_images_encoded(tmp_path: Path) -> None:
+    rows = load(str(saved(tmp_path / "mine")))
+    assert rows.name == "mine"
+    assert rows.columns == ("q", "pics")
+    assert rows.image_columns == ("pics",)
+    assert rows[0]["pics"][0]["bytes"].startswith(b"\x89PNG")
+    assert rows[1] == {"q": "two", "pics": []}
+
+
+def test_a_saved_folder_without_the_split_names_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no split 'test'; it has: train"):
+        load(str(saved(tmp_path / "mine")), split="test")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not written by save_to_disk"):
+        load(str(tmp_path))
+
+
+def test_hub_data_that_cannot_be_had_is_one_line() -> None:
+    with pytest.raises(DataError, match=r"dataset nobody/nothing \(train\) cannot be loaded") as caught:
+        load_hub("nobody/nothing", split="train")
+    assert "\n" not in str(caught.value)
+
+
+def test_rng_of_a_row_is_pythons_own_and_stable() -> None:
+    # Pinned: a change here would silently change every generated dataset.
+    rows = Generated(lambda rng, row: Number(rng.randrange(10**6)), size=1, split="train", seed=0)
+    rng = random.Random("0:train:0")
+    assert json.loads(rows[0]["input"]) in {rng.randrange(10**6) for _ in range(20)}

@@ -1,0 +1,91 @@
+import io
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+
+from vlmrl.data.rows import Rows, load_rows
+from vlmrl.errors import DataError
+
+
+def load(path: Path, split: str = "train") -> Rows:
+    return load_rows(str(path), split=split, max_samples=10**9, seed=0)
+
+
+def test_lines_are_rows_whatever_they_hold(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"input": "é", "label": 1}\n\n{"input": [{"role": "user", "content": "b"}], "images": ["b.png"]}')
+    rows = load(file)
+    assert rows.name == "mine"
+    assert rows.root == tmp_path
+    assert rows.columns == ("input", "label", "images")
+    assert rows[0] == {"input": "é", "label": 1}
+    assert rows[1]["images"] == ["b.png"]
+    assert len(rows[0:9]) == len(rows) == 2
+
+
+def test_a_broken_line_is_an_unreadable_row_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"input": "a"}\n{"input": \n[1]\n')
+    rows = load(file)
+    for row, message in [(1, "row 1: not JSON"), (2, "row 2: a JSON object is expected, not list")]:
+        with pytest.raises(DataError, match=message):
+            rows[row]
+
+
+def test_json_may_be_a_list_a_list_per_split_or_lines(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps([{"input": "a"}, {"input": "b"}]))
+    assert [row["input"] for row in load(file)] == ["a", "b"]
+    file.write_text(json.dumps({"train": [{"input": "a"}], "test": [{"input": "t"}], "version": 3}))
+    assert [row["input"] for row in load(file, "test")] == ["t"]
+    with pytest.raises(DataError, match="no split 'dev'; it has: train, test"):
+        load(file, "dev")
+    file.write_text('{"input": "a"}\n{"input": "b"}\n')
+    assert [row["input"] for row in load(file)] == ["a", "b"]
+
+
+def test_parquet_holds_images_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 5), "red").save(buffer, "PNG")
+    file = tmp_path / "mine.parquet"
+    content = {"input": ["a", "b"], "images": [[{"bytes": buffer.getvalue(), "path": None}], []]}
+    datasets.Dataset.from_dict(content).to_parquet(file)
+    rows = load(file)
+    assert rows.columns == ("input", "images")
+    assert rows[0]["images"][0]["bytes"] == buffer.getvalue()
+    assert rows[1] == {"input": "b", "images": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.jsonl", None, "does not exist"),
+        ("mine.jsonl", "", "is empty"),
+        ("mine.jsonl", "\n\n", "has no rows"),
+        ("mine.jsonl", "no json\n", "row 0: not JSON"),
+        ("mine.json", "[]", "has no rows"),
+        ("mine.json", "[1, 2]", "a list of JSON objects is expected"),
+        ("mine.json", "[1", "is not JSON"),
+        ("mine.json", '{"input": "a"}', "no split 'train'; it has: none"),
+        ("mine.parquet", "text", "not a parquet file"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    name: str, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"its name should end in .jsonl, .json, .parquet"):
+        load_rows(f"jsonl?path={tmp_path}/mine.csv", split="train", max_samples=9, seed=0)

@@ -1,0 +1,96 @@
+"""Models are read whole or not at all; frozen parts are counted."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from vlmrl.errors import ConfigError
+from vlmrl.models.load import freeze, load_model, trainable_table
+
+Make = Callable[..., Any]
+
+
+def read(path: Path | str, *, dtype: torch.dtype = torch.float32) -> Any:
+    return load_model(str(path), dtype=dtype, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+def test_a_model_is_read_with_its_own_weights(folder: Make, family: str) -> None:
+    stored = load_file(folder(family) / "model.safetensors")
+    net = read(folder(family))
+    assert "lm_head.weight" in stored
+    torch.testing.assert_close(net.lm_head.weight.data, stored["lm_head.weight"], rtol=0, atol=0)
+    assert read(folder(family), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_folder_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder \./nowhere/model") as caught:
+        read("./nowhere/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model that can be read") as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tied", "lost"), [(False, "lm_head.weight"), (True, "model.norm.weight")])
+def test_a_weight_that_the_files_lack_is_never_made_up(folder: Make, tmp_path: Path, tied: bool, lost: str) -> None:
+    copy = shutil.copytree(folder("qwen3", tied=tied), tmp_path / "model")
+    weights = load_file(copy / "model.safetensors")
+    del weights[lost]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack the weight {lost}: "):
+        read(copy)
+
+
+def test_a_weight_of_another_shape_is_never_made_up(folder: Make, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(ConfigError, match=r"is not a model that can be read|lack the weight"):
+        read(copy)
+
+
+def test_tied_models_need_no_second_copy_of_the_embedding(folder: Make) -> None:
+    net = read(folder("qwen3_vl", tied=True))
+    assert net.lm_head.weight is net.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("vision", "projector"), [(False, False), (True, False), (False, True), (True, True)])
+def test_frozen_parts_are_counted(net: Make, reader: Make, family: str, vision: bool, projector: bool) -> None:
+    model, read = net(family, tied=True), reader(family)
+    freeze(model, read, vision=vision, projector=projector)
+    table = {part.group: part for part in trainable_table(model, read)}
+
+    mergers = [p for name, p in model.named_parameters() if "visual" in name and "merger" in name]
+    tower = sum(p.numel() for p in model.model.visual.parameters())
+    merger = sum(p.numel() for p in mergers)
+    assert table["projector"].total == merger > 0
+    assert table["vision"].total == tower - merger > 0
+    assert table["language"].total == sum(p.numel() for p in model.parameters()) - tower
+    assert table["language"].trainable == table["language"].total
+    assert table["vision"].trainable == (0 if vision else table["vision"].total)
+    assert table["projector"].trainable == (0 if projector else merger)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trainable == sum(part.trainable for part in table.values())
+
+
+def test_freezing_can_be_undone(net: Make, reader: Make) -> None:
+    model = net("qwen2_5_vl")
+    freeze(model, reader("qwen2_5_vl"), vision=True, projector=True)
+    freeze(model, reader("qwen2_5_vl"), vision=False, projector=False)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_freezing_what_is_not_there_is_refused(net: Make, reader: Make) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.freeze_visual_encoder: the model has no vision parameters"):
+        freeze(net("qwen3"), reader("qwen3"), vision=True, projector=False)

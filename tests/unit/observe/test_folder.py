@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+
+from vlmrl.errors import ConfigError
+from vlmrl.observe.folder import RunFolder
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check(resume=False, has_checkpoint=False)
+    folder.metrics.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"holds another run: continue it with --ckpt.load_enable"):
+        folder.check(resume=False, has_checkpoint=False)
+
+
+def test_a_run_with_checkpoints_may_go_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("{}\n")
+    folder.check(resume=True, has_checkpoint=True)
+
+
+def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("actor: {}\n")
+    folder.check(resume=True, has_checkpoint=False)
+
+
+def test_a_finished_run_is_not_run_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.model.mkdir()
+    with pytest.raises(ConfigError, match="holds a finished run without checkpoints"):
+        folder.check(resume=True, has_checkpoint=False)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder(file).check(resume=False, has_checkpoint=False)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        RunFolder(file / "below").open()

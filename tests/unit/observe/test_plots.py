@@ -1,0 +1,47 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmrl.observe.plots import draw_curves
+
+
+def rl(step: int) -> dict[str, Any]:
+    numbers = {"reward/mean": 0.4, "reward/std": 0.1, "response/tokens_mean": 20.0, "response/truncated_fraction": 0.1}
+    numbers |= {"sync/logprob_diff_max": 1e-6, "sync/kl_rollout_train": 0.0, "time/rollout_s": 2.0, "time/step_s": 3.0}
+    return {"step": step} | numbers
+
+
+EVALUATION = {"step": 0, "eval/visual_math/pass@1": 0.4, "eval/arithmetic/pass@1": 0.9}
+SFT = {"step": 1, "policy/loss": 2.0, "policy/grad_norm": 1.0, "policy/lr": 1e-3, "time/update_s": 1.0}
+
+RUNS: dict[str, list[dict[str, Any]]] = {
+    "nothing": [],
+    "one step": [rl(1)],
+    "many steps": [rl(step) for step in range(1, 200)],
+    "evaluation alone": [EVALUATION],
+    "evaluations between": [EVALUATION, rl(1), rl(2) | EVALUATION | {"step": 2}],
+    "supervised": [SFT],
+    "negative rewards": [EVALUATION, rl(1) | {"reward/mean": -7.0}],
+    "numbers that are missing": [rl(1) | {"reward/mean": None, "time/rollout_s": None}, rl(2)],
+    "unknown names": [{"step": 1, "area/quantity": 1.0, "time/thinking_s": 1.0}],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_any_shape_has_its_picture(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in RUNS[name]) + '{"step": 9, "torn')
+    draw_curves(file, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as image:
+        assert image.format == "PNG"
+        assert image.size[0] > 1000
+        assert len(image.convert("L").getcolors(256) or []) > 10
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
+
+
+def test_a_run_that_has_written_nothing_yet_has_its_picture_too(tmp_path: Path) -> None:
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()

@@ -1,0 +1,114 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from vlmrl.observe.progress import Progress, _duration
+
+
+class Clock:
+    """A clock that somebody turns."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(*, is_terminal: bool = False) -> tuple[Progress, Clock, io.StringIO]:
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=100)
+    return Progress(console=console, clock=clock, title="vlmrl rl"), clock, out
+
+
+def test_times_are_of_the_phases_since_they_were_last_taken() -> None:
+    progress, clock, _ = made()
+    progress.begin(total_steps=2)
+    for seconds in (3.0, 1.0):
+        with progress.phase("rollout"):
+            clock.now += seconds
+    clock.now += 0.5
+    assert progress.take_times() == {"time/rollout_s": 4.0, "time/step_s": 4.5}
+    with progress.phase("update"):
+        clock.now += 2.0
+    assert progress.take_times() == {"time/update_s": 2.0, "time/step_s": 2.0}
+
+
+def test_the_time_of_an_inner_phase_is_not_counted_twice() -> None:
+    progress, clock, _ = made()
+    progress.begin(total_steps=1)
+    with progress.phase("save"):
+        clock.now += 1.0
+        with progress.phase("eval"):
+            clock.now += 5.0
+        clock.now += 1.0
+    assert progress.take_times() == {"time/eval_s": 5.0, "time/save_s": 2.0, "time/step_s": 7.0}
+
+
+def test_what_came_before_the_first_step_is_not_part_of_it() -> None:
+    progress, clock, _ = made()
+    with progress.phase("start"):
+        clock.now += 60.0
+    progress.begin(total_steps=1)
+    clock.now += 1.0
+    assert progress.take_times() == {"time/step_s": 1.0}
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    progress, clock, _ = made()
+    progress.begin(total_steps=1)
+
+    def fail() -> None:
+        with progress.phase("update"):
+            clock.now += 1.0
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with progress.phase("rollout"):
+        clock.now += 2.0
+    assert progress.take_times() == {"time/update_s": 1.0, "time/rollout_s": 2.0, "time/step_s": 3.0}
+
+
+def test_away_from_a_terminal_a_step_is_one_line() -> None:
+    progress, _, out = made()
+    with progress:
+        progress.begin(total_steps=10)
+        progress.evaluation(0, {"eval/math/pass@1": 0.42, "eval/math/reward": 0.4})
+        progress.step(1, {"reward/mean": 0.5, "time/step_s": 10.0, "throughput/tokens_per_s": 1234.0})
+        progress.step(2, {"reward/mean": 0.75, "time/step_s": 20.0, "eval/math/pass@1": 0.7})
+    assert out.getvalue().splitlines() == [
+        "eval math: pass@1 42.0% at step 0",
+        "step 1/10  reward 0.500  tokens/s 1,234  s/step 10.0  left 1 min 30 s",
+        "step 2/10  reward 0.750  s/step 20.0  left 2 min 0 s",
+        "eval math: pass@1 42.0% at step 0 -> 70.0% at step 2",
+    ]
+
+
+def test_a_continued_run_tells_the_time_of_the_steps_that_are_left() -> None:
+    progress, _, out = made()
+    progress.begin(total_steps=10, done=7)
+    progress.step(8, {"time/step_s": 5.0})
+    progress.step(10, {"time/step_s": 5.0})
+    assert out.getvalue().splitlines() == ["step 8/10  s/step 5.0  left 10 s", "step 10/10  s/step 5.0"]
+
+
+def test_a_terminal_shows_the_phase_and_how_far_it_is() -> None:
+    progress, clock, out = made(is_terminal=True)
+    with progress:
+        progress.begin(total_steps=10)
+        progress.step(1, {"reward/mean": 0.5, "time/step_s": 10.0, "eval/math/pass@1": 0.7})
+        with progress.phase("rollout"):
+            progress.advance(97, 128)
+            clock.now += 5.0
+            progress.say(progress._render())
+    shown = out.getvalue()
+    for part in ("vlmrl rl", "step 1/10", "rollout 97/128, 5 s", "left 1 min 30 s", "reward 0.500", "70.0% at step 1"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_durations_are_for_people(seconds: float, said: str) -> None:
+    assert _duration(seconds) == said

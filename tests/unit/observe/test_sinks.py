@@ -1,0 +1,143 @@
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vlmrl.config.ckpt import Logger, Wandb
+from vlmrl.errors import ConfigError
+from vlmrl.observe.sinks import JsonlSink, TensorBoardSink, WandbSink, open_sinks, read_metrics
+
+
+def write(file: Path, steps: range, *, first_step: int = 0, reward: float = 0.5) -> None:
+    sink = JsonlSink(file, first_step=first_step)
+    for step in steps:
+        sink.write(step, {"reward/mean": reward})
+    sink.close()
+
+
+def test_each_step_is_one_line_of_json(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "metrics.jsonl", range(2))
+    lines = (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 0, "reward/mean": 0.5}, {"step": 1, "reward/mean": 0.5}]
+
+
+def test_what_is_written_can_be_read_before_the_sink_is_closed(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
+    sink.write(1, {"reward/mean": 1.0})
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "reward/mean": 1.0}]
+    sink.close()
+
+
+def test_a_continued_run_has_no_step_twice(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    write(file, range(8))
+    with file.open("a") as torn:
+        torn.write('{"step": 8, "rew')
+    write(file, range(6, 9), first_step=6, reward=0.75)
+    records = read_metrics(file)
+    assert [record["step"] for record in records] == list(range(9))
+    assert [record["reward/mean"] for record in records] == [0.5] * 6 + [0.75] * 3
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_number_that_json_lacks_is_null(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
+    sink.write(1, {"policy/grad_norm": math.nan, "policy/loss": math.inf})
+    sink.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "policy/grad_norm": null, "policy/loss": null}\n'
+
+
+def test_a_name_without_an_area_is_refused(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
+    with pytest.raises(ValueError, match="area/quantity"):
+        sink.write(1, {"loss": 1.0})
+    sink.close()
+
+
+def test_tensorboard_shows_a_continued_run_without_the_steps_made_twice(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, first, value in ((range(1, 8), 0, 0.25), (range(6, 9), 6, 0.75)):
+        sink = TensorBoardSink(tmp_path, first_step=first)
+        for step in steps:
+            sink.write(step, {"reward/mean": value})
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [event.value for event in events] == [0.25] * 5 + [0.75] * 3
+
+
+@pytest.mark.parametrize("elsewhere", [None, "elsewhere"])
+def test_without_a_project_there_is_no_wandb(tmp_path: Path, elsewhere: str | None) -> None:
+    logger = Logger(tensorboard_dir=None if elsewhere is None else str(tmp_path / elsewhere))
+    folder = tmp_path / "tensorboard"
+    sinks = open_sinks(logger, metrics=tmp_path / "m.jsonl", tensorboard=folder, first_step=0, config={})
+    for sink in sinks:
+        sink.write(1, {"reward/mean": 0.5})
+        sink.close()
+    assert [type(sink) for sink in sinks] == [JsonlSink, TensorBoardSink]
+    assert {p.name for p in tmp_path.iterdir()} == {"m.jsonl", elsewhere or "tensorboard"}
+
+
+def test_wandb_that_is_not_installed_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        WandbSink(Wandb(project="p"), folder=tmp_path, config={})
+
+
+class FakeWandb:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.errors = SimpleNamespace(Error=RuntimeError)
+        self.refusal: str | None = None
+
+    def init(self, **settings: Any) -> Any:
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
+        self.runs.append(settings)
+        return SimpleNamespace(log=lambda m, step: self.logged.append((step, m)), finish=lambda: None)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return fake
+
+
+@pytest.mark.usefixtures("wandb")
+def test_wandb_wants_its_key_in_the_environment(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        WandbSink(Wandb(project="p"), folder=tmp_path, config={})
+
+
+def test_a_continued_run_is_the_same_wandb_run(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for step in (1, 2):
+        sink = WandbSink(Wandb(project="p", org="team"), folder=tmp_path, config={"a": 1})
+        sink.write(step, {"reward/mean": 0.5})
+        sink.close()
+    assert wandb.runs[0] == wandb.runs[1]
+    assert wandb.runs[0]["name"] == tmp_path.name
+    assert wandb.logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]
+    assert "secret" not in str(wandb.runs)
+
+
+def test_a_refusal_of_wandb_never_shows_the_key(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    wandb.refusal = "bad key\nsecret"
+    with pytest.raises(ConfigError, match=r"refused the run: bad key \.\.\.$"):
+        WandbSink(Wandb(project="p"), folder=tmp_path, config={})

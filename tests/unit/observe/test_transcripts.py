@@ -1,0 +1,123 @@
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vlmrl.observe.transcripts import Transcripts
+from vlmrl.types import Floats, Group, Media, Pixels, Prompt, Rollout, Score
+
+
+class Picture:
+    size = (1, 1)
+
+    def __init__(self, digest: str) -> None:
+        self.hash = digest
+
+    def fetch(self) -> Pixels:
+        raise AssertionError("the process that writes transcripts never touches pixels")
+
+
+class Shelf:
+    """Remembers what it was asked to save."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, list[str]]] = []
+
+    def __call__(self, folder: Path, media: Sequence[Media]) -> None:
+        self.asked.append((folder.name, [item.hash for item in media]))
+
+
+def group(index: int, answers: Sequence[str], *, media: tuple[Media, ...] = ()) -> Group:
+    tokens = np.array([5, 6], np.int64)
+    prompt = Prompt(index, f"shapes:{index}", "how many?", tokens, tokens, "4", media, {"family": "count"})
+    return Group(prompt, tuple(answer(text) for text in answers))
+
+
+def answer(text: str) -> Rollout:
+    return Rollout(
+        tokens=np.array([5, 6, 7, 2], np.int64),
+        sampled=np.array([False, False, True, True]),
+        logprobs=np.zeros(4, np.float32),
+        text=text,
+        finish_reason="stop",
+        version=3,
+    )
+
+
+def floats(*values: float) -> Floats:
+    return np.array(values, np.float32)
+
+
+def lines(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: Path) -> None:
+    groups = [group(0, ["4", "5"]), group(1, ["six", "4"])]
+    scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, failed=True), Score(1.0)]]
+    rewards = [floats(1, 0), floats(-0.5, 1)]
+    advantages = [floats(0, 0, a, a) for a in (0.5, -0.5, -0.75, 0.75)]
+    file = Transcripts(tmp_path / "rollouts", Shelf()).write(7, groups, scores, rewards, advantages)
+    assert file == tmp_path / "rollouts" / "step_000007.jsonl"
+    first, second = lines(file)
+    assert first == {
+        "step": 7,
+        "index": 0,
+        "source": "shapes:0",
+        "prompt": "how many?",
+        "label": "4",
+        "images": [],
+        "metadata": {"family": "count"},
+        "answers": [
+            {
+                "text": text,
+                "score": score,
+                "parts": {"exact": score},
+                "failed": False,
+                "reward": score,
+                "advantage": advantage,
+                "tokens": 2,
+                "finish_reason": "stop",
+                "version": 3,
+            }
+            for text, score, advantage in (("4", 1.0, 0.5), ("5", 0.0, -0.5))
+        ],
+    }
+    shown = [(a["reward"], a["advantage"], a["failed"]) for a in second["answers"]]  # type: ignore[attr-defined]
+    assert shown == [(-0.5, -0.75, True), (1.0, 0.75, False)]
+
+
+def test_each_image_is_saved_once_however_often_it_is_asked_about(tmp_path: Path) -> None:
+    shelf = Shelf()
+    transcripts = Transcripts(tmp_path, shelf)
+    a, b, c = Picture("a"), Picture("b"), Picture("c")
+    zero = [[Score(0.0)]] * 2
+    first = transcripts.write_evaluation(
+        0, "x", [group(0, ["1"], media=(a, b)), group(1, ["1"], media=(Picture("a"),))], zero
+    )
+    transcripts.write_evaluation(1, "x", [group(2, ["1"], media=(b,)), group(3, ["1"], media=(c,))], zero)
+    transcripts.write_evaluation(2, "x", [group(4, ["1"], media=(c,))], zero[:1])
+    assert shelf.asked == [("media", ["a", "b"]), ("media", ["c"])]
+    assert [line["images"] for line in lines(first)] == [["a", "b"], ["a"]]
+
+
+def test_an_evaluation_has_a_file_of_its_own_whatever_its_set_is_called(tmp_path: Path) -> None:
+    file = Transcripts(tmp_path, Shelf()).write_evaluation(20, "some/set?split=1", [group(0, ["4"])], [[Score(1.0)]])
+    assert file == tmp_path / "eval_some_set_split_1_step_000020.jsonl"
+    assert "advantage" not in lines(file)[0]["answers"][0]  # type: ignore[index]
+
+
+def test_a_step_that_is_made_again_replaces_its_file_whole(tmp_path: Path) -> None:
+    transcripts = Transcripts(tmp_path, Shelf())
+    for text in ("first", "second"):
+        transcripts.write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
+    (file,) = tmp_path.iterdir()
+    assert lines(file)[0]["answers"][0]["text"] == "second"  # type: ignore[index]
+
+
+def test_any_text_that_a_model_may_write_is_valid_json(tmp_path: Path) -> None:
+    text = 'half \ud800, "quotes"\n\x00 \u2028 é'
+    file = Transcripts(tmp_path, Shelf()).write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
+    (line,) = file.read_bytes().decode("utf-8").strip("\n").split("\n")
+    assert json.loads(line)["answers"][0]["text"] == text

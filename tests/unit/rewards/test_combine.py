@@ -1,0 +1,319 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vlmrl.config.reward import Reward
+from vlmrl.errors import ConfigError, RewardError
+from vlmrl.rewards.combine import Rewarder, check_functions
+from vlmrl.types import Group, Media, Pixels, Prompt, Rollout
+
+FUNCTIONS = """
+import os, time, sys
+import numpy as np
+
+def length(response): return len(response)
+def parts(response): return {"total": 2.0, "a b": 1, "c": True}
+def everything(prompt, response, label, images, metadata):
+    pixel = images[0].getpixel((0, 0))
+    images[0].putpixel((0, 0), (9, 9, 9))
+    seen = (prompt, label, images[0].size, pixel, metadata["family"])
+    return float(seen == ("how many?", "7", (5, 4), (1, 2, 3), "x"))
+def by_keyword(response, **known): return float(sorted(known) == ["label", "metadata", "prompt"])
+def numpy_number(response): return np.float32(0.5)
+
+def raises(response):
+    if response == "bad":
+        raise ValueError("cannot\\njudge this")
+    return 1.0
+def hangs(response):
+    while response == "bad":
+        time.sleep(0.01)
+    return 1.0
+def holds_on(response):
+    while response == "bad":
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass
+    return 1.0
+def dies(response):
+    if response == "bad":
+        os._exit(3)
+    return 1.0
+def leaves(response):
+    if response == "bad":
+        sys.exit("bye")
+    return 1.0
+def returns(response): return {"nan": float("nan"), "inf": float("inf"), "none": None, "list": [1.0, 2.0], "text": "1",
+    "array": np.ones(3), "dict": {"score": 1.0}, "huge": 10**400, "part": {"total": 1.0, "c": [1]}}.get(response, 1.0)
+def dies_later(response):
+    import threading
+    threading.Timer(0.2, os._exit, (1,)).start()
+    return 1.0
+async def later(response): return 1.0
+
+def reward_func(queries, prompts, labels): return [1.0]
+def asks(response, difficulty): return 1.0
+def blind(prompt): return 1.0
+"""
+
+
+class Picture:
+    """A 5x4 image, all (1, 2, 3)."""
+
+    hash = "c0ffee"
+    size = (5, 4)
+
+    def fetch(self) -> Pixels:
+        return np.tile(np.array([1, 2, 3], np.uint8), (4, 5, 1))
+
+
+def group(*answers: str, label: str | None = "7", media: tuple[Media, ...] = ()) -> Group:
+    none = np.zeros(1, np.int64)
+    prompt = Prompt(3, "shapes:17", "how many?", none, none, label, media, {"family": "x"})
+    return Group(prompt, tuple(answer(text) for text in answers))
+
+
+def answer(text: str) -> Rollout:
+    return Rollout(
+        tokens=np.zeros(1, np.int64),
+        sampled=np.ones(1, np.bool_),
+        logprobs=np.zeros(1, np.float32),
+        text=text,
+        finish_reason="stop",
+        version=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "my_reward.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def own(file: Path, function: str, **settings: object) -> Rewarder:
+    reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:{function}"} | settings)
+    return Rewarder(reward)
+
+
+def totals(rewarder: Rewarder, groups: Sequence[Group]) -> list[list[float]]:
+    with rewarder:
+        return [[score.total for score in scores] for scores in rewarder.score(groups)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+    assert multiprocessing.forkserver._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
+
+
+def test_the_total_is_the_weighted_sum_and_the_parts_are_unweighted() -> None:
+    reward = Reward(functions={"exact": 2.0, "format": 0.5})
+    with Rewarder(reward) as rewarder:
+        scores = rewarder.score([group("\\boxed{7}", "7"), group("8", "\\boxed{8}", "7.0")])
+    assert [[score.total for score in row] for row in scores] == [[2.5, 2.0], [0.0, 0.5, 2.0]]
+    assert scores[1][1].parts == {"exact": 0.0, "format": 1.0}
+    assert not any(score.failed for row in scores for score in row)
+
+
+def test_no_groups_have_no_scores() -> None:
+    with Rewarder(Reward(functions={"exact": 1.0})) as rewarder:
+        assert rewarder.score([]) == []
+
+
+def test_your_own_function_stands_beside_the_built_in_ones(file: Path) -> None:
+    reward = Reward(functions={"exact": 1.0}, remote_url=f"{file}:length", remote_weight=-0.1)
+    with Rewarder(reward) as rewarder:
+        (score,) = rewarder.score([group("7.0")])[0]
+    assert score.parts == {"exact": 1.0, "length": 3.0}
+    assert score.total == pytest.approx(0.7)
+
+
+def test_a_function_may_name_its_parts(file: Path) -> None:
+    with own(file, "parts") as rewarder:
+        (score,) = rewarder.score([group("x")])[0]
+    assert (score.total, score.parts) == (2.0, {"parts": 2.0, "parts/a_b": 1.0, "parts/c": 1.0})
+
+
+def test_a_function_gets_what_it_declares_and_images_of_its_own(file: Path) -> None:
+    groups = [group("x", "y", "z", media=(Picture(),))]
+    assert totals(own(file, "everything"), groups) == [[1.0, 1.0, 1.0]]
+    assert totals(own(file, "by_keyword"), groups) == [[1.0, 1.0, 1.0]]
+    assert totals(own(file, "numpy_number"), groups) == [[0.5, 0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        ("raises", {}),
+        ("hangs", {"time_limit_s": 0.3}),
+        ("holds_on", {"time_limit_s": 0.3}),
+        ("dies", {}),
+        ("leaves", {}),
+        ("dies", {"num_workers": 2}),
+    ],
+)
+def test_what_goes_wrong_for_one_answer_fails_that_answer_alone(
+    file: Path, function: str, settings: dict[str, object]
+) -> None:
+    with own(file, function, max_failed_fraction=0.5, **settings) as rewarder:
+        scores = rewarder.score([group("good", "bad"), group("good", "good")])
+        assert [[(s.total, s.failed) for s in row] for row in scores] == [[(1, False), (0, True)], [(1, False)] * 2]
+        assert [s.total for s in rewarder.score([group("good", "good")])[0]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("nan", "it returned nan, which is not a finite number"),
+        ("inf", "it returned inf, which is not a finite number"),
+        ("huge", "it returned inf, which is not a finite number"),
+        ("none", "it returned None where one number per answer is wanted"),
+        ("list", "it returned a list of 2 where one number per answer is wanted"),
+        ("text", "it returned a str of 1 where one number per answer is wanted"),
+        ("array", "it returned a ndarray of 3 where one number per answer is wanted"),
+        ("dict", "it returned a dict without 'total' (keys: ['score'])"),
+        ("part", "it returned 'c' = a list of 1 where one number per answer is wanted"),
+    ],
+)
+def test_what_is_not_one_number_is_a_failure_that_says_so(file: Path, kind: str, said: str) -> None:
+    with own(file, "returns", max_failed_fraction=0.0) as rewarder, pytest.raises(RewardError) as error:
+        rewarder.score([group("fine", kind)])
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_process_that_dies_while_nobody_waits_is_replaced(file: Path) -> None:
+    with own(file, "dies_later") as rewarder:
+        assert rewarder.score([group("x")])[0][0].total == 1.0
+        time.sleep(0.6)
+        assert rewarder.score([group("x")])[0][0].total == 1.0
+
+
+def test_a_coroutine_is_not_a_number(file: Path) -> None:
+    with own(file, "later") as rewarder, pytest.raises(RewardError, match="write def, not async def"):
+        rewarder.score([group("x")])
+
+
+def test_too_many_failures_stop_the_run_with_the_first_reason(file: Path) -> None:
+    with own(file, "raises", max_failed_fraction=0.25) as rewarder:
+        rewarder.score([group("good", "good", "good", "bad")])
+        with pytest.raises(RewardError) as error:
+            rewarder.score([group("good", "good", "bad", "bad")])
+    line = FUNCTIONS.splitlines().index('        raise ValueError("cannot\\njudge this")') + 1
+    assert str(error.value).startswith("2 of 4 answers could not be scored, more than reward.max_failed_fraction 0.25")
+    assert "ValueError: cannot judge this" in str(error.value)
+    assert f"my_reward.py:{line}), on shapes:17" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_that_always_hangs_stops_the_run_early(file: Path) -> None:
+    start = time.perf_counter()
+    with (
+        own(file, "hangs", time_limit_s=0.3) as rewarder,
+        pytest.raises(RewardError, match=r"longer than reward.time_limit_s 0\.3"),
+    ):
+        rewarder.score([group(*["bad"] * 20)])
+    assert time.perf_counter() - start < 5
+
+
+def test_a_missing_label_names_the_row() -> None:
+    said = "shapes:17 has no label, and the reward function exact"
+    with Rewarder(Reward(functions={"exact": 1.0})) as rewarder, pytest.raises(RewardError, match=said):
+        rewarder.score([group("7"), group("7", label=None)])
+    with Rewarder(Reward(functions={"format": 1.0})) as rewarder:
+        assert rewarder.score([group("\\boxed{7}", label=None)])[0][0].total == 1.0
+
+
+def test_a_hostile_answer_is_worth_nothing_and_is_no_failure() -> None:
+    reward = Reward(functions={"math": 1.0}, time_limit_s=0.5, max_failed_fraction=0.0)
+    with Rewarder(reward) as rewarder:
+        scores = rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{7}")])[0]
+    assert [(s.total, s.failed) for s in scores] == [(0.0, False), (1.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("missing", "has no function missing"),
+        ("reward_func", "OpenRLHF's batch signature (queries, prompts, labels)"),
+        ("asks", "asks for difficulty"),
+        ("blind", "does not ask for response"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_at_the_start(file: Path, function: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        own(file, function)
+    assert said in str(error.value)
+    assert str(error.value).startswith("reward.remote_url: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("body", ["import nowhere", "def f(:", "raise RuntimeError('no')", "import sys; sys.exit(1)"])
+def test_a_file_that_does_not_import_is_refused_at_the_start(tmp_path: Path, body: str) -> None:
+    (tmp_path / "broken.py").write_text(body)
+    with pytest.raises(ConfigError, match=r"reward\.remote_url: .*broken\.py does not import"):
+        own(tmp_path / "broken.py", "f")
+
+
+def test_a_file_that_ends_its_process_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text("import os; os._exit(1)")
+    with pytest.raises(ConfigError, match="ends its process when it is imported"):
+        own(tmp_path / "deadly.py", "f")
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="your function is called math"):
+        Rewarder(Reward(functions={"math": 1.0}, remote_url="x.py:math"))
+
+
+def test_functions_are_checked_without_leaving_anything(file: Path) -> None:
+    check_functions(Reward(remote_url=f"{file}:length"))
+    with pytest.raises(ConfigError, match="has no function missing"):
+        check_functions(Reward(remote_url=f"{file}:missing"))
+
+
+def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        textwrap.dedent("""
+            import multiprocessing, os, time
+            from vlmrl.config.reward import Reward
+            from vlmrl.rewards.combine import Rewarder
+            if __name__ == "__main__":
+                rewarder = Rewarder(Reward(functions={"exact": 1.0}, num_workers=2))
+                server = multiprocessing.forkserver._forkserver._forkserver_pid
+                print(server, *[child.pid for child in multiprocessing.active_children()], flush=True)
+                time.sleep(60)
+        """)
+    )
+    root = str(Path(__file__).parents[3])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True) as run:
+        assert run.stdout is not None
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        assert len(pids) == 3
+        run.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids)
+
+
+def _is_zombie(pid: int) -> bool:
+    # Ended, but nobody has collected it yet: where tests run in a container, process 1 may never do so.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

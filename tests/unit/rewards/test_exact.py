@@ -1,0 +1,51 @@
+import time
+
+import pytest
+
+from vlmrl.rewards.exact import number, score
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "value"),
+    [
+        ("4", "4", 1.0),
+        (" 4\n", "4", 1.0),
+        ("4.0", "4", 1.0),
+        ("4.", "4", 1.0),
+        ("8/2", "4", 1.0),
+        ("1,000", "1000", 1.0),
+        ("4e2", "400", 1.0),
+        ("The answer is \\boxed{4}.", "4", 1.0),
+        ("\\boxed{3} or rather \\boxed{4}", "4", 1.0),
+        ("\\boxed{4} or rather \\boxed{3}", "4", 0.0),
+        ("4", "\\boxed{4}", 1.0),
+        ("red", "red", 1.0),
+        ("Red", "red", 0.0),
+        ("The answer is 4", "4", 0.0),
+        ("5", "4", 0.0),
+        ("44", "4", 0.0),
+        ("", "4", 0.0),
+        ("", "", 0.0),
+        ("\\boxed{}", "", 0.0),
+        ("nan", "nan", 1.0),
+        ("1,00", "100", 0.0),
+    ],
+)
+def test_the_answer_is_the_label(response: str, label: str, value: float) -> None:
+    assert score(response, label) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", ".", "+e4", "e4", "1/0", "inf", "nan", "1e9999", "9" * 500, "٤", "1_000", "1.2.3"]
+)
+def test_what_is_no_number_is_compared_as_text(text: str) -> None:
+    assert number(text) is None
+
+
+@pytest.mark.parametrize(
+    "response", ["1e999999999", "9" * 1_000_000, "\\boxed{" * 100_000, "{" * 1_000_000, "\x00\ud800", "1/" * 9999]
+)
+def test_a_hostile_answer_scores_zero_at_once(response: str) -> None:
+    start = time.perf_counter()
+    assert score(response, "4") == 0.0
+    assert time.perf_counter() - start < 2

@@ -1,0 +1,113 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.errors import ConfigError
+from vlmrl.rewards import worker
+
+
+def loaded(tmp_path: Path, body: str) -> Callable[..., worker.Verdict]:
+    (tmp_path / "reward.py").write_text(body)
+    worker.load((), f"{tmp_path / 'reward.py'}:f")
+    worker.describe("f")
+    return lambda response="x", images=(), **known: worker.call("f", {"response": response} | known, images)
+
+
+def test_a_built_in_function_declares_what_it_needs() -> None:
+    worker.load(("exact", "format", "math"), None)
+    assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
+    assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
+    assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), wants_label=False)
+    assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.Verdict(1.0)
+
+
+@pytest.mark.parametrize(
+    ("signature", "arguments"),
+    [
+        ("response", {"response"}),
+        ("prompt, response, label=None, *, images, metadata", {"prompt", "response", "label", "images", "metadata"}),
+        ("response, temperature=1.0", {"response"}),
+        ("**known", {"prompt", "response", "label", "metadata"}),
+        ("images, **known", {"prompt", "response", "label", "metadata", "images"}),
+    ],
+)
+def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str]) -> None:
+    function = eval(f"lambda {signature}: 0.0")  # noqa: S307
+    assert worker.declared_arguments(function, "r.py:f") == arguments
+
+
+@pytest.mark.parametrize(
+    ("signature", "said"),
+    [
+        ("", "does not ask for response"),
+        ("prompt, label", "does not ask for response"),
+        ("*everything", "does not ask for response"),
+        ("response, gold", "asks for gold"),
+        ("response, /", "asks for response"),
+        ("queries, prompts, labels", "OpenRLHF's batch signature (queries, prompts, labels)"),
+    ],
+)
+def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:
+    function = eval(f"lambda {signature}: 0.0")  # noqa: S307
+    with pytest.raises(ConfigError) as error:
+        worker.declared_arguments(function, "r.py:f")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "verdict"),
+    [
+        ("3", worker.Verdict(3.0)),
+        ("True", worker.Verdict(1.0)),
+        ("np.int64(2)", worker.Verdict(2.0)),
+        ("np.array(0.5)", worker.Verdict(0.5)),
+        ("torch.tensor(0.5)", worker.Verdict(0.5)),
+        ("fractions.Fraction(1, 4)", worker.Verdict(0.25)),
+        ("{'total': 1, 'is it?': np.float32(0.5)}", worker.Verdict(1.0, {"is_it_": 0.5})),
+        ("torch.ones(2)", worker.Verdict(problem="it returned a Tensor of 2 where one number per answer is wanted")),
+        ("[1.0]", worker.Verdict(problem="it returned a list of 1 where one number per answer is wanted")),
+        ("1j", worker.Verdict(problem="it returned a complex where one number per answer is wanted")),
+        ("-np.inf", worker.Verdict(problem="it returned -inf, which is not a finite number")),
+    ],
+)
+def test_what_is_returned_is_one_number_or_a_problem(tmp_path: Path, expression: str, verdict: worker.Verdict) -> None:
+    call = loaded(tmp_path, f"import fractions, torch, numpy as np\ndef f(response): return {expression}")
+    assert call() == verdict
+
+
+def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Path) -> None:
+    call = loaded(tmp_path, "import json\n\ndef f(response):\n    return json.loads(response)['score']\n")
+    said = call("{").problem
+    assert said is not None
+    assert said.startswith("JSONDecodeError: Expecting property name")
+    assert said.endswith("reward.py:4)")
+
+
+@pytest.mark.parametrize(
+    ("raised", "start"),
+    [
+        ("KeyboardInterrupt", "KeyboardInterrupt ("),
+        ("SystemExit(3)", "SystemExit: 3 ("),
+        ("RecursionError('deep')", "RecursionError: deep ("),
+        ("ValueError('a\\n  b' * 500)", "ValueError: a ba ba b"),
+        ("Rude()", "Rude: ? ("),
+    ],
+)
+def test_whatever_is_raised_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
+    rude = "class Rude(Exception):\n    def __str__(self): raise RuntimeError\n"
+    said = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
+    assert said is not None
+    assert said.startswith(start)
+    assert "\n" not in said
+    assert len(said) < 600
+
+
+def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
+    np.save(tmp_path / "red.npy", np.full((2, 3, 3), (255, 0, 0), np.uint8))
+    body = "def f(response, images):\n    images[0].putpixel((0, 0), (0, 0, images[0].getpixel((0, 0))[0]))\n"
+    call = loaded(tmp_path, body + "    return images[0].getpixel((0, 0))[2] + images[0].size[0]")
+    files: Any = (str(tmp_path / "red.npy"),)
+    assert [call(images=files).value for _ in range(2)] == [258.0, 258.0]

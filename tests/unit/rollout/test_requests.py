@@ -1,0 +1,123 @@
+"""Prompts as vLLM takes them, and its answers as groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.data.media import InlineMedia
+from vlmrl.errors import SyncError
+from vlmrl.rollout import requests
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Ints, Prompt
+
+IMAGE = InlineMedia("cafe", (3, 2), np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
+PIXELS = {"images_kwargs": {"size": {"shortest_edge": 1, "longest_edge": 9}}}
+
+
+def prompt(tokens: Sequence[int] = (5, 9, 9, 6), request: Sequence[int] = (5, 9, 6), media: Any = (IMAGE,)) -> Prompt:
+    return Prompt(7, "dice:7", "?", np.array(tokens), np.array(request), label=None, media=tuple(media))
+
+
+@dataclass
+class Span:
+    version: str
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class Completion:
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = "stop"
+    versions: tuple[int, ...] = (3,)
+    logprobs: Any = field(init=False)
+    weight_versions: list[Span] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.logprobs = [{token: Logprob(-float(token)), 999: Logprob(0.0)} for token in self.token_ids]
+        self.weight_versions = [Span(str(version)) for version in self.versions]
+
+
+@dataclass
+class Answer:
+    outputs: list[Completion]
+    prompt_token_ids: Sequence[int] | None = (5, 9, 9, 6)
+
+
+def decode(tokens: Ints) -> str:
+    return "-".join(map(str, tokens))
+
+
+def test_images_go_along_under_the_names_of_their_content() -> None:
+    request = requests.engine_prompt(prompt(), PIXELS)
+    assert request["prompt_token_ids"] == [5, 9, 6]
+    assert request["multi_modal_uuids"] == {"image": ["cafe"]}
+    assert request["mm_processor_kwargs"] == PIXELS
+    (image,) = request["multi_modal_data"]["image"]
+    assert image.size == (3, 2)
+    assert np.array_equal(np.asarray(image), IMAGE.pixels)
+
+
+def test_a_prompt_without_images_is_its_tokens_alone() -> None:
+    assert requests.engine_prompt(prompt(media=()), PIXELS) == {"prompt_token_ids": [5, 9, 6]}
+
+
+def test_sampling_becomes_what_vllm_calls_it() -> None:
+    sampling = Sampling(n=2, temperature=0.5, top_p=0.9, max_new_tokens=16, seed=1)
+    parameters = requests.sampling_parameters(sampling, index=7, eos_token_ids=(2, 3), banned_tokens=(9, 8))
+    assert parameters == {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 16,
+        "seed": sampling.request_seed(7),
+        "stop_token_ids": [2, 3],
+        "logit_bias": {9: -100.0, 8: -100.0},
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    assert requests.sampling_parameters(sampling, index=7, eos_token_ids=(2,), banned_tokens=())["logit_bias"] is None
+
+
+def test_answers_become_rollouts_in_the_order_of_their_seeds() -> None:
+    answer = Answer([Completion(1, [4], "length", (3,)), Completion(0, [7, 2], "stop", (3, 4))])
+    first, second = requests.finished_group(prompt(), answer, decode=decode).rollouts
+    assert first.tokens.tolist() == [5, 9, 9, 6, 7, 2]
+    assert first.sampled.tolist() == [False, False, False, False, True, True]
+    assert first.logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
+    assert (first.tokens.dtype, first.sampled.dtype, first.logprobs.dtype) == (np.int64, np.bool_, np.float32)
+    assert (first.text, first.finish_reason, first.version) == ("7-2", "stop", 3)
+    assert (second.text, second.finish_reason, second.version) == ("4", "length", 3)
+
+
+def test_an_answer_that_saw_two_versions_is_as_old_as_the_older_and_noticed() -> None:
+    mixed, pure = Answer([Completion(0, [7], versions=(4, 3))]), Answer([Completion(0, [7], versions=(4,))])
+    assert requests.finished_group(prompt(), mixed, decode=decode).rollouts[0].version == 3
+    assert (requests.is_mixed(mixed), requests.is_mixed(pure)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        ((5, 9, 6), "dice:7: vLLM read 3 tokens where the trainer reads 4; its 1 images must reach both"),
+        ((5, 9, 8, 6), "dice:7: vLLM read token 8 where the trainer reads 9, at place 2 of 4; its 1 images"),
+        (None, "dice:7: vLLM read 0 tokens where the trainer reads 4"),
+    ],
+)
+def test_other_tokens_than_the_trainers_are_an_error(seen: Sequence[int] | None, message: str) -> None:
+    with pytest.raises(SyncError, match=message):
+        requests.finished_group(prompt(), Answer([Completion(0, [7])], seen), decode=decode)
+
+
+def test_an_answer_that_was_given_up_is_an_error() -> None:
+    with pytest.raises(SyncError, match=r"dice:7: the rollout engine gave up an answer \(abort\)"):
+        requests.finished_group(prompt(), Answer([Completion(0, [7], "abort")]), decode=decode)

@@ -1,0 +1,89 @@
+"""The set-up: what it would run, when it runs nothing, and how it fails. Nothing is installed here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmrl.startup import install
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the steps that would have run; each succeeds."""
+    steps: list[str] = []
+
+    def step(what: str, alternatives: list[list[str]]) -> None:
+        steps.append(" ".join([what, *(["--clear"] if "--clear" in alternatives[0] else [])]))
+
+    monkeypatch.setattr(install, "_step", step)
+    monkeypatch.setattr(install, "_succeeds", lambda command, show=False: True)
+    return steps
+
+
+def test_the_second_time_does_nothing(tmp_path: Path, ran: list[str]) -> None:
+    install.install(tmp_path, "cpu")
+    assert ran[:2] == ["virtual environment", "torch for CPU"]
+    ran.clear()
+    install.install(tmp_path, "cpu")
+    assert ran == []
+
+
+def test_changed_pins_install_again_into_the_same_environment(tmp_path: Path, ran: list[str]) -> None:
+    install.install(tmp_path, "cpu")
+    kind, python, _ = (tmp_path / ".vlmrl-setup").read_text().split()
+    (tmp_path / ".vlmrl-setup").write_text(f"{kind} {python} {'0' * 64}\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    ran.clear()
+    install.install(tmp_path, "cpu")
+    assert ran[0] == "torch for CPU"
+
+
+def test_an_environment_for_cpu_is_rebuilt_when_a_gpu_appears(tmp_path: Path, ran: list[str]) -> None:
+    install.install(tmp_path, "cpu")
+    ran.clear()
+    install.install(tmp_path, "gpu")
+    assert ran == ["virtual environment --clear", "vlmrl, its engine and its tools"]
+
+
+def test_a_machine_that_does_not_pass_the_doctor_is_not_stamped(
+    tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "_succeeds", lambda command, show=False: False)
+    with pytest.raises(install.InstallError, match="how to mend it"):
+        install.install(tmp_path, "cpu")
+    assert not (tmp_path / ".vlmrl-setup").exists()
+
+
+def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails, writes = [sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "second"
+    succeeds = [sys.executable, "-c", f"open({str(writes)!r}, 'w')"]
+    install._step("torch", [fails, succeeds])
+    assert writes.exists()
+    plain, index = install.commands("cpu", Path("python"))[0][1]
+    assert "--index-url" not in plain
+    assert install.TORCH_CPU_INDEX in index
+    assert capsys.readouterr().out.startswith("  torch ...")
+
+
+def test_a_command_that_fails_is_shown_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(install.InstallError, match="this command failed"):
+        install._step("nothing", [[sys.executable, "-c", "raise SystemExit('no room left')"]])
+    assert "no room left" in capsys.readouterr().err
+
+
+def test_cpu_environments_lose_the_two_packages_that_break_imports() -> None:
+    last, alternatives = install.commands("cpu", Path("python"))[-1]
+    assert last == "without torchaudio and torchcodec"
+    assert alternatives[0][-2:] == ["torchaudio", "torchcodec"]
+    assert len(install.commands("gpu", Path("python"))) == 1
+
+
+def test_a_python_that_is_too_old_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))
+    monkeypatch.setattr(install.sys, "version", "3.9.1 (main)")
+    with pytest.raises(install.InstallError, match=r"Python 3\.9\.1 will not do"):
+        install.install(tmp_path, "cpu")

@@ -1,0 +1,35 @@
+"""What a process inherits, and what it keeps."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vlmrl import startup
+
+
+def test_the_folder_comes_first_on_pythonpath_once_however_often_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"/somewhere{os.pathsep}{startup.FOLDER}")
+    for _ in range(2):
+        path = startup.environment()["PYTHONPATH"]
+        assert path.split(os.pathsep) == [startup.FOLDER, "/somewhere"]
+        monkeypatch.setenv("PYTHONPATH", path)
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert startup.environment()["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_every_python_process_can_import_torchvision() -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", "import torchvision.transforms.v2.functional as f; print(f.resize.__name__)"],
+        env=os.environ | startup.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "resize"), done.stderr

@@ -1,0 +1,175 @@
+"""The command line as a user meets it."""
+
+import subprocess
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vlmrl import __version__, cli
+from vlmrl.errors import ClusterError
+
+NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Stands in for the modules that do the work: records who was called with what."""
+    found: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def recorder(name: str) -> Any:
+        def record(config: Any = None, **how: Any) -> int:
+            found.append((name, config, how))
+            return 0
+
+        return record
+
+    for module, names in {
+        "vlmrl.run": ("train_rl", "train_sft", "evaluate"),
+        "vlmrl.bench": ("publish", "rollout"),
+    }.items():
+        fake = ModuleType(module)
+        for name in names:
+            setattr(fake, name, recorder(name))
+        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr("vlmrl.doctor.main", recorder("doctor"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("argv", "called", "how"),
+    [
+        (["rl", *NEEDED], "train_rl", {"dry_run": False}),
+        (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
+        (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True}),
+        (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
+        (["bench", "publish", "--actor.model_name_or_path", "m"], "publish", {}),
+        (["bench", "rollout", *NEEDED], "rollout", {}),
+        (["doctor"], "doctor", {"as_json": False}),
+        (["doctor", "--json"], "doctor", {"as_json": True}),
+    ],
+)
+def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, how: dict[str, Any]) -> None:
+    assert cli.main(argv) == 0
+    ((name, config, given),) = calls
+    assert (name, given) == (called, how)
+    if called != "doctor":
+        assert config.actor.model_name_or_path == "m"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, doctor\n"),
+        (["evall"], "vlmrl: no such verb: evall; did you mean eval?\n"),
+        (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
+        (["doctor", "--fix"], "vlmrl doctor: takes no settings but --json, not --fix\n"),
+        (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
+        (["bench", "publish", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
+        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo", "merge", "serve-rm")),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    argv: list[str], said: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+    assert calls == []
+
+
+def test_verbs_to_come_say_so() -> None:
+    assert all("not built yet" in reason for reason in cli._NOT_BUILT.values())
+
+
+def test_several_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rl", "--train.seed", "x"]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "vlmrl rl: 3 mistakes in the settings"
+    assert [line.split()[0] for line in rest] == ["--actor.model_name_or_path", "--data.prompt_dataset", "--train.seed"]
+
+
+def test_an_error_of_the_run_is_one_line_too(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Any, **how: Any) -> None:
+        raise ClusterError("vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines")
+
+    monkeypatch.setattr(sys.modules["vlmrl.run"], "train_rl", fail)
+    assert cli.main(["rl", *NEEDED]) == 2
+    assert capsys.readouterr().err == "vlmrl rl: vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines\n"
+
+
+def test_an_interrupt_is_exit_code_130(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(config: Any, **how: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["vlmrl.run"], "train_rl", interrupt)
+    assert cli.main(["rl", *NEEDED]) == 130
+    assert capsys.readouterr().err == "vlmrl: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--help"], ["-h"], ["rl", "--help"], ["sft", "-h"], ["eval", "--help"], ["bench"], ["doctor", "-h"]]
+)
+def test_help_is_given_without_a_single_setting(
+    argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith("usage: vlmrl")
+    assert calls == []
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "vlmrl", *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["rl", "--help"]])
+def test_help_answers_in_under_a_second(argv: list[str]) -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert run(*argv).returncode == 0
+        return time.perf_counter() - started
+
+    # The best of three: what else the machine is doing is not our time.
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+def test_the_module_runs_and_gives_the_exit_code() -> None:
+    done = run("rl", "--nothing", "x")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m vlmrl rl --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: vlmrl rl")
+    assert done.stderr == ""
+
+
+def test_parsing_imports_nothing_heavy() -> None:
+    code = """
+import sys
+import vlmrl.cli
+from vlmrl.config.load import load
+from vlmrl.config.run import RlConfig
+load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"])
+assert vlmrl.cli.main(["rl", "--help"]) == 0
+heavy = {"torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

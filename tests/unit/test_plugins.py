@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from vlmrl.errors import ConfigError
+from vlmrl.plugins import plugin, plugin_names, processor, user_function
+
+
+def test_a_name_finds_its_file() -> None:
+    assert plugin("datasets", "arithmetic").__name__ == "vlmrl.datasets.arithmetic"
+    assert plugin_names("processors") == ["qwen_vl", "text"]
+
+
+def test_an_unknown_name_lists_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"no file processors/gpt.py; there are: qwen_vl, text"):
+        plugin("processors", "gpt")
+
+
+def test_a_users_function_is_found_in_its_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n")
+    assert user_function(f"{tmp_path}/mine.py:double", "reward.remote_url")(21) == 42
+
+
+@pytest.mark.parametrize(
+    ("content", "spec", "message"),
+    [
+        ("", "mine.py", "should look like path/to/file.py:function"),
+        ("", "mine.txt:f", "should look like"),
+        ("", "other.py:f", "there is no file .*other.py"),
+        ("def g(): ...\ndef _h(): ...\nF = 3\n", "mine.py:f", "has no function f; it has: g$"),
+        ("f = 3\n", "mine.py:f", "has no function f; it has: none"),
+        (
+            "import no_such_module\n",
+            "mine.py:f",
+            "does not import: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("def f(:\n", "mine.py:f", "does not import: SyntaxError"),
+        ("raise SystemExit(3)\n", "mine.py:f", "does not import: SystemExit"),
+    ],
+)
+def test_a_users_file_that_cannot_be_used_is_one_line(content: str, spec: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(ConfigError, match=f"^reward.remote_url: .*{message}") as caught:
+        user_function(f"{tmp_path}/{spec}", "reward.remote_url")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_folder_that_is_not_there_or_holds_no_model_is_one_line(tmp_path: Path) -> None:
+    for path, message in [("/no/such/model", "there is no folder /no/such/model"), (str(tmp_path), "not a model")]:
+        with pytest.raises(ConfigError, match=message) as caught:
+            processor(path, min_pixels=784, max_pixels=784)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="nobody/nothing is not a model that can be read"):
+        processor("nobody/nothing", min_pixels=784, max_pixels=784)

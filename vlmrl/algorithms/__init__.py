@@ -1,0 +1,1 @@
+"""The mathematics: advantages, losses, KL, aggregation. Pure functions over torch tensors."""

@@ -1,0 +1,139 @@
+"""`vlmrl bench`: measurements that a user can repeat on another machine and compare. One JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from vlmrl.cluster.placement import Role, plan
+from vlmrl.cluster.roles import RemoteEngines
+from vlmrl.cluster.session import Session, session
+from vlmrl.cluster.store import created_bytes
+from vlmrl.config.data import Columns
+from vlmrl.config.run import PublishBench, RolloutBench
+from vlmrl.config.train import Loop
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.stage import Stage
+
+
+def publish(config: PublishBench) -> None:
+    """`vlmrl bench publish`: seconds and bytes of handing all weights to all engines; the first is a warm-up."""
+    roles = [
+        Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
+        Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
+    ]
+    with _stage(roles) as (stage, machines):
+        engines = _engines(stage, config, Columns(), max_model_len=256)
+        learner = stage.group(
+            "actor",
+            "vlmrl.learning.policy.Policy",
+            {
+                "actor": config.actor,
+                "ds": config.ds,
+                "loop": Loop(),
+                "columns": Columns(),
+                "total_steps": 1,
+                "loss": None,
+                "temperature": 1.0,
+                "bans": True,
+            },
+            timeout_s=3600,
+            distributed=True,
+        )
+        for number in range(config.bench.repeats + 1):
+            started = time.perf_counter()
+            num_bytes = engines.load(
+                learner, version=number, max_bytes=int(config.vllm.bucket_mib * 2**20), vision_changed=True
+            )
+            seconds = time.perf_counter() - started
+            _print(
+                machines,
+                bench="publish",
+                model=config.actor.model_name_or_path,
+                repeat=number,
+                warm_up=number == 0,
+                ranks=len(learner),
+                engines=config.vllm.num_engines,
+                zero_stage=config.ds.zero_stage,
+                seconds=round(seconds, 4),
+                bytes=num_bytes,
+                gib_per_s=round(num_bytes / 2**30 / seconds, 4),
+            )
+
+
+def rollout(config: RolloutBench) -> None:
+    """`vlmrl bench rollout`: tokens per second, and bytes put into the object store, for several numbers of answers."""
+    roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
+    with _stage(roles) as (stage, machines):
+        prompts = stage.prompts(config)
+        max_model_len = config.data.max_len + config.rollout.max_new_tokens
+        engines = _engines(stage, config, config.data, max_model_len=max_model_len)
+        for width in config.bench.n_samples_per_prompt:
+            for number in range(config.bench.repeats + 1):
+                sampling = Sampling(
+                    n=width,
+                    temperature=config.rollout.temperature,
+                    top_p=config.rollout.top_p,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    seed=config.train.seed,
+                )
+                before = created_bytes()
+                drawn, drawing = prompts.draw(config.rollout.batch_size)
+                started = time.perf_counter()
+                groups = engines.generate(drawn, sampling)
+                seconds = time.perf_counter() - started
+                tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
+                _print(
+                    machines,
+                    bench="rollout",
+                    model=config.actor.model_name_or_path,
+                    repeat=number,
+                    warm_up=number == 0,
+                    engines=config.vllm.num_engines,
+                    prompts=len(drawn),
+                    n_samples_per_prompt=width,
+                    seconds=round(seconds, 4),
+                    sampled_tokens=tokens,
+                    prompt_tokens=sum(len(prompt.tokens) for prompt in drawn),
+                    sampled_tokens_per_s=round(tokens / seconds, 1),
+                    media_bytes=int(drawing["media/bytes_moved"]),
+                    object_store_bytes=created_bytes() - before,
+                )
+
+
+@contextmanager
+def _stage(roles: list[Role]) -> Iterator[tuple[Stage, Session]]:
+    with session() as machines, ExitStack() as stack:
+        shared = [frozenset(role.name for role in roles)]
+        places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
+        yield Stage(machines, places, stack), machines
+
+
+def _engines(
+    stage: Stage, config: PublishBench | RolloutBench, columns: Columns, *, max_model_len: int
+) -> RemoteEngines:
+    group = stage.group(
+        "vllm",
+        "vlmrl.rollout.engine.RolloutEngine",
+        {
+            "model": config.actor.model_name_or_path,
+            "vllm": config.vllm,
+            "columns": columns,
+            "trust_remote_code": config.actor.trust_remote_code,
+            "dtype": config.ds.param_dtype,
+            "max_model_len": max_model_len,
+            "top_p": 1.0,
+            "name": "vllm",
+        },
+        timeout_s=max(config.vllm.start_timeout_s, 3600),
+        concurrent=True,
+    )
+    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False)
+
+
+def _print(machines: Session, **fields: Any) -> None:
+    device = f"{sum(machines.slots)} x {machines.unit}"
+    print(json.dumps(fields | {"device": device}), flush=True)

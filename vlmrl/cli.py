@@ -1,0 +1,192 @@
+"""The command line: parses first, imports what is heavy after."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from vlmrl import __version__, startup
+from vlmrl.errors import ConfigError, VlmrlError
+
+if TYPE_CHECKING:
+    from vlmrl.config.run import Run
+
+Config = TypeVar("Config", bound="Run")
+
+_HELP = """\
+usage: vlmrl VERB [--config FILE.yaml ...] [--section.setting VALUE ...]
+
+Reinforcement learning of language and vision-language models.
+
+  rl             reinforcement learning: sample answers, score them, learn from the better ones
+  sft            supervised fine-tuning on the labels of a dataset
+  eval           answers to held-out prompts, scored by the reward functions
+  bench publish  how long weights take from the trainer to the engines
+  bench rollout  how fast the engines answer
+  doctor         what this machine has, what works on it, and how to mend what does not
+
+`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
+Not built yet: rm, dpo, merge, serve-rm."""
+
+_NOT_BUILT = {
+    "rm": "training reward models is not built yet; reward.functions and reward.remote_url score answers",
+    "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
+    "merge": "merging adapters is not built yet, for there are none: vlmrl rl and sft write a whole model to model/",
+    "serve-rm": "serving reward models is not built yet; reward.remote_url takes a Python file",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 done, 2 a mistake of the user's, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except VlmrlError as error:
+        verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
+        print(f"{verb}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "vlmrl":
+            raise
+        print(
+            f"vlmrl: the package {error.name} is not installed: run `make setup`, or pip install 'vlmrl[cpu]' or "
+            "'vlmrl[gpu]'",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("vlmrl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`vlmrl rl --help | head`); Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(words: list[str]) -> int:
+    verb, *rest = words or ["--help"]
+    if verb in ("--help", "-h", "help"):
+        print(_HELP, flush=True)
+        return 0
+    if verb == "--version":
+        print(__version__)
+        return 0
+    if verb in _NOT_BUILT:
+        raise ConfigError(_NOT_BUILT[verb])
+    if verb not in _VERBS:
+        raise ConfigError(_no_such("verb", verb, _VERBS))
+    return _VERBS[verb](rest)
+
+
+def _rl(words: list[str]) -> int:
+    from vlmrl.config.run import RlConfig
+
+    if (asked := _ask(RlConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.run import train_rl
+
+        train_rl(asked.config, dry_run=asked.dry_run)
+    return 0
+
+
+def _sft(words: list[str]) -> int:
+    from vlmrl.config.run import SftConfig
+
+    if (asked := _ask(SftConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.run import train_sft
+
+        train_sft(asked.config, dry_run=asked.dry_run)
+    return 0
+
+
+def _eval(words: list[str]) -> int:
+    from vlmrl.config.run import EvalConfig
+
+    if (asked := _ask(EvalConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.run import evaluate
+
+        evaluate(asked.config, dry_run=asked.dry_run)
+    return 0
+
+
+def _bench(words: list[str]) -> int:
+    what, *rest = words or ["--help"]
+    if what in ("--help", "-h"):
+        print("usage: vlmrl bench publish|rollout [--config FILE.yaml ...] [--section.setting VALUE ...]")
+        return 0
+    if what not in _BENCHMARKS:
+        raise ConfigError(_no_such("benchmark", what, _BENCHMARKS))
+    return _BENCHMARKS[what](rest)
+
+
+def _bench_publish(words: list[str]) -> int:
+    from vlmrl.config.run import PublishBench
+
+    if (asked := _ask(PublishBench, words)) is not None:
+        from vlmrl.bench import publish
+
+        publish(asked.config)
+    return 0
+
+
+def _bench_rollout(words: list[str]) -> int:
+    from vlmrl.config.run import RolloutBench
+
+    if (asked := _ask(RolloutBench, words)) is not None:
+        from vlmrl.bench import rollout
+
+        rollout(asked.config)
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    if words in (["--help"], ["-h"]):
+        print("usage: vlmrl doctor [--json]\n\nWhat this machine has, what works on it, and how to mend what does not.")
+        return 0
+    if words not in ([], ["--json"]):
+        raise ConfigError(f"takes no settings but --json, not {' '.join(words)}")
+    startup.prepare()
+    from vlmrl import doctor
+
+    return doctor.main(as_json=bool(words))
+
+
+_BENCHMARKS: dict[str, Callable[[list[str]], int]] = {"publish": _bench_publish, "rollout": _bench_rollout}
+_VERBS: dict[str, Callable[[list[str]], int]] = {
+    "rl": _rl,
+    "sft": _sft,
+    "eval": _eval,
+    "bench": _bench,
+    "doctor": _doctor,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked(Generic[Config]):
+    """What a verb was asked for."""
+
+    config: Config
+    dry_run: bool
+
+
+def _ask(kind: type[Config], words: list[str], *, has_dry_run: bool = False) -> _Asked[Config] | None:
+    """The settings, or None when help was asked for and given. Afterwards this process may import what is heavy."""
+    if "--help" in words or "-h" in words:
+        from vlmrl.config.help import help_text
+
+        print(help_text(kind, has_dry_run=has_dry_run), flush=True)
+        return None
+    from vlmrl.config.load import load
+
+    dry_run = has_dry_run and "--dry-run" in words
+    config = load(kind, [word for word in words if not (has_dry_run and word == "--dry-run")])
+    startup.prepare()
+    return _Asked(config, dry_run)
+
+
+def _no_such(what: str, name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"no such {what}: {name}; {hint}"

@@ -1,0 +1,142 @@
+"""One Ray session: a cluster of our own for the length of the run, or the cluster that the user started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmrl import startup
+from vlmrl.errors import ClusterError
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MEMORY = 256 * 2**20
+"""Bytes. Below this Ray would put the object store on disk, and say so only in a log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the session."""
+
+    id: str
+    """Ray's own id of it."""
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The machines of a run."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(node.num_gpus for node in self.nodes)
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots per node: GPUs where there are any, else CPU cores."""
+        return [node.num_gpus if self.has_gpus else node.num_cpus for node in self.nodes]
+
+    @property
+    def unit(self) -> str:
+        return "GPU" if self.has_gpus else "CPU core"
+
+
+def local_session() -> Session:
+    """This machine as a session would see it, without starting anything: what a dry run plans with."""
+    import torch
+
+    return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=torch.cuda.device_count()),))
+
+
+@contextmanager
+def session(*, num_cpus: int | None = None) -> Iterator[Session]:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine; leave, or stop it, at the end.
+
+    A session that this process has begun already is used and left running.
+    A cluster of our own lets in only who holds this run's token, and dies with this process, however this process dies.
+
+    Args:
+        num_cpus: pretend that this machine has so many cores; for tests.
+
+    Raises:
+        ClusterError: no shared memory, or Ray does not start.
+    """
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    if not joins:
+        check_shared_memory()
+    import ray
+
+    if ray.is_initialized():
+        yield Session(_alive_nodes())
+        return
+    try:
+        if joins:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                num_cpus=num_cpus or os.cpu_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
+        raise ClusterError(
+            f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
+            f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
+        ) from error
+    try:
+        yield Session(_alive_nodes())
+    finally:
+        ray.shutdown()
+
+
+def _alive_nodes() -> tuple[Node, ...]:
+    import ray
+
+    return tuple(
+        Node(
+            id=node["NodeID"],
+            num_cpus=int(node["Resources"].get("CPU", 0)),
+            num_gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def worker_environment(session: Session, *, num_workers: int, slots: Sequence[int], node: int) -> dict[str, str]:
+    """Environment of a role's worker: the start-up hook, its devices, and its share of the node's cores.
+
+    Roles take turns in a step, so a role's workers divide all of a node's cores among themselves.
+    """
+    cores = max(1, session.nodes[node].num_cpus // max(1, num_workers))
+    variables = startup.environment() | {
+        "OMP_NUM_THREADS": str(cores),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }
+    if session.has_gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot) for slot in slots)
+    return variables
+
+
+def check_shared_memory(folder: Path = _SHARED_MEMORY, *, least: int = _LEAST_SHARED_MEMORY) -> None:
+    """Whether there is room for Ray's object store. `least` is in bytes.
+
+    Raises:
+        ClusterError: there is no shared memory, or not enough of it.
+    """
+    if not folder.is_dir():
+        raise ClusterError(f"{folder} is not there: Ray and vLLM need shared memory (in a container: --shm-size=8g)")
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        raise ClusterError(
+            f"only {free / 2**20:.0f} MiB of shared memory are free in {folder}, at least {least / 2**20:.0f} MiB are "
+            "needed: delete stale files there, or start the container with --shm-size=8g"
+        )

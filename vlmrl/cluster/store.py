@@ -1,0 +1,48 @@
+"""Images in Ray's object store: written once per node, read in place, named by handles that are cheap to copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.source import Source
+from vlmrl.types import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMedia:
+    """A handle to pixels in the object store. Pickling it moves the reference, never the pixels."""
+
+    hash: str
+    size: tuple[int, int]
+    ref: ray.ObjectRef[Pixels]
+
+    def fetch(self) -> Pixels:
+        pixels: Pixels = ray.get(self.ref, timeout=600)
+        return pixels
+
+
+def put(media: InlineMedia) -> StoredMedia:
+    """Move the pixels into this node's object store."""
+    return StoredMedia(hash=media.hash, size=media.size, ref=ray.put(media.pixels))
+
+
+def created_bytes() -> int:
+    """Bytes ever written to the object stores of the session, whatever they were."""
+    from ray._private.internal_api import node_stats
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    stats = [
+        node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False) for node in alive
+    ]
+    return sum(int(stat.store_stats.cumulative_created_bytes) for stat in stats)
+
+
+class StoredSource(Source):
+    """The run's data, its pixels in the object store."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, share=put)

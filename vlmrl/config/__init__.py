@@ -1,0 +1,1 @@
+"""The settings of a run. Importing this package never imports torch."""

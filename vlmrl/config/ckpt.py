@@ -1,0 +1,42 @@
+"""What a run leaves behind."""
+
+from vlmrl.config.base import Every, PositiveInt, Section, Text
+
+
+class Ckpt(Section):
+    """Output folder and checkpoints."""
+
+    output_dir: Text = "./ckpt"
+    """Folder that everything of the run is written to."""
+    save_steps: Every = -1
+    """Checkpoint every so many steps; -1 means never."""
+    max_num: PositiveInt = 3
+    """Checkpoints kept; older ones are deleted."""
+    load_enable: bool = False
+    """Continue from the last checkpoint in `output_dir`."""
+
+
+class Wandb(Section):
+    """Weights & Biases; on when `project` is set. The key comes from the environment variable WANDB_API_KEY."""
+
+    project: str | None = None
+    """Project; None turns W&B off."""
+    org: str | None = None
+    """Team or user."""
+    group: str | None = None
+    """Group of runs."""
+    run_name: str | None = None
+    """Name of the run; by default the output folder's."""
+
+
+class Logger(Section):
+    """Metrics and transcripts."""
+
+    logging_steps: PositiveInt = 1
+    """Write metrics every so many steps."""
+    rollouts: bool = True
+    """Write every prompt, answer and reward under `rollouts/`."""
+    tensorboard_dir: str | None = None
+    """TensorBoard folder; by default `tensorboard/` in the output folder."""
+    wandb: Wandb = Wandb()
+    """Weights & Biases."""

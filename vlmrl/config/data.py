@@ -1,0 +1,60 @@
+"""Where prompts and images come from."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text
+
+
+class Columns(Section):
+    """How rows become prompts; the same for training and evaluation."""
+
+    input_key: str = "input"
+    """Column of the question: a string, or a list of chat messages."""
+    label_key: str = "label"
+    """Column of the expected answer."""
+    output_key: str = "answer"
+    """Column of what the model should say, read by `vlmrl sft` alone; where it is missing, the label is taken."""
+    image_key: str = "images"
+    """Column of the images; a row may have none."""
+    input_template: str | None = None
+    """Wraps the question where no chat template is applied; `{}` stands for it."""
+    apply_chat_template: bool = True
+    """Render the question with the model's chat template."""
+    system_prompt: str | None = None
+    """System message in front of every question that has none."""
+    max_len: PositiveInt = 2048
+    """Longest prompt in tokens, image tokens included; a longer row is dropped and counted."""
+    max_images_per_prompt: PositiveInt = 8
+    """Most images in one prompt; a row with more is dropped and counted."""
+    min_pixels: PositiveInt = 3136
+    """Smaller images are enlarged to this many pixels, for trainer and engine alike."""
+    max_pixels: PositiveInt = 1003520
+    """Larger images are shrunk to this many pixels, for trainer and engine alike."""
+    max_image_pixels: PositiveInt = 89_478_485
+    """An image file that decodes to more pixels than this is refused as a decompression bomb."""
+    image_root: str | None = None
+    """Folder that relative image paths start from; by default the dataset file's own."""
+    max_dropped_fraction: Fraction = 0.05
+    """The run stops when more than this share of the rows cannot be used."""
+
+    @model_validator(mode="after")
+    def check_pixels(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ConflictError([f"data.min_pixels {self.min_pixels} is above data.max_pixels {self.max_pixels}"])
+        return self
+
+
+class Data(Columns):
+    """The training data."""
+
+    prompt_dataset: Text
+    """Dataset: a name in `datasets/` (`visual_math?families=count+clock&size=2000`), a .jsonl/.json/.parquet file, a
+    `save_to_disk` folder or a Hub id. Several are separated by commas."""
+    prompt_probs: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
+    """Shares in which several datasets are mixed; by default in proportion to their rows."""
+    prompt_split: str = "train"
+    """Split of the dataset."""
+    max_samples: PositiveInt = 100_000_000
+    """Use at most this many rows of each dataset."""

@@ -1,0 +1,57 @@
+"""The resolved settings as a YAML file that repeats the run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlmrl.config.base import Section
+from vlmrl.config.run import RlConfig, Run
+
+
+def dump_yaml(config: Run, path: Path) -> None:
+    """Write every setting with its value; `vlmrl VERB --config PATH` repeats the run.
+
+    A setting that the run does not read is a comment, with the reason: given back as a setting, it would be refused.
+    What follows from other settings is left to follow from them (`null`), and a comment tells what it is now.
+    """
+    lines = [f"# vlmrl {config.verb} --config {path.name}", *_lines(config, config, "", depth=0)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lines(config: Run, section: Section, prefix: str, *, depth: int) -> Iterator[str]:
+    unread = config.unread()
+    indent = "  " * depth
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            if prefix + name in config.sections():
+                yield f"{indent}{name}:"
+                yield from _lines(config, value, f"{prefix}{name}.", depth=depth + 1)
+        elif prefix + name in config.omits:
+            continue
+        elif prefix + name in unread:
+            yield f"{indent}# {name}: {_inline(value)}  # not read: {unread[prefix + name]}"
+        else:
+            resolved = _resolved(config, prefix + name) if value is None else None
+            yield f"{indent}{name}: {_inline(value)}" + (f"  # {resolved}" if resolved is not None else "")
+
+
+def _inline(value: Any) -> str:
+    """One line of YAML."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _resolved(config: Run, name: str) -> object:
+    """What a setting that was left open means in this run."""
+    if not isinstance(config, RlConfig):
+        return None
+    meanings = {
+        "algo.loss_agg": config.algo.aggregation,
+        "rollout.max_tokens_per_gpu": config.train.max_tokens_per_gpu,
+        "ref.model_name_or_path": config.actor.model_name_or_path,
+    }
+    return meanings.get(name)

@@ -1,0 +1,87 @@
+"""The help of a verb: every setting with what it takes, its default and its docstring."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from vlmrl.config.names import subsection
+from vlmrl.config.run import Run
+from vlmrl.config.sources import without_none
+
+_PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
+
+
+def help_text(kind: type[Run], *, has_dry_run: bool) -> str:
+    """What `vlmrl VERB --help` prints."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    dry_run = " [--dry-run]" if has_dry_run else ""
+    lines = [
+        f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{dry_run}",
+        "",
+        kind.__doc__ or "",
+        "",
+    ]
+    lines += [
+        "Settings come from YAML files, a later one over an earlier one, and from flags, which override them.",
+        "",
+    ]
+    lines += [
+        "  --config FILE.yaml",
+        "      Settings by section, `section: {setting: value}`. May be given several times.",
+    ]
+    if has_dry_run:
+        lines += [
+            "  --dry-run",
+            "      Check all that can be checked without starting an engine, print the plan, and stop.",
+        ]
+    lines += ["  --help", "      This text."]
+    for name, field in kind.model_fields.items():
+        section = subsection(field)
+        assert section is not None, "a verb's settings lie in sections"
+        lines += ["", f"{name}: {_one_line(section.__doc__)}", *_settings(kind, f"{name}.", width)]
+    return "\n".join(lines)
+
+
+def _settings(kind: type[Run], prefix: str, width: int) -> Iterator[str]:
+    required_first = sorted(kind.settings().items(), key=lambda item: not item[1].is_required())
+    for name, field in required_first:
+        if not name.startswith(prefix):
+            continue
+        yield f"  --{name} {_takes(field.annotation)}{_default(field)}"
+        yield from textwrap.wrap(_one_line(field.description), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "  (required)"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return f" = {' '.join(map(str, value))}"
+    if isinstance(value, dict):
+        return " = '{" + ", ".join(f'"{key}": {weight}' for key, weight in value.items()) + "}'"
+    return f" = {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _takes(kind: Any) -> str:
+    kind = without_none(kind)
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if kind is bool:
+        return "[true|false]"
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        each = [_takes(part) for part in get_args(kind) if part is not Ellipsis]
+        return f"{each[0]} ..." if Ellipsis in get_args(kind) else " ".join(each)
+    if get_origin(kind) is dict:
+        return "JSON"
+    return _PLAIN[kind]

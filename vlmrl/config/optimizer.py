@@ -1,0 +1,39 @@
+"""How a model's weights are moved: the optimizer and its schedule."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Adam(Section):
+    """AdamW (arXiv:1711.05101)."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+
+
+class Optimized(Section):
+    """The settings that every trained model has."""
+
+    optim: Literal["adam"] = "adam"
+    """Optimizer."""
+    adam: Adam = Adam()
+    """AdamW's settings."""
+    lr_scheduler: Literal["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"] = "cosine_with_min_lr"
+    """Shape of the learning rate over the run."""
+    lr_warmup_ratio: Fraction = 0.03
+    """Share of the optimizer steps spent rising to the peak learning rate."""
+    min_lr_ratio: Fraction = 0.1
+    """Floor of the cosine schedule, as a share of the peak."""
+    max_norm: NonNegativeFloat = 1.0
+    """Gradients are clipped to this norm; 0 turns clipping off."""

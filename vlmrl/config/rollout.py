@@ -1,0 +1,51 @@
+"""How answers are sampled."""
+
+from pydantic import Field
+
+from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text
+
+
+class Rollout(Section):
+    """Sampling of answers for training."""
+
+    batch_size: PositiveInt = 128
+    """Prompts per step."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Answers per prompt."""
+    max_new_tokens: PositiveInt = 1024
+    """Longest answer, in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs are of the same tempered distribution."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling; below 1 it needs temperature 1."""
+    max_tokens_per_gpu: PositiveInt | None = None
+    """Token budget of one forward pass that needs no gradient; by default `train.max_tokens_per_gpu`."""
+
+
+class Held(Section):
+    """Held-out prompts, and how they are answered."""
+
+    dataset: Text | None = None
+    """Evaluation data, named like `data.prompt_dataset`; several are separated by commas. None turns evaluation off."""
+    split: str = "test"
+    """Split of the evaluation data."""
+    temperature: NonNegativeFloat = 0.6
+    """Sampling temperature of evaluation; 0 is greedy."""
+    n_samples_per_prompt: PositiveInt = 1
+    """Answers per evaluation prompt, for pass@k."""
+    max_samples: PositiveInt = 100_000_000
+    """Use at most this many rows of each evaluation set."""
+
+
+class Eval(Held):
+    """Evaluation on held-out prompts, before, during and after training."""
+
+    steps: Every = -1
+    """Evaluate every so many steps; -1 means before and after training only."""
+
+
+class HeldOut(Held):
+    """Evaluation on held-out prompts."""
+
+    dataset: Text
+    """Evaluation data, named like `data.prompt_dataset`; several are separated by commas."""

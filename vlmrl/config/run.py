@@ -1,0 +1,208 @@
+"""The settings of each verb, put together from sections, and the checks that cross sections."""
+
+from typing import ClassVar, Self
+
+from pydantic import model_validator
+from pydantic.fields import FieldInfo
+
+from vlmrl.config import checks
+from vlmrl.config.actor import Actor, Model, Ref
+from vlmrl.config.algo import Algo
+from vlmrl.config.base import Section
+from vlmrl.config.bench import Repeats, Widths
+from vlmrl.config.checks import Unread
+from vlmrl.config.ckpt import Ckpt, Logger
+from vlmrl.config.data import Columns, Data
+from vlmrl.config.ds import Ds
+from vlmrl.config.names import all_but, settings
+from vlmrl.config.reward import Reward, Scoring
+from vlmrl.config.rollout import Eval, HeldOut, Rollout
+from vlmrl.config.train import Loop, TrainRl
+from vlmrl.config.vllm import Vllm
+
+_CHECKPOINT = ("model_name_or_path", "trust_remote_code")
+_EVERY_RUN = ("seed", "timeout_s")
+_PUBLISH = ("bucket_mib",)
+_TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
+
+
+class Run(Section):
+    """What every verb's settings have."""
+
+    verb: ClassVar[str]
+    """How the command line calls it."""
+    omits: ClassVar[frozenset[str]] = frozenset()
+    """Full names of what its sections hold for other verbs: to this verb they do not exist."""
+
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """Full name -> field of every setting that the verb has."""
+        return {name: field for name, field in settings(cls).items() if name not in cls.omits}
+
+    @classmethod
+    def sections(cls) -> list[str]:
+        """Full names of the sections that hold them."""
+        found = {name.rsplit(".", depth)[0] for name in cls.settings() for depth in range(1, name.count(".") + 1)}
+        return sorted(found)
+
+    def unread(self) -> Unread:
+        """Settings that this run does not read, because of what others say: full name -> reason."""
+        return {}
+
+    def conflicts(self) -> list[str]:
+        """Settings that contradict each other, one line for each contradiction."""
+        return []
+
+    @model_validator(mode="after")
+    def check_sections_together(self) -> Self:
+        unread = dict.fromkeys(self.omits, f"vlmrl {self.verb} does not have it") | self.unread()
+        checks.refuse(self, conflicts=self.conflicts(), unread=unread)
+        return self
+
+
+class Training(Run):
+    """What the settings of every training verb have."""
+
+    actor: Model
+    data: Data
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    ckpt: Ckpt = Ckpt()
+    logger: Logger = Logger()
+
+    def unread(self) -> Unread:
+        return (
+            checks.unread_of_model(self.actor)
+            | checks.unread_of_columns(self.data)
+            | checks.unread_of_output(self.ckpt, self.logger)
+            | checks.unread_of_ds(self.ds)
+        )
+
+    def conflicts(self) -> list[str]:
+        return [*checks.conflicts_of_data(self.data), *checks.conflicts_of_ds(self.ds, self.train)]
+
+    @model_validator(mode="after")
+    def resolve_layout(self) -> Self:
+        """Let `train.layout` alone say what `ds.packing_samples` may have said."""
+        if self.ds.packing_samples is not None:
+            # Frozen is for those who read the settings; here they are still being made.
+            self.__dict__["train"] = self.train.model_copy(update={"layout": checks.layout(self.ds.packing_samples)})
+        return self
+
+
+class RlConfig(Training):
+    """Reinforcement learning: sample answers, score them, learn from the better ones."""
+
+    verb: ClassVar[str] = "rl"
+    omits: ClassVar[frozenset[str]] = frozenset({"data.output_key"})
+
+    actor: Actor
+    ref: Ref = Ref()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+    algo: Algo = Algo()
+    train: TrainRl = TrainRl()
+    eval: Eval = Eval()
+    logger: Logger = Logger()
+
+    def unread(self) -> Unread:
+        return (
+            super().unread()
+            | checks.unread_of_actor(self.actor)
+            | checks.unread_of_algo(self.algo)
+            | checks.unread_of_train(self.train)
+            | checks.unread_of_user_reward(self.reward)
+            | checks.unread_of_reward(self.reward)
+            | checks.unread_of_eval(self.eval)
+        )
+
+    def conflicts(self) -> list[str]:
+        return [
+            *checks.conflicts_of_batch(self.rollout, self.train, self.algo),
+            *checks.conflicts_of_sampling(self.rollout, self.reward),
+            *checks.conflicts_of_placement(self.vllm, self.train),
+            *super().conflicts(),
+        ]
+
+
+class SftConfig(Training):
+    """Supervised fine-tuning on the labels of a dataset."""
+
+    verb: ClassVar[str] = "sft"
+    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts"})
+
+
+class EvalConfig(Run):
+    """Evaluation: answers to held-out prompts, scored by the reward functions."""
+
+    verb: ClassVar[str] = "eval"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *_CHECKPOINT)
+        | frozenset({"data.output_key"})
+        | all_but(Rollout, "rollout", "max_new_tokens")
+        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE))
+        | all_but(Loop, "train", *_EVERY_RUN)
+        | all_but(Ds, "ds", "param_dtype")
+        | all_but(Ckpt, "ckpt", "output_dir")
+    )
+
+    actor: Model
+    eval: HeldOut
+    data: Columns = Columns()
+    reward: Scoring = Scoring()
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    ckpt: Ckpt = Ckpt()
+
+    def unread(self) -> Unread:
+        return checks.unread_of_columns(self.data) | checks.unread_of_user_reward(self.reward)
+
+
+class PublishBench(Run):
+    """How long weights take from the trainer to the engines. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench publish"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
+        | frozenset(f"vllm.{name}" for name in _TRAINER_BESIDE)
+        | all_but(Ds, "ds", "param_dtype", "zero_stage")
+    )
+
+    actor: Model
+    vllm: Vllm = Vllm()
+    ds: Ds = Ds()
+    bench: Repeats = Repeats()
+
+
+class RolloutBench(Run):
+    """How fast the engines answer and how many bytes move, for several numbers of answers. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench rollout"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *_CHECKPOINT)
+        | frozenset({"data.output_key"})
+        | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
+        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE))
+        | all_but(Loop, "train", *_EVERY_RUN)
+        | all_but(Ds, "ds", "param_dtype")
+    )
+
+    actor: Model
+    data: Data
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    bench: Widths = Widths()
+
+    def unread(self) -> Unread:
+        return checks.unread_of_columns(self.data)
+
+    def conflicts(self) -> list[str]:
+        return checks.conflicts_of_data(self.data)
+
+
+VERBS: tuple[type[Run], ...] = (RlConfig, SftConfig, EvalConfig, PublishBench, RolloutBench)

@@ -1,0 +1,206 @@
+"""What the user wrote, before it is judged: settings from YAML files and flags, each with where it came from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+_TRUE_OR_FALSE = {
+    "true": True,
+    "false": False,
+    "yes": True,
+    "no": False,
+    "on": True,
+    "off": False,
+    "1": True,
+    "0": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A setting that the user gave."""
+
+    value: Any
+    origin: str
+    """`--train.seed`, or `run.yaml:7`."""
+    shown: str
+    """The value as the user wrote it, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A name that the user gave, of a setting that does not exist."""
+
+    name: str
+    origin: str
+    is_section: bool = False
+    """It holds settings: a misspelt section, not a misspelt setting."""
+
+
+@dataclass(slots=True)
+class Written:
+    """All that the user wrote. Later sources override earlier ones, setting by setting."""
+
+    given: dict[str, Given]
+    unknown: list[Unknown]
+    mistakes: list[str]
+    spoilt: set[str]
+    """Settings that were tried, but whose value could not be read."""
+
+
+def read(argv: Sequence[str], known: Mapping[str, FieldInfo], sections: Iterable[str]) -> Written:
+    """Read `--config` files in their order, then the other flags. Mistakes are collected, not raised."""
+    written = Written({}, [], [], set())
+    files, flags = _split(argv, written)
+    for file in files:
+        _read_yaml(Path(file), known, frozenset(sections), written)
+    for flag, words in flags:
+        _read_flag(flag, words, known, written)
+    return written
+
+
+def _split(argv: Sequence[str], written: Written) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The YAML files, and each flag with the words that follow it."""
+    flags: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            flag, equals, text = word.partition("=")
+            flags.append((flag, [text] if equals else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            written.mistakes.append(f"{word}: a setting is given as --section.name value")
+    files = []
+    for flag, words in flags:
+        if flag == "--config" and len(words) == 1:
+            files += words
+        elif flag == "--config":
+            written.mistakes.append(f"--config: wants one YAML file, not {len(words)}; give it again for another one")
+    return files, [(flag, words) for flag, words in flags if flag != "--config"]
+
+
+def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], written: Written) -> None:
+    name = flag.removeprefix("--")
+    field = known.get(name)
+    if field is None:
+        written.unknown.append(Unknown(name, flag))
+        return
+    kind = without_none(field.annotation)
+    if kind is bool and not words:
+        words = ["true"]
+    several = get_origin(kind) in (tuple, list)
+    if not words:
+        written.mistakes.append(f"{flag}: wants a value")
+        written.spoilt.add(name)
+    elif len(words) > 1 and not several:
+        written.spoilt.add(name)
+        written.mistakes.append(
+            f"{flag} {words[0]}: takes one value, but {' '.join(words[1:])!r} follows; quote what belongs together"
+        )
+    else:
+        optional = kind is not field.annotation
+        written.given[name] = Given(_from_words(words, kind, optional=optional), flag, " ".join(words))
+
+
+def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
+    """Words of the command line as a value of this kind; what does not fit is left as it is, for pydantic to refuse."""
+    text = words[0]
+    if optional and text.lower() in ("none", "null"):
+        return None
+    if kind is bool:
+        return _TRUE_OR_FALSE.get(text.lower(), text)
+    if get_origin(kind) in (tuple, list):
+        # `0.9 0.95` as OpenRLHF takes it, or one word: `0.9,0.95`, `[0.9, 0.95]`, `(0.9, 0.95)`.
+        return words if len(words) > 1 else [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
+    if get_origin(kind) is dict:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    if get_origin(kind) is Literal:
+        return next((choice for choice in get_args(kind) if str(choice) == text), text)
+    return text
+
+
+def without_none(kind: Any) -> Any:
+    """`int` of `int | None`; any other type as it is."""
+    if get_origin(kind) in (Union, UnionType):
+        rest = [choice for choice in get_args(kind) if choice is not NoneType]
+        if len(rest) == 1:
+            return get_args(rest[0])[0] if hasattr(rest[0], "__metadata__") else rest[0]
+    return kind
+
+
+def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], written: Written) -> None:
+    try:
+        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        written.mistakes.append(f"--config {file}: cannot be read: {reason}")
+        return
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        written.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
+        return
+    if root is not None:
+        _Tree(file, loader, known, sections, written).read(root)
+
+
+class _Tree:
+    """One YAML file: walks its nodes, because they know their lines."""
+
+    def __init__(
+        self,
+        file: Path,
+        loader: yaml.SafeLoader,
+        known: Mapping[str, FieldInfo],
+        sections: frozenset[str],
+        written: Written,
+    ) -> None:
+        self._file, self._loader, self._known, self._sections, self._written = file, loader, known, sections, written
+        self._lines: dict[str, int] = {}
+
+    def read(self, node: yaml.Node, prefix: str = "") -> None:
+        """Take up the settings of a mapping, nested (`train: {seed: 1}`) or with full names (`train.seed: 1`)."""
+        if not isinstance(node, yaml.MappingNode):
+            # A section whose lines are all commented out is an empty one.
+            if not (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
+                what = f"{prefix.rstrip('.')}: is a section" if prefix else "the file is to hold sections"
+                self._written.mistakes.append(f"{self._at(node)}: {what}: give its settings below it, `name: value`")
+            return
+        self._loader.flatten_mapping(node)  # resolves `<<`
+        for key, value in node.value:
+            self._read_entry(f"{prefix}{key.value}", key, value)
+
+    def _read_entry(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
+        if name in self._known:
+            self._take(name, key, node)
+        elif name in self._sections:
+            self.read(node, f"{name}.")
+        else:
+            self._written.unknown.append(Unknown(name, self._at(key), is_section=isinstance(node, yaml.MappingNode)))
+
+    def _take(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
+        if name in self._lines:
+            self._written.mistakes.append(
+                f"{self._at(key)}: {name}: given a second time, after line {self._lines[name]}"
+            )
+        self._lines[name] = key.start_mark.line + 1
+        try:
+            value = self._loader.construct_object(node, deep=True)
+        except yaml.YAMLError as error:
+            self._written.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
+            self._written.spoilt.add(name)
+            return
+        shown = node.value if isinstance(node, yaml.ScalarNode) else str(value)
+        self._written.given[name] = Given(value, self._at(key), shown)
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self._file}:{node.start_mark.line + 1}"

@@ -1,0 +1,39 @@
+"""The training loop."""
+
+from typing import Literal
+
+from vlmrl.config.base import PositiveInt, Section
+
+
+class Loop(Section):
+    """The loop, and what every run has."""
+
+    seed: int = 42
+    """Seed of everything that is drawn at random."""
+    batch_size: PositiveInt = 128
+    """Samples per optimizer step, over all ranks."""
+    micro_batch_size: PositiveInt | None = None
+    """Most samples in one forward pass; by default only `max_tokens_per_gpu` bounds it."""
+    max_tokens_per_gpu: PositiveInt = 16192
+    """Token budget of one forward-backward pass on one rank."""
+    layout: Literal["packed", "padded"] = "packed"
+    """`packed`: samples end to end, no padding. `padded`: one row per sample, the yardstick."""
+    max_epochs: PositiveInt = 1
+    """Passes over the data (sft), or over each batch of experience (rl)."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many steps, whatever the epochs say."""
+    full_determinism_enable: bool = False
+    """Ask PyTorch for deterministic kernels, at some cost in speed."""
+    timeout_s: PositiveInt = 3600
+    """A role that does not answer for so many seconds is an error."""
+
+
+class TrainRl(Loop):
+    """The loop of `vlmrl rl`."""
+
+    num_episodes: PositiveInt = 1
+    """Passes over the prompts."""
+    colocate_all: bool = False
+    """Actor, reference and engines share the same devices."""
+    colocate_actor_ref: bool = False
+    """Actor and reference share the same devices."""

@@ -1,0 +1,33 @@
+"""The rollout engines."""
+
+from pydantic import Field
+
+from vlmrl.config.base import PositiveFloat, PositiveInt, Section
+
+
+class Vllm(Section):
+    """The rollout engines."""
+
+    num_engines: PositiveInt = 1
+    """Engines; each holds a copy of the model."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV cache of shared prompt prefixes (reset on every publish)."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs. Always on where there is no GPU."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of the GPU's memory that an engine may take."""
+    cpu_kv_cache_gib: PositiveFloat = 1.0
+    """KV cache of an engine that runs on CPU, in GiB."""
+    start_timeout_s: PositiveFloat = 600.0
+    """An engine that has not started after so many seconds is an error."""
+    generate_timeout_s: PositiveFloat = 3600.0
+    """A batch of answers that takes longer than this is an error."""
+    bucket_mib: PositiveFloat = 512.0
+    """Weights are published in messages of this size, in MiB."""
+    max_logprob_diff: PositiveFloat | None = None
+    """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
+    of a step; by default 0.001 in fp32 and 0.1 in bf16."""
+    enable_sleep: bool = False
+    """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""

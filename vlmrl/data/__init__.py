@@ -1,0 +1,1 @@
+"""Prompts, images, packing and balance."""

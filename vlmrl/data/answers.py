@@ -1,0 +1,20 @@
+"""A prompt and the answer to be learnt, as a sample for supervised training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlmrl.plugins import Processor
+from vlmrl.types import Prompt, Sample
+
+
+def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
+    """Prompt, answer and end token; `sampled` is True on the answer and its end.
+
+    Example: prompt [5, 6], answer [7], end 2 -> tokens [5, 6, 7, 2], sampled [F, F, T, T]. Whatever in the answer looks
+    like a special token is taught as the text it is.
+    """
+    ids = processor.tokenizer(answer, add_special_tokens=False, split_special_tokens=True).input_ids
+    taught = np.array([*ids, processor.eos_token_ids[0]], dtype=np.int64)
+    tokens = np.concatenate([prompt.tokens, taught])
+    return Sample(tokens=tokens, sampled=np.arange(len(tokens)) >= len(prompt.tokens), media=prompt.media)

@@ -1,0 +1,32 @@
+"""The errors a user may meet. Each is one line that names the thing, where it came from and what to do.
+
+The command line prints the line and exits with code 2, without a traceback. Every class takes exactly one argument,
+so that an error raised in a Ray actor is pickled and raised again in the driver as itself.
+"""
+
+
+class VlmrlError(Exception):
+    """A mistake in what vlmrl was given, never a bug of vlmrl's own."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class ConfigError(VlmrlError):
+    """A setting that is unknown, malformed, or at odds with another."""
+
+
+class DataError(VlmrlError):
+    """A dataset, row or image that cannot be used."""
+
+
+class RewardError(VlmrlError):
+    """A reward function that is missing, broken, or fails too often."""
+
+
+class ClusterError(VlmrlError):
+    """A machine, port or amount of memory that is not there, or a role that does not fit."""
+
+
+class SyncError(VlmrlError):
+    """Rollout engine and trainer are not the same function: other weights, other pixels, other tokens."""

@@ -1,0 +1,64 @@
+"""How good the policy is on questions that it does not learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import comb
+
+import numpy as np
+
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.trainer import Engine, Rewarder
+from vlmrl.types import Group, Metrics, Prompt, Score
+
+PASS_SCORE = 0.5
+"""An answer is right when its score is above this: built-in rewards give 1 or 0."""
+
+_VERDICTS = ("exact", "math")
+"""Rewards that say whether an answer is right. Where none of them is used, the weighted total says it."""
+
+
+def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
+    """Chance that k answers drawn from these hold a right one: `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374)."""
+    if k > num_answers:
+        raise ValueError(f"pass@{k} cannot be told from {num_answers} answers")
+    return 1.0 - comb(num_answers - num_right, k) / comb(num_answers, k)
+
+
+def is_right(score: Score) -> bool:
+    """Whether an answer counts as solved: by the verdict of a checking reward, else by the total score."""
+    verdicts = [score.parts[name] for name in _VERDICTS if name in score.parts]
+    return (verdicts[0] if verdicts else score.total) > PASS_SCORE
+
+
+def evaluate(
+    sets: Mapping[str, Sequence[Prompt]], *, engine: Engine, rewarder: Rewarder, sampling: Sampling
+) -> tuple[Metrics, dict[str, tuple[list[Group], list[list[Score]]]]]:
+    """Answer every prompt of every set; `eval/<set>/pass@1` and its kin, and the answers themselves."""
+    metrics: Metrics = {}
+    answers = {}
+    for name, prompts in sets.items():
+        groups = engine.generate(prompts, sampling)
+        scores = rewarder.score(groups)
+        answers[name] = (groups, scores)
+        metrics |= summarise(name, groups, scores)
+    return metrics, answers
+
+
+def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
+    """pass@k for k = 1, 2, 4, ... up to the answers per prompt, reward, length and truncation of one set."""
+    right = [sum(is_right(score) for score in group) for group in scores]
+    answers = [len(group) for group in scores]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    metrics = {
+        f"eval/{name}/reward": float(np.mean([score.total for group in scores for score in group])),
+        f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
+        f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+    }
+    k = 1
+    while k <= min(answers):
+        metrics[f"eval/{name}/pass@{k}"] = float(
+            np.mean([pass_at_k(n, c, k) for n, c in zip(answers, right, strict=True)])
+        )
+        k *= 2
+    return metrics

@@ -1,0 +1,1 @@
+"""Training. The only door to DeepSpeed."""

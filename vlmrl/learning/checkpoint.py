@@ -1,0 +1,142 @@
+"""Checkpoints that continue bit for bit, and the model that a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from transformers import PreTrainedModel
+
+from vlmrl.config.ds import Ds
+from vlmrl.errors import ConfigError
+from vlmrl.learning.folders import begin, finish, partial, prune
+from vlmrl.learning.weights import full_shape, saved_tensors, whole_tensors
+from vlmrl.plugins import Processor
+
+__all__ = ["load_state", "prune", "save_model", "save_state"]
+
+_TAG = "deepspeed"
+_GATHER_BYTES = 1 << 30
+"""Most bytes of shards that are made whole at a time while a model is saved."""
+
+
+def save_state(engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds, extra: dict[str, Any]) -> None:
+    """Write weights, optimizer, schedule and random numbers of all ranks, and `extra`. A collective."""
+
+    def write(path: Path) -> None:
+        engine.save_checkpoint(str(path), tag=_TAG)
+        torch.save(_random_state(), _random_file(path))
+        if torch.distributed.get_rank() == 0:
+            (path / "identity.json").write_text(json.dumps(_identity(net, ds), indent=1))
+            (path / "extra.json").write_text(json.dumps(extra))
+
+    _write_whole(folder, write)
+
+
+def load_state(engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds) -> dict[str, Any]:
+    """Undo `save_state` and return its `extra`. A collective.
+
+    Raises ConfigError when the folder holds no checkpoint, or one of another model, ranks, stage or precision.
+    """
+    try:
+        identity = json.loads((folder / "identity.json").read_text())
+        extra: dict[str, Any] = json.loads((folder / "extra.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{folder} is not a checkpoint that can be read: {error}; delete it or start anew") from error
+    _check_identity(identity, _identity(net, ds), folder)
+    path, _ = engine.load_checkpoint(str(folder), tag=_TAG)
+    if path is None:
+        raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
+    _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
+    return extra
+
+
+def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None:
+    """Write the model and its processor as `from_pretrained` and vLLM read them. A collective."""
+
+    def write(path: Path) -> None:
+        weights = dict(whole_tensors(net, saved_tensors(net), max_bytes=_GATHER_BYTES))
+        if torch.distributed.get_rank() == 0:
+            net.save_pretrained(path, state_dict=weights)
+            processor.save(path)
+
+    _write_whole(folder, write)
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Have all ranks write into a folder that comes to be at once, when the last of them is done."""
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        begin(folder)
+    torch.distributed.barrier()
+    write(partial(folder))
+    torch.distributed.barrier()
+    if is_first:
+        finish(folder)
+    torch.distributed.barrier()
+
+
+def _identity(net: PreTrainedModel, ds: Ds) -> dict[str, Any]:
+    """What must be equal for a checkpoint to fit."""
+    return {
+        "model": {name: list(full_shape(tensor)) for name, tensor in saved_tensors(net)},
+        "trained": [name for name, parameter in net.named_parameters() if parameter.requires_grad],
+        "ranks": torch.distributed.get_world_size(),
+        "ds.zero_stage": ds.zero_stage,
+        "ds.param_dtype": ds.param_dtype,
+    }
+
+
+def _check_identity(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+    if found["model"] != wanted["model"]:
+        differ = [
+            name
+            for name in sorted({*found["model"], *wanted["model"]})
+            if found["model"].get(name) != wanted["model"].get(name)
+        ]
+        raise ConfigError(
+            f"{folder} is a checkpoint of another model: {len(differ)} tensors differ, such as {differ[0]}; "
+            f"give the run the model it was started with, or another --ckpt.output_dir"
+        )
+    if found["trained"] != wanted["trained"]:
+        raise ConfigError(
+            f"{folder} is a checkpoint of a run that trained other parts of the model: freeze the same ones"
+        )
+    for name in ("ranks", "ds.zero_stage", "ds.param_dtype"):
+        if found[name] != wanted[name]:
+            raise ConfigError(
+                f"{folder} was written with {name} {found[name]}, this run has {wanted[name]}: "
+                f"set it back, or give the run another --ckpt.output_dir"
+            )
+
+
+def _random_file(folder: Path) -> Path:
+    return folder / f"random_rank_{torch.distributed.get_rank()}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    """Of every generator of this process, as tensors and plain values, so that it loads without unpickling code."""
+    version, words, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - libraries draw from it
+    return {
+        "python": [version, torch.tensor(words, dtype=torch.int64), python_gauss],
+        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, words, python_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), python_gauss))
+    keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,204 @@
+"""Starts DeepSpeed: process group, optimizer, schedule, ZeRO. The only file that knows its settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from torch import nn
+from transformers import get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from vlmrl.config.actor import Model
+from vlmrl.config.ds import Ds
+from vlmrl.errors import ClusterError, ConfigError
+from vlmrl.learning.weights import full_shape
+
+# Its own code calls what the PyTorch it is installed with has renamed.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+disable_progress_bar()
+if not torch.cuda.is_available():
+    # It would compile a collective of its own for CPUs, which needs a compiler, takes half a minute, and leaves
+    # segments in /dev/shm behind when a rank is killed. None of its extensions is of use to us there.
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys([*ALL_OPS, "deepspeed_not_implemented"], False)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""`ds.param_dtype` -> dtype of weights and activations."""
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; alone when they are not set.
+
+    A collective that waits longer than `timeout_s` seconds raises instead of hanging. Does nothing the second time.
+    Raises ClusterError when the port is taken, or when the other ranks do not come.
+    """
+    if torch.distributed.is_initialized():
+        return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(alone)
+    if torch.cuda.is_available():
+        # A worker that was given one GPU sees it as the first, whatever its rank on the machine.
+        if torch.cuda.device_count() == 1:
+            os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (torch.distributed.DistError, RuntimeError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        rank = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        raise ClusterError(f"{rank} could not join the training ranks at {where}: {reason}") from None
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def seed(number: int, *, deterministic: bool) -> None:
+    """Seed every generator of this process, the same on all ranks. `deterministic` asks PyTorch for such kernels."""
+    random.seed(number)
+    np.random.seed(number % 2**32)  # noqa: NPY002 - libraries draw from it
+    torch.manual_seed(number)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def peak_bytes() -> dict[str, int]:
+    """Most bytes that this process has held: `host`, and `device` where there is one."""
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        peak["device"] = torch.cuda.max_memory_allocated()
+    return peak
+
+
+@contextmanager
+def sharded_loading(ds: Ds) -> Iterator[None]:
+    """Within the context, Transformers loads models straight into ZeRO-3 shards; nothing for the other stages.
+
+    So no rank ever holds all weights of a model that is sharded because it does not fit.
+    """
+    if ds.zero_stage != 3:
+        yield
+        return
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    if ds.param_dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    # Transformers finds it by a weak reference: it counts for as long as this name holds it.
+    keeper = HfDeepSpeedConfig(config)
+    try:
+        yield
+    finally:
+        del keeper
+
+
+def start(module: nn.Module, *, actor: Model, ds: Ds, total_steps: int) -> Any:
+    """A DeepSpeed engine around `module`; its parameters that want no gradient get no optimizer state.
+
+    Call `init_distributed` first. `total_steps` is how many optimizer steps the schedule spans.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigError("every parameter of the model is frozen, so there is nothing to train: thaw a part of it")
+    optimizer = torch.optim.AdamW(
+        parameter_groups(module, weight_decay=actor.adam.weight_decay),
+        lr=actor.adam.lr,
+        betas=actor.adam.betas,
+        eps=actor.adam.eps,
+    )
+    engine, _, _, _ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=lambda inner: schedule(inner, actor=actor, total_steps=total_steps),
+        config=settings(module, actor=actor, ds=ds),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters; biases and norms, which have one dimension, are not decayed."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if len(full_shape(p)) > 1]
+    vectors = [p for p in trainable if len(full_shape(p)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:
+    """The learning rate over the run: a linear rise over the warm-up's share of it, then `actor.lr_scheduler`.
+
+    The share is rounded down, so that a run of a few steps has no warm-up: its first step would have a rate of 0.
+    """
+    has_floor = actor.lr_scheduler == "cosine_with_min_lr"
+    return get_scheduler(
+        actor.lr_scheduler,
+        optimizer,
+        num_warmup_steps=int(actor.lr_warmup_ratio * total_steps),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": actor.min_lr_ratio} if has_floor else None,
+    )
+
+
+def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Accumulation is 1: whoever trains says which backward pass is the last of its step, since steps differ in their
+    number of packs. Clipping is DeepSpeed's where it holds the optimizer, and ours for plain fp32 (see `is_plain`).
+    """
+    if ds.adam_offload and ds.zero_stage == 0:
+        raise ConfigError("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
+    # Without sharding, DeepSpeed sums bf16 gradients in bf16. Stage 1 takes the same steps and sums in fp32.
+    stage = 1 if ds.zero_stage == 0 and ds.param_dtype == "bf16" else ds.zero_stage
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": ds.overlap_comm}
+    if ds.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if ds.zero_stage == 3:
+        # Norms and biases stay whole on every rank: gathering them costs more than it saves. DeepSpeed's own bound
+        # would keep a small model's matrices whole too.
+        zero["stage3_param_persistence_threshold"] = _largest_vector(module)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0 if is_plain(ds) else actor.max_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # The optimizer is PyTorch's on any device, so that a run on CPU and one on a GPU make the same steps.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+    if ds.param_dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+        # A step may sum over hundreds of micro-batches, of which bf16 would lose the last ones.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def is_plain(ds: Ds) -> bool:
+    """DeepSpeed leaves the optimizer as it is, and reports no gradient norm."""
+    return ds.zero_stage == 0 and ds.param_dtype == "fp32"
+
+
+def _largest_vector(module: nn.Module) -> int:
+    shapes = [full_shape(p) for p in module.parameters()]
+    return max((shape[0] for shape in shapes if len(shape) == 1), default=0)

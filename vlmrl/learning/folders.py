@@ -1,0 +1,81 @@
+"""Folders that are either whole or not there. Imports nothing heavy: the driver tidies checkpoints with it.
+
+A folder is written under a temporary name, brought to the disk, and renamed. A run killed at any moment leaves either
+the old folder or the new one, and perhaps a `.tmp` that nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+_PARTIAL = ".tmp"
+
+
+def partial(folder: Path) -> Path:
+    """The name under which `folder` is written until it is whole."""
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def begin(folder: Path) -> Path:
+    """An empty folder to write to; what a killed run left under its name is gone."""
+    path = partial(folder)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def finish(folder: Path) -> None:
+    """Make what was written to `begin(folder)` be `folder`, in the place of any older one."""
+    written = partial(folder)
+    for path in sorted(written.rglob("*")):
+        _sync(path)
+    _sync(written)
+    older = _aside(folder) if folder.exists() else None
+    written.rename(folder)
+    _sync(folder.parent)
+    if older is not None:
+        shutil.rmtree(older)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder so that half of it is never taken for all of it."""
+    shutil.rmtree(_aside(folder))
+
+
+def remove_partial(parent: Path) -> list[Path]:
+    """Delete what killed runs left half-written in `parent`, and say what it was."""
+    found = sorted(parent.glob(f"*{_PARTIAL}")) if parent.exists() else []
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """The whole checkpoints in `parent`, oldest first."""
+    found = [p for p in parent.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def prune(parent: Path, *, keep: int) -> list[Path]:
+    """Delete all but the newest `keep` checkpoints, and say which went."""
+    doomed = checkpoints(parent)[:-keep]
+    for path in doomed:
+        remove(path)
+    return doomed
+
+
+def _aside(folder: Path) -> Path:
+    path = folder.with_name(f"{folder.name}.old{_PARTIAL}")
+    shutil.rmtree(path, ignore_errors=True)
+    folder.rename(path)
+    return path
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

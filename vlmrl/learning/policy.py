@@ -1,0 +1,305 @@
+"""The model that learns: scores samples, takes optimizer steps, hands out its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+
+from vlmrl.algorithms.kl import kl_to_reference
+from vlmrl.algorithms.losses import PolicyLoss, clipped_surrogate, log_ratio
+from vlmrl.algorithms.reduce import reduce, token_mean
+from vlmrl.config.actor import Model
+from vlmrl.config.data import Columns
+from vlmrl.config.ds import Ds
+from vlmrl.config.train import Loop
+from vlmrl.data.packing import Pack, place
+from vlmrl.errors import VlmrlError
+from vlmrl.learning.checkpoint import load_state, save_model, save_state
+from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
+from vlmrl.learning.forward import Forward, read_model
+from vlmrl.learning.weights import checkpoint_names, cut, gathered, saved_tensors
+from vlmrl.models.load import freeze, trainable_table
+from vlmrl.models.scorer import Scorer
+from vlmrl.models.weights import Bucket, digest, fingerprint, pack_bucket
+from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
+from vlmrl.types import Experience, Floats, Totals
+
+__all__ = ["Policy", "PolicyLoss"]
+
+
+class Policy:
+    """One per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in the same order.
+
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        actor: Model,
+        ds: Ds,
+        loop: Loop,
+        columns: Columns,
+        total_steps: int,
+        loss: PolicyLoss | None,
+        temperature: float,
+        bans: bool,
+    ) -> None:
+        """`total_steps` is the number of optimizer steps of the whole run; `loss` is None for supervised training.
+
+        With `bans`, the log-probs are of the distribution without the tokens that the engines never sample.
+        """
+        init_distributed(loop.timeout_s)
+        seed(loop.seed, deterministic=loop.full_determinism_enable)
+        where = device()
+        with sharded_loading(ds):
+            self._net, self._processor = read_model(actor, ds=ds, columns=columns, where=where)
+        freeze(self._net, self._processor, vision=actor.freeze_visual_encoder, projector=actor.freeze_projector)
+        self._table = trainable_table(self._net, self._processor)
+        if actor.gradient_checkpointing_enable:
+            self._checkpoint_activations(reentrant=actor.gradient_checkpointing_reentrant)
+        scorer = Scorer(self._net).train()
+        self._engine = start(scorer, actor=actor, ds=ds, total_steps=total_steps)
+        self._forward = Forward(
+            scorer, self._processor, temperature=temperature, bans=bans, device=where, call=self._engine
+        )
+        self._actor, self._ds, self._loss, self._device = actor, ds, loss, where
+        self._world_size = torch.distributed.get_world_size()
+        self._buckets: list[list[tuple[str, Tensor]]] = []
+        self._digests: dict[str, str] = {}
+        self._num_bytes = 0
+        self._is_first = torch.distributed.get_rank() == 0
+
+    def logprobs(self, packs: Sequence[Pack]) -> list[tuple[int, Floats]]:
+        """(id, [T]) of each sample with an id of 0 or more, under the weights of now."""
+        return self._forward.logprobs(packs)
+
+    def update(
+        self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]
+    ) -> list[dict[str, Metric]]:
+        """Take one optimizer step per element of `work`; each is this rank's share of that step, pack by pack.
+
+        Experiences line up with the samples of their packs. `totals` count what the step holds over all ranks, so the
+        gradient does not depend on how the step was dealt out. Returns this rank's metrics of each step.
+
+        Raises VlmrlError when the loss or the gradient is not a number.
+        """
+        metrics = []
+        for packs, total in zip(work, totals, strict=True):
+            shares = [
+                self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))
+                for n, (pack, experience) in enumerate(packs, start=1)
+            ]
+            metrics.append(merge([*shares, self._step()]))
+        return metrics
+
+    def fit(self, packs: Sequence[Pack], total: Totals) -> dict[str, Metric]:
+        """One optimizer step on the mean negative log-probability of the tokens that the packs flag as sampled.
+
+        Raises VlmrlError when the loss or the gradient is not a number.
+        """
+        shares = [
+            self._backward(self._likelihood_loss(pack, total), pack, is_last=n == len(packs))
+            for n, pack in enumerate(packs, start=1)
+        ]
+        return merge([*shares, self._step()])
+
+    def num_buckets(self, max_bytes: int) -> int:
+        """How many buckets the weights go into when none holds more than `max_bytes`, single tensors apart.
+
+        Begins a publish: `published` tells of the buckets since.
+        """
+        self._digests = {}
+        self._num_bytes = 0
+        self._buckets = cut(saved_tensors(self._net), max_bytes=max_bytes)
+        return len(self._buckets)
+
+    def bucket(self, i: int) -> Bucket | None:
+        """The weights of bucket `i` under the names of the checkpoint, on rank 0; None on the others."""
+        run = self._buckets[i]
+        with gathered(run):
+            if not self._is_first:
+                return None
+            tensors = checkpoint_names(self._net, run)
+            self._digests |= {name: digest(name, tensor) for name, tensor in tensors}
+            bucket = pack_bucket(tensors)
+        self._num_bytes += bucket.num_bytes
+        return bucket
+
+    def published(self) -> tuple[str, int]:
+        """Fingerprint and bytes of all buckets since `num_buckets`, on rank 0: what the engines must hold now."""
+        return fingerprint(self._digests), self._num_bytes
+
+    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Everything that `load_checkpoint` needs to go on as if nothing had happened; `extra` is plain JSON."""
+        save_state(self._engine, self._net, Path(folder), ds=self._ds, extra=extra)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Go on from a checkpoint, random numbers included; returns its `extra`.
+
+        Raises ConfigError when it is not a checkpoint of this model, these ranks and this ZeRO stage.
+        """
+        return load_state(self._engine, self._net, Path(folder), ds=self._ds)
+
+    def save_model(self, folder: Path) -> None:
+        """A folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor."""
+        save_model(self._net, self._processor, Path(folder))
+
+    def table(self) -> list[Any]:
+        """(part of the model, trainable parameters, all parameters)."""
+        return self._table
+
+    def memory(self) -> dict[str, int]:
+        """Most bytes that this rank has held: `host`, and `device` where there is one."""
+        return peak_bytes()
+
+    def sleep(self) -> None:
+        """Move weights and optimizer state to CPU memory, for whoever shares the device; nothing where there is no GPU.
+
+        Everything but `wake` has to wait until then, `bucket` included.
+        """
+        if self._can_move():
+            self._engine.offload_states()
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if self._can_move():
+            self._engine.reload_states()
+
+    def _can_move(self) -> bool:
+        # Only DeepSpeed's sharding optimizers know how.
+        return self._device.type == "cuda" and hasattr(self._engine.optimizer, "offload_states")
+
+    def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """This pack's share of the step's loss, and sums over its sampled tokens."""
+        assert self._loss is not None, "a policy without a loss cannot learn from rewards"
+        knobs = self._loss
+        output = self._forward(pack)
+        sampled = self._placed(pack, [s.sampled for s in pack.samples], fill=False)
+        owner = self._placed(pack, [np.full(len(s.tokens), i) for i, s in enumerate(pack.samples)], fill=0)
+        logprobs = output.logprobs.float()
+        ratio = log_ratio(logprobs, self._placed(pack, experience.old_logprobs, fill=0.0), sampled)
+        surrogate = clipped_surrogate(
+            ratio,
+            self._placed(pack, experience.advantages, fill=0.0),
+            clip_low=knobs.clip_low,
+            clip_high=knobs.clip_high,
+            dual_clip=knobs.dual_clip,
+        )
+        losses = surrogate.losses
+        gap = torch.zeros_like(losses)
+        if knobs.kl_coef > 0:
+            assert experience.ref_logprobs is not None, "a KL in the loss needs the reference's log-probs"
+            reference = torch.where(sampled, self._placed(pack, experience.ref_logprobs, fill=0.0), 0.0)
+            gap = kl_to_reference(torch.where(sampled, logprobs, 0.0), reference, estimator=knobs.kl_estimator)
+            losses = losses + knobs.kl_coef * gap
+        share = reduce(
+            losses,
+            sampled,
+            aggregation=knobs.aggregation,
+            owner=owner,
+            totals=total,
+            max_new_tokens=knobs.max_new_tokens,
+        )
+        with torch.no_grad():
+            sums = {
+                "clipped": (surrogate.clipped & sampled).sum(),
+                "entropy": torch.where(sampled, output.entropy.float(), 0.0).sum(),
+                "kl_old": kl_to_reference(ratio, torch.zeros_like(ratio), estimator="k3").sum(),
+                "kl_loss": torch.where(sampled, gap, 0.0).sum(),
+                "ratio_max": torch.where(sampled, ratio.exp(), 0.0).amax(),
+                "tokens": sampled.sum(),
+            }
+        return share, sums
+
+    def _likelihood_loss(self, pack: Pack, total: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        output = self._forward(pack)
+        sampled = self._placed(pack, [s.sampled for s in pack.samples], fill=False)
+        share = token_mean(-output.logprobs.float(), sampled, num_tokens=total.num_tokens)
+        with torch.no_grad():
+            entropy = torch.where(sampled, output.entropy.float(), 0.0).sum()
+        return share, {"entropy": entropy, "tokens": sampled.sum()}
+
+    def _backward(self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, is_last: bool) -> dict[str, Metric]:
+        """The backward pass of one pack, and what it tells. One transfer from the device, before the pass."""
+        share, sums = loss
+        numbers = torch.stack([share.detach().double(), *(value.double() for value in sums.values())]).tolist()
+        found = dict(zip(["share", *sums], numbers, strict=True))
+        if not math.isfinite(found["share"]):
+            raise VlmrlError(f"the loss of optimizer step {self._number} is {found['share']}: {_HINT}")
+        # DeepSpeed averages gradients over ranks, but the shares of the ranks add up to the loss.
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(share * self._world_size)
+        return _as_metrics(found, pack, world_size=self._world_size)
+
+    def _step(self) -> dict[str, Metric]:
+        number, rate = self._number, float(self._engine.get_lr()[0])
+        if is_plain(self._ds):
+            norm = self._clipped_norm()
+            if math.isfinite(norm):
+                self._engine.step()
+        else:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        # ZeRO reports a norm that is not a number as -1.
+        if not math.isfinite(norm) or norm < 0:
+            raise VlmrlError(f"the gradient of optimizer step {number} is not finite: {_HINT}")
+        images, self._forward.tower_calls = self._forward.tower_calls, 0
+        return {
+            "policy/loss": Mean(0.0, 1.0),
+            "policy/grad_norm": Mean(norm),
+            "policy/lr": Mean(rate),
+            "vision/tower_calls": Sum(images),
+        }
+
+    def _clipped_norm(self) -> float:
+        """The norm before clipping."""
+        trainable = [p for p in self._net.parameters() if p.requires_grad]
+        bound = self._actor.max_norm or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(trainable, bound))
+
+    @property
+    def _number(self) -> int:
+        """Of the optimizer step in the making, from 1."""
+        return int(self._engine.global_steps) + 1
+
+    def _placed(self, pack: Pack, columns: Sequence[Any], *, fill: float | bool | int) -> Tensor:
+        return place(pack, columns, fill).to(self._device, non_blocking=True)
+
+    def _checkpoint_activations(self, *, reentrant: bool) -> None:
+        self._net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            # Its backward starts from the inputs, which must want a gradient even below frozen layers.
+            self._net.enable_input_require_grads()
+
+
+_HINT = "lower --actor.adam.lr, or look for what is odd in the data of that step"
+
+
+def _as_metrics(found: dict[str, float], pack: Pack, *, world_size: int) -> dict[str, Metric]:
+    tokens = found["tokens"]
+    rows, columns = pack.shape
+    padding = rows * columns - pack.num_tokens
+    metrics: dict[str, Metric] = {
+        # Shares add up over packs and ranks. The mean is over ranks and steps: the step counts, its packs do not.
+        "policy/loss": Mean(found["share"] * world_size, 0.0),
+        "policy/entropy": Mean(found["entropy"], tokens),
+        "pack/tokens": Sum(pack.num_tokens),
+        "pack/padding_fraction": Mean(padding, rows * columns),
+    }
+    if "clipped" in found:
+        metrics |= {
+            "policy/clip_fraction": Mean(found["clipped"], tokens),
+            "policy/kl_old": Mean(found["kl_old"], tokens),
+            "policy/kl_loss": Mean(found["kl_loss"], tokens),
+            "policy/ratio_max": Max(found["ratio_max"]),
+        }
+    return metrics

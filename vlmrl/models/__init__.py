@@ -1,0 +1,1 @@
+"""Models: loading, freezing, log-probabilities, tiny ones for trials."""

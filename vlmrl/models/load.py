@@ -1,0 +1,99 @@
+"""Read a model from its folder or Hub id, and choose which of its parts train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from vlmrl.errors import ConfigError
+from vlmrl.models.attention import see_all_images_at_once
+from vlmrl.plugins import first_line, looks_local
+
+if TYPE_CHECKING:
+    from vlmrl.plugins import ParameterGroup, Processor
+
+
+class Part(NamedTuple):
+    """One line of the trainable-parameter table."""
+
+    group: ParameterGroup
+    trainable: int
+    """Numbers that train."""
+    total: int
+    """Numbers in all."""
+
+
+def load_model(
+    path: str, *, dtype: torch.dtype, attn_implementation: str | dict[str, str] | None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model in the folder or Hub id `path`, in CPU memory: text and vision-language models alike.
+
+    Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight: a weight
+    that is not in the files would be random, and nothing later would tell.
+    """
+    local = Path(path).expanduser()
+    if looks_local(path) and not local.is_dir():
+        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
+    where = str(local) if local.is_dir() else path
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        factory: Any = AutoModelForImageTextToText if _takes_images(config.model_type) else AutoModelForCausalLM
+        net, report = factory.from_pretrained(
+            where,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}"
+        ) from error
+    lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(
+            f"actor.model_name_or_path: the files of {path} lack the weight {lacking[0]}{more}: get them again"
+        )
+    assert isinstance(net, PreTrainedModel)
+    see_all_images_at_once(net)
+    return net
+
+
+def freeze(net: nn.Module, processor: Processor, *, vision: bool, projector: bool) -> None:
+    """Turn gradients off for the vision tower, for the projector, or for both; everything else trains.
+
+    Raises ConfigError when the model has no such part: the setting would do nothing.
+    """
+    groups = {name: processor.parameter_group(name) for name, _ in net.named_parameters()}
+    for part, is_frozen, flag in (
+        ("vision", vision, "actor.freeze_visual_encoder"),
+        ("projector", projector, "actor.freeze_projector"),
+    ):
+        if is_frozen and part not in groups.values():
+            raise ConfigError(f"{flag}: the model has no {part} parameters to freeze: leave it off")
+    frozen = {"vision": vision, "projector": projector, "language": False}
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not frozen[groups[name]])
+
+
+def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
+    """Numbers that train and numbers in all, for each part that the model has. Tied weights count once."""
+    totals: dict[ParameterGroup, list[int]] = {}
+    for name, parameter in net.named_parameters():
+        # Under ZeRO-3 a parameter that is not gathered is empty, and knows its true size as `ds_numel`.
+        size = int(getattr(parameter, "ds_numel", parameter.numel()))
+        counts = totals.setdefault(processor.parameter_group(name), [0, 0])
+        counts[0] += size if parameter.requires_grad else 0
+        counts[1] += size
+    order: tuple[ParameterGroup, ...] = ("vision", "projector", "language")
+    return [Part(group, *totals[group]) for group in order if group in totals]
+
+
+def _takes_images(model_type: str) -> bool:
+    return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -1,0 +1,165 @@
+"""Log-probabilities of tokens, without the [T, V] logits. The only place where index t - 1 predicts index t.
+
+The head's product, the log-softmax and the gather run over slices, and the backward pass recomputes the slices: memory
+is that of one slice. With z = (h W' + b) / temperature, p = softmax(z) and H its entropy,
+
+    d log p[y] / d z = onehot(y) - p          d H / d z = -p (log p + H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+BAN = -100.0
+"""Added to the logits of banned tokens, before the temperature: what the rollout engine's `logit_bias` does."""
+
+SLICE = 2**25
+"""Logits that exist at the same time, at most."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Of each target token, and of the distribution that it was drawn from."""
+
+    logprobs: Tensor
+    """[T] fp32 (fp64 for fp64 inputs)."""
+    entropy: Tensor
+    """[T] in nats, of the tempered distribution with its bans."""
+
+
+class ScoringHead(nn.Linear):
+    """A language model's output layer that can also score tokens.
+
+    A layer of its own kind, so that ZeRO-3, which gathers weights when a module is called, finds them in both passes.
+    """
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> ScoringHead:
+        """Turn `linear` itself into a scoring head: its parameters, their names and their ties stay what they are."""
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        return linear
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, *, temperature: float = 1.0, banned: tuple[int, ...] = ()
+    ) -> Tensor | TokenLogprobs:
+        """Without targets the logits [..., V] of hidden [..., D]; with targets [T] `TokenLogprobs` of hidden [T, D]."""
+        if targets is None:
+            return super().forward(hidden)
+        return token_logprobs(hidden, self.weight, self.bias, targets, temperature=temperature, banned=banned)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: tuple[int, ...] = (),
+    slice_size: int = SLICE,
+) -> TokenLogprobs:
+    """Score `targets` [T] under softmax((hidden W' + bias + bans) / temperature), for hidden [T, D] and weight [V, D].
+
+    Gradients reach hidden, weight and bias, from the log-probabilities and from the entropy alike. At most `slice_size`
+    logits (or one row, or one column of them) exist at a time. Sums run in fp32, whatever the inputs are.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, banned, slice_size
+    )
+    return TokenLogprobs(logprobs, entropy)
+
+
+def predictors(hidden: Tensor, tokens: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """What predicts each scored token: hidden states [n, D] from one place earlier, and the tokens [n] themselves.
+
+    Args:
+        hidden: [B, T, D].
+        tokens: [B, T].
+        scored: [B, T] True on the n tokens to score; never on the first token of a sample, which nothing predicts.
+    """
+    row, column = scored.nonzero(as_tuple=True)
+    return hidden[row, column - 1], tokens[row, column]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        banned: tuple[int, ...],
+        slice_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        offset = _offset(bias, banned, weight.shape[0], weight.device, exact)
+        logprobs = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in _slices(len(hidden), slice_size // weight.shape[0]):
+            logits = _logits(hidden[rows], weight, offset, temperature, exact)
+            normalizer[rows] = logits.logsumexp(-1)
+            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalizer[rows]
+            log_p = logits.sub_(normalizer[rows, None])
+            entropy[rows] = -(log_p.exp() * log_p).sum(-1)
+        # The parameter itself is saved, not its data: under ZeRO-3 the data are released here and gathered again, in
+        # place, before the backward pass.
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.temperature, ctx.banned, ctx.slice_size = temperature, banned, slice_size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropy = gradients
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        offset = _offset(bias, ctx.banned, weight.shape[0], weight.device, normalizer.dtype)
+        d_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype) if needs_hidden else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        # Slices of the vocabulary here: each row of the weight's gradient is then written once, by one product over all
+        # tokens, and needs no fp32 copy to be summed in.
+        for columns in _slices(len(weight), ctx.slice_size // max(1, len(hidden))):
+            part = None if offset is None else offset[columns]
+            log_p = _logits(hidden, weight[columns], part, ctx.temperature, normalizer.dtype).sub_(normalizer[:, None])
+            p = log_p.exp()
+            d_logits = log_p.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprobs[:, None]).mul_(p)
+            is_inside = (targets >= columns.start) & (targets < columns.stop)
+            inside = is_inside.nonzero(as_tuple=True)[0]
+            d_logits[inside, targets[inside] - columns.start] += of_logprobs[inside]
+            d_logits /= ctx.temperature
+            if d_bias is not None:
+                d_bias[columns] = d_logits.sum(0).to(d_bias.dtype)
+            d_logits = d_logits.to(weight.dtype)
+            if d_weight is not None:
+                d_weight[columns] = d_logits.T @ hidden
+            if d_hidden is not None:
+                d_hidden += d_logits @ weight[columns]
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, offset: Tensor | None, temperature: float, exact: torch.dtype) -> Tensor:
+    logits = (hidden @ weight.T).to(exact)
+    if offset is not None:
+        logits = logits + offset
+    return logits.div_(temperature)
+
+
+def _offset(
+    bias: Tensor | None, banned: tuple[int, ...], vocabulary: int, device: torch.device, exact: torch.dtype
+) -> Tensor | None:
+    if bias is None and not banned:
+        return None
+    offset = torch.zeros(vocabulary, dtype=exact, device=device) if bias is None else bias.detach().to(exact, copy=True)
+    offset[list(banned)] += BAN
+    return offset
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -1,0 +1,307 @@
+"""Small models of real architectures, made from a configuration: weights, tokenizer, chat template, processor.
+
+    python -m vlmrl.models.tiny --family qwen2_5_vl --out DIR
+
+What it writes loads in Transformers and in vLLM like the family's real checkpoints. The tokenizer knows the 256 bytes
+and Qwen's special tokens and merges nothing, so that one character of ASCII is one token; ids from 270 on mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vlmrl import startup
+from vlmrl.errors import ConfigError, VlmrlError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"]
+Size = Literal["micro", "tiny", "small"]
+
+SPECIAL_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
+"""Qwen's special tokens in Qwen's order; their ids follow the 256 bytes."""
+
+_IMAGE_PART = (
+    "{%- if part.type == 'image' or 'image' in part %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- endif %}"
+)
+_CHAT_TEMPLATE = """\
+{%- for message in messages %}
+  {{- '<|im_start|>' + message.role + '\\n' }}
+  {%- if message.content is string %}
+    {{- message.content }}
+  {%- else %}
+    {%- for part in message.content %}
+      IMAGE_PART
+      {%- if 'text' in part %}{{- part.text }}{%- endif %}
+    {%- endfor %}
+  {%- endif %}
+  {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+_INITIALIZER_RANGE = 0.06
+"""Weights of the usual 0.02 pass on so little at a width of 128 that such a model does not learn to see."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How large a model is. Every head of the language model has 32 channels: vLLM's CPU attention takes no fewer."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    vision_hidden: int
+    vision_intermediate: int
+    vision_depth: int
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // 32
+
+    @property
+    def vision_heads(self) -> int:
+        return max(2, self.vision_hidden // 32)
+
+
+_SHAPES: dict[str, _Shape] = {
+    "micro": _Shape(
+        384, hidden=64, intermediate=96, layers=2, vision_hidden=32, vision_intermediate=64, vision_depth=2
+    ),
+    "tiny": _Shape(
+        384, hidden=128, intermediate=384, layers=3, vision_hidden=128, vision_intermediate=256, vision_depth=3
+    ),
+    "small": _Shape(
+        8192, hidden=256, intermediate=768, layers=6, vision_hidden=256, vision_intermediate=512, vision_depth=4
+    ),
+}
+
+
+def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size: Size = "tiny") -> Path:
+    """Write a randomly initialised fp32 model of `family` to the folder `out`, and return the folder.
+
+    `tiny` has about 1.6M parameters and learns to count in a hundred steps of supervised training; `micro` is the
+    smallest that vLLM serves; `small` has about 13M and a vocabulary of 8192. Equal arguments write equal weights.
+
+    Raises ConfigError for a family or size that does not exist.
+    """
+    if family not in _FAMILIES:
+        raise ConfigError(f"no tiny model of family {family!r}; there are: {', '.join(_FAMILIES)}")
+    if size not in _SHAPES:
+        raise ConfigError(f"no tiny model of size {size!r}; there are: {', '.join(_SHAPES)}")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: name a folder to write the model to")
+    startup.prepare()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+    tokenizer = _tokenizer(family)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    config = _FAMILIES[family](_SHAPES[size], ids, tied)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        factory: Any = AutoModelForImageTextToText if _takes_images(family) else AutoModelForCausalLM
+        model = factory.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    _save_processor(family, tokenizer, out)
+    return out
+
+
+def _tokenizer(family: Family) -> PreTrainedTokenizerBase:
+    from transformers import Qwen2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokenizer = Qwen2Tokenizer(
+        vocab={character: byte for byte, character in bytes_to_unicode().items()},
+        merges=[],
+        model_max_length=8192,
+    )
+    # The class has added <|endoftext|> by itself; the end of a turn becomes `eos` last, so that it keeps its place.
+    tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = _CHAT_TEMPLATE.replace("IMAGE_PART", _IMAGE_PART if _takes_images(family) else "")
+    return tokenizer
+
+
+def _save_processor(family: Family, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    if not _takes_images(family):
+        tokenizer.save_pretrained(out)
+        return
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    patch = 16 if family == "qwen3_vl" else 14
+    size = {"shortest_edge": (4 * patch) ** 2, "longest_edge": 1280 * (2 * patch) ** 2}
+    settings: dict[str, Any] = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "size": size}
+    if family == "qwen3_vl":
+        settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    video: Any = Qwen3VLVideoProcessor if family == "qwen3_vl" else Qwen2VLVideoProcessor
+    processor: Any = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[
+        family
+    ]
+    processor(
+        image_processor=Qwen2VLImageProcessor(**settings),
+        tokenizer=tokenizer,
+        video_processor=video(**settings),
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(out)
+
+
+def _takes_images(family: Family) -> bool:
+    return family.endswith("_vl")
+
+
+def _language(
+    shape: _Shape, ids: dict[str, int], *, mrope_section: list[int] | None = None, **more: Any
+) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads // 2,
+        "max_position_embeddings": 8192,
+        "initializer_range": _INITIALIZER_RANGE,
+        "rope_parameters": rope if mrope_section is None else rope | {"mrope_section": mrope_section},
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    } | more
+
+
+def _vision(shape: _Shape, **more: Any) -> dict[str, Any]:
+    return {
+        "depth": shape.vision_depth,
+        "num_heads": shape.vision_heads,
+        "spatial_merge_size": 2,
+        "initializer_range": _INITIALIZER_RANGE,
+        "temporal_patch_size": 2,
+    } | more
+
+
+def _placeholders(ids: dict[str, int]) -> dict[str, int]:
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start"}
+    names["vision_end_token_id"] = "vision_end"
+    return {key: ids[f"<|{name}|>"] for key, name in names.items()}
+
+
+def _qwen2_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen2VLConfig
+
+    vision = _vision(
+        shape,
+        embed_dim=shape.vision_hidden,
+        hidden_size=shape.hidden,
+        mlp_ratio=shape.vision_intermediate // shape.vision_hidden,
+        patch_size=14,
+    )
+    text = _language(shape, ids, mrope_section=[4, 6, 6])
+    return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen2_5_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen2_5_VLConfig
+
+    vision = _vision(
+        shape,
+        hidden_size=shape.vision_hidden,
+        intermediate_size=shape.vision_intermediate,
+        out_hidden_size=shape.hidden,
+        patch_size=14,
+        window_size=112,
+        fullatt_block_indexes=[shape.vision_depth - 1],
+    )
+    text = _language(shape, ids, mrope_section=[4, 6, 6])
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen3_vl(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3VLConfig
+
+    vision = _vision(
+        shape,
+        hidden_size=shape.vision_hidden,
+        intermediate_size=shape.vision_intermediate,
+        out_hidden_size=shape.hidden,
+        patch_size=16,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0],
+    )
+    text = _language(shape, ids, mrope_section=[6, 5, 5], head_dim=32)
+    text["rope_parameters"]["mrope_interleaved"] = True
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **_placeholders(ids))
+
+
+def _qwen3(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_language(shape, ids, head_dim=32), tie_word_embeddings=tied)
+
+
+def _llama(shape: _Shape, ids: dict[str, int], tied: bool) -> PreTrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_language(shape, ids, head_dim=32), tie_word_embeddings=tied)
+
+
+_FAMILIES: dict[str, Callable[[_Shape, dict[str, int], bool], PreTrainedConfig]] = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3": _qwen3,
+    "llama": _llama,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m vlmrl.models.tiny", description="Write a small model with random weights."
+    )
+    parser.add_argument("--family", required=True, choices=get_args(Family), help="architecture")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument(
+        "--size", default="tiny", choices=get_args(Size), help="micro 0.2M, tiny 1.6M, small 13M parameters"
+    )
+    parser.add_argument("--tied", action="store_true", help="input and output embeddings are the same tensor")
+    parser.add_argument("--seed", default=0, type=int, help="seed of the weights")
+    arguments = parser.parse_args(argv)
+    # A bar for a file of a few megabytes says nothing.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        print(build(arguments.family, arguments.out, tied=arguments.tied, seed=arguments.seed, size=arguments.size))
+    except VlmrlError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

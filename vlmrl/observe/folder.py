@@ -1,0 +1,81 @@
+"""The output folder of a run: what lies where, and that two runs never mix in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlmrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths under `ckpt.output_dir`."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def parameters(self) -> Path:
+        """What trains and what is frozen."""
+        return self.root / "parameters.tsv"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.png"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def check(self, *, resume: bool, has_checkpoint: bool) -> None:
+        """Whether this run may write here, without writing anything.
+
+        A run that was killed before its first checkpoint has nothing to continue from and nothing to lose.
+
+        Raises:
+            ConfigError: the folder holds another run, or there is nothing to continue.
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
+        if resume and not has_checkpoint:
+            if self.model.exists():
+                raise ConfigError(
+                    f"ckpt.load_enable is set, but {self.root} holds a finished run without checkpoints: "
+                    f"choose another --ckpt.output_dir"
+                )
+            return
+        if not resume and (self.config.exists() or self.metrics.exists()):
+            raise ConfigError(
+                f"ckpt.output_dir {self.root} holds another run: continue it with --ckpt.load_enable, "
+                f"or choose another --ckpt.output_dir"
+            )
+
+    def open(self) -> None:
+        """Make the folder. Raises ConfigError when that cannot be done."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"ckpt.output_dir {self.root} cannot be made: {error.strerror}") from error

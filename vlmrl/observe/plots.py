@@ -1,0 +1,264 @@
+"""Draws a run's metrics file as one picture of four panels."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlmrl.observe.sinks import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Curve = NDArray[np.float64]
+Records = Sequence[dict[str, Any]]
+
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE = "#2f6fde", "#e8833a", "#2a9d6f", "#d1495b", "#7b5ea7"
+_PHASES = {
+    "rollout": _BLUE,
+    "reward": "#f2b94b",
+    "logprob": "#6fb7d9",
+    "update": _ORANGE,
+    "publish": _GREEN,
+    "eval": _PURPLE,
+    "save": "#9aa3ad",
+    "data": "#c9ced6",
+}
+_OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
+_MANY_STEPS = 60
+"""Beyond so many steps single values become a blur: a moving mean is drawn over them, and bars become an area."""
+
+
+def draw_curves(metrics_file: Path, out: Path) -> None:
+    """Write the picture `out` (PNG): reward and evaluation, answer length, agreement and KL, seconds per phase.
+
+    A run without some of these (supervised training, one step, no evaluation) has other or emptier panels, never an
+    error. The picture is replaced whole, so that one who looks at it during the run sees no half of it.
+    """
+    # Figure without pyplot: no window system, no global state, nothing that another thread could disturb.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    records = read_metrics(metrics_file) if metrics_file.exists() else []
+    figure = Figure(figsize=(12, 7.2), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
+    panels: list[tuple[str, Callable[[Axes, Records], bool]]] = [
+        ("reward", _draw_reward),
+        ("answers", _draw_answers),
+        ("agreement", _draw_agreement),
+        ("seconds", _draw_times),
+    ]
+    for axes, (title, draw) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        _prepare(axes, title, [record["step"] for record in records])
+        if not draw(axes, records):
+            axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", color="#9aa3ad", transform=axes.transAxes)
+            axes.set_xticks([])
+            axes.set_yticks([])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".tmp")
+    figure.savefig(partial, format="png")
+    partial.replace(out)
+
+
+def _draw_reward(axes: Axes, records: Records) -> bool:
+    """Reward with its spread, and pass@1 of every evaluation set; the loss where there is no reward."""
+    steps, mean = _curve(records, "reward/mean")
+    drawn = False
+    if len(steps):
+        spread = _lookup(records, "reward/std", steps)
+        if len(steps) <= _MANY_STEPS:
+            axes.fill_between(steps, mean - spread, mean + spread, color=_BLUE, alpha=0.12, linewidth=0)
+        _line(axes, steps, mean, _BLUE, "training reward")
+        drawn = True
+    else:
+        steps, loss = _curve(records, "policy/loss")
+        if len(steps):
+            axes.set_title("loss", loc="left", fontweight="bold")
+            _line(axes, steps, loss, _BLUE, "training loss")
+            drawn = True
+    evaluations = sorted({name for record in records for name in record if re.fullmatch(r"eval/.+/pass@1", name)})
+    if evaluations:
+        # A share needs an axis of its own beside a reward of another scale; beside one of 0 and 1 it would mislead.
+        right = axes.twinx() if drawn and not _is_share(_curve(records, "reward/mean")[1]) else axes
+        _percent(right, "pass@1" if right is not axes else "")
+        for name, color in zip(evaluations, _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
+            where, value = _curve(records, name)
+            label = name.removeprefix("eval/").removesuffix("/pass@1")[:30] + " pass@1"
+            right.plot(where, value, "o--", color=color, markersize=5, linewidth=1, label=label)
+            for at in {0, len(where) - 1}:
+                right.annotate(
+                    f"{value[at]:.0%}",
+                    (where[at], value[at]),
+                    xytext=(0, 7 if value[at] < 0.9 else -13),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=color,
+                )
+        _legend(axes, right)
+        return True
+    _legend(axes)
+    return drawn
+
+
+def _draw_answers(axes: Axes, records: Records) -> bool:
+    """Tokens per answer, and the share of answers that were cut off; the learning signal where nothing is answered."""
+    steps, tokens = _curve(records, "response/tokens_mean")
+    if not len(steps):
+        steps, norm = _curve(records, "policy/grad_norm")
+        axes.set_title("gradient norm", loc="left", fontweight="bold")
+        _line(axes, steps, norm, _BLUE, "gradient norm")
+        return bool(len(steps))
+    _line(axes, steps, tokens, _BLUE, "tokens, mean")
+    axes.set_ylim(bottom=0)
+    right = axes.twinx()
+    _percent(right, "")
+    for name, color, label in (
+        ("response/truncated_fraction", _RED, "cut off"),
+        ("group/constant_fraction", "#9aa3ad", "equal groups"),
+    ):
+        where, share = _curve(records, name)
+        if len(where):
+            _line(right, where, share, color, label)
+    _legend(axes, right)
+    return True
+
+
+def _draw_agreement(axes: Axes, records: Records) -> bool:
+    """How far the engine is from the trainer, and the policy from its reference, on a logarithmic scale."""
+    drawn = False
+    for name, color, label in (
+        ("sync/logprob_diff_max", _RED, "largest log-prob difference"),
+        ("sync/kl_rollout_train", _ORANGE, "KL(engine, trainer)"),
+        ("kl/reference", _BLUE, "KL(policy, ref)"),
+    ):
+        steps, value = _curve(records, name)
+        value = np.abs(value)
+        shown = value > 0  # exact agreement has no place on this scale
+        if shown.any():
+            _line(axes, steps[shown], value[shown], color, label)
+            drawn = True
+    if drawn:
+        axes.set_yscale("log")
+        _legend(axes)
+        return True
+    steps, rate = _curve(records, "policy/lr")
+    if len(steps):
+        axes.set_title("learning rate", loc="left", fontweight="bold")
+        _line(axes, steps, rate, _BLUE, "learning rate")
+    return bool(len(steps))
+
+
+def _draw_times(axes: Axes, records: Records) -> bool:
+    """Seconds of each phase, stacked; what no phase accounts for is `other`."""
+    whole, total = _curve(records, "time/step_s")
+    names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)} - {"time/step_s"}
+    phases = [phase for phase in _PHASES if f"time/{phase}_s" in names]
+    phases += sorted(name.removeprefix("time/").removesuffix("_s") for name in names if _phase(name) not in _PHASES)
+    steps = whole if len(whole) else np.array([float(r["step"]) for r in records if names & set(r)])
+    if not len(steps):
+        return False
+    heights = [_lookup(records, f"time/{phase}_s", steps) for phase in phases]
+    colors = [_PHASES.get(phase, color) for phase, color in zip(phases, _cycle(*_OTHERS), strict=False)]
+    if len(whole):
+        rest = total - np.sum(heights, axis=0) if heights else total
+        if (rest > 0.02 * total).any():
+            heights, phases, colors = [*heights, rest.clip(0)], [*phases, "other"], [*colors, "#e6e9ee"]
+    if len(steps) > _MANY_STEPS:
+        axes.stackplot(steps, *heights, colors=colors, labels=phases, linewidth=0)
+    else:
+        bottom = np.zeros(len(steps))
+        for phase, height, color in zip(phases, heights, colors, strict=True):
+            axes.bar(steps, height, bottom=bottom, color=color, label=phase, width=0.85)
+            bottom += height
+    axes.margins(x=0.02)
+    _legend(axes)
+    return True
+
+
+def _curve(records: Records, name: str) -> tuple[Curve, Curve]:
+    """(steps, values) where the metric is there and is a number."""
+    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float) and math.isfinite(r[name])]
+    steps, values = zip(*points, strict=True) if points else ((), ())
+    return np.array(steps, float), np.array(values, float)
+
+
+def _lookup(records: Records, name: str, steps: Curve) -> Curve:
+    """The metric's values at these steps, 0 where it is not."""
+    known = dict(zip(*_curve(records, name), strict=True))
+    return np.array([known.get(step, 0.0) for step in steps])
+
+
+def _phase(name: str) -> str:
+    return name.removeprefix("time/").removesuffix("_s")
+
+
+def _line(axes: Axes, steps: Curve, values: Curve, color: str, label: str) -> None:
+    if len(steps) <= _MANY_STEPS:
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, values, color=color, linewidth=1.6, marker=marker, label=label)
+        return
+    axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.25)
+    width = max(len(steps) // 25, 3)
+    # The mean over what is there: at the ends the window is cut off, not filled with zeros.
+    ones = np.convolve(np.ones(len(values)), np.ones(width), mode="same")
+    axes.plot(steps, np.convolve(values, np.ones(width), mode="same") / ones, color=color, linewidth=1.8, label=label)
+
+
+def _is_share(values: Curve) -> bool:
+    return bool(((values > -0.05) & (values < 1.05)).all())
+
+
+def _percent(axes: Axes, label: str) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_ylim(-0.03, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylabel(label)
+    axes.spines["top"].set_visible(False)
+
+
+def _prepare(axes: Axes, title: str, steps: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if steps:
+        margin = 0.5 + 0.025 * (max(steps) - min(steps))
+        axes.set_xlim(min(steps) - margin, max(steps) + margin)
+    axes.grid(axis="y", color="#e6e9ee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(*several: Axes) -> None:
+    """One legend for axes that lie over each other, beside the title, where it covers no curve."""
+    handles, labels = [], []
+    for axes in dict.fromkeys(several):
+        more_handles, more_labels = axes.get_legend_handles_labels()
+        handles += more_handles
+        labels += more_labels
+    if handles:
+        several[-1].legend(
+            handles,
+            labels,
+            loc="lower right",
+            bbox_to_anchor=(1.01, 0.99),
+            ncols=len(handles),
+            frameon=False,
+            fontsize=8,
+            handlelength=1.2 if len(handles) < 5 else 0.7,
+            handletextpad=0.4,
+            columnspacing=1.0 if len(handles) < 5 else 0.7,
+        )
+
+
+def _cycle(*colors: str) -> Iterable[str]:
+    while True:
+        yield from colors

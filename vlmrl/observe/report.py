@@ -1,0 +1,118 @@
+"""A step's numbers on their way to the screen, the files and the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from vlmrl.config.ckpt import Logger
+from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.plots import draw_curves
+from vlmrl.observe.progress import Progress
+from vlmrl.observe.sinks import Sink, open_sinks
+from vlmrl.types import Metrics
+
+_DRAW_EVERY = 10
+"""Steps between two drawings of curves.png: a drawing takes about a second."""
+
+
+class RunReport:
+    """What a run shows while it runs, and what stays of its numbers. Use as a context manager around the run."""
+
+    def __init__(self, folder: RunFolder, *, logger: Logger, config: Mapping[str, Any], title: str) -> None:
+        self._folder = folder
+        self._logger = logger
+        self._config = config
+        self._progress = Progress(title=title)
+        self._sinks: list[Sink] = []
+        self._is_drawn = True
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.__exit__(kind, error, tb)
+        for sink in self._sinks:
+            sink.close()
+        self._draw()
+
+    def say(self, what: RenderableType) -> None:
+        """Print something that stays."""
+        self._progress.say(what)
+
+    def begin(self, *, total_steps: int, done: int) -> None:
+        """The first step is about to start. What an earlier run wrote of the steps after `done` is dropped.
+
+        Raises:
+            ConfigError: a sink that the settings ask for cannot be used.
+        """
+        self._sinks = open_sinks(
+            self._logger,
+            metrics=self._folder.metrics,
+            tensorboard=self._folder.tensorboard,
+            first_step=done + 1 if done else 0,
+            config=self._config,
+        )
+        self._progress.begin(total_steps=total_steps, done=done)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure a part of the step as `time/<name>_s`."""
+        return self._progress.phase(name)
+
+    def generated(self, done: int, total: int) -> None:
+        """How many of the step's prompts are answered."""
+        self._progress.advance(done, total)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """One step is done: `metrics` gets its times and its speed, and goes wherever numbers go."""
+        metrics = metrics | self._progress.take_times()
+        if "batch/tokens" in metrics:
+            metrics["throughput/tokens_per_s"] = metrics["batch/tokens"] / metrics["time/step_s"]
+        self._progress.step(step, metrics)
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if step % self._logger.logging_steps == 0 or evaluated:
+            self._write(step, metrics)
+        if step % _DRAW_EVERY == 0:
+            self._draw()
+
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        """An evaluation outside of the steps."""
+        if metrics:
+            metrics = metrics | self._progress.take_times()
+            self._progress.evaluation(step, metrics)
+            self._write(step, metrics)
+
+    def _write(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+        self._is_drawn = False
+
+    def _draw(self) -> None:
+        if not self._is_drawn:
+            draw_curves(self._folder.metrics, self._folder.curves)
+            self._is_drawn = True
+
+
+def parameter_table(rows: Sequence[tuple[str, int, int]]) -> Table:
+    """What trains and what is frozen, for people. Rows are (part, trainable, all) parameters."""
+    table = Table(title="parameters")
+    for column in ("part", "trainable", "all"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for part, trainable, total in rows:
+        table.add_row(part, f"{trainable:,}", f"{total:,}")
+    table.add_section()
+    table.add_row("all", f"{sum(r[1] for r in rows):,}", f"{sum(r[2] for r in rows):,}")
+    return table
+
+
+def save_table(path: Path, rows: Sequence[tuple[str, int, int]]) -> None:
+    """The same as a file, beside the config."""
+    lines = ["part\ttrainable\tall", *("\t".join(map(str, row)) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

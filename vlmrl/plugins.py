@@ -1,0 +1,172 @@
+"""Finds what a name stands for: a model family's processor, a dataset's rows, a function in a user's file."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from vlmrl.config.data import Columns
+from vlmrl.errors import ConfigError
+from vlmrl.types import Ints, Media, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+ParameterGroup = Literal["vision", "projector", "language"]
+
+
+class Processor(Protocol):
+    """What a model family does to text and images before the model sees them. One file in `processors/` each."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    """Where an answer ends; the first one is what a taught answer is closed with."""
+    banned_tokens: tuple[int, ...]
+    """Tokens that sampling must never choose, because the model's forward would look for an image behind them."""
+    resize_factor: int | None
+    """Images are resized to multiples of so many pixels. None: the model takes no images."""
+    min_pixels: int
+    max_pixels: int
+    resize_settings: str
+    """All that decides how pixels are resized; part of the hash of every image."""
+    engine_kwargs: dict[str, Any]
+    """`mm_processor_kwargs` for vLLM, so that it sees images exactly as the trainer does."""
+
+    def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
+        """The text that the model reads, with one placeholder per image.
+
+        `<image>` in a string or a part `{"type": "image"}` says where an image goes, in a row that has images; where
+        nothing says it, all images go first. In a row without images `<image>` is text like any other. Text of the
+        question that looks like a special token is marked, so that `encode` does not take it for one.
+
+        Raises DataError when images and placeholders do not match, ConfigError when the model has no chat template.
+        """
+
+    def readable(self, text: str) -> str:
+        """A rendered prompt without the marks, for people and reward functions."""
+
+    def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+        """A rendered prompt as tokens: first as the model reads it, then with one placeholder per image (for vLLM).
+
+        `sizes` are the (width, height) of its images, in order. Raises DataError when there are more or fewer
+        placeholders than images.
+        """
+
+    def decode(self, tokens: Ints) -> str:
+        """[T] -> text, without special tokens."""
+
+    def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
+        """The model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3]. {} for no
+        image."""
+
+    def token_types(self, tokens: Ints) -> Ints:
+        """[T]: 0 text, 1 image, 2 video."""
+
+    def num_patches(self, size: tuple[int, int]) -> int:
+        """P of an image of this (width, height): what the vision tower has to work through."""
+
+    def dummy_sample(self) -> Sample | None:
+        """The smallest sample with an image, nothing sampled; None when the model takes no images."""
+
+    def parameter_group(self, name: str) -> ParameterGroup:
+        """Which part of the model a Hugging Face parameter name belongs to."""
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and processor files, so that `folder` loads by itself."""
+
+
+def plugin(kind: Literal["processors", "datasets"], name: str) -> ModuleType:
+    """Import `vlmrl.<kind>.<name>`, or raise ConfigError with the names that exist."""
+    names = plugin_names(kind)
+    if name not in names:
+        raise ConfigError(f"no file {kind}/{name}.py; there are: {', '.join(names)}")
+    return import_module(f"vlmrl.{kind}.{name}")
+
+
+def plugin_names(kind: Literal["processors", "datasets"]) -> list[str]:
+    """The files of a plugin folder, without `.py`."""
+    folder = import_module(f"vlmrl.{kind}")
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def processor(path: str, *, min_pixels: int, max_pixels: int, trust_remote_code: bool = False) -> Processor:
+    """The processor of the model in `path` (a folder or Hub id): the file that lists its model type, else `text`.
+
+    Raises ConfigError when there is no such model or its files cannot be read.
+    """
+    from transformers import AutoConfig
+
+    if looks_local(path) and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
+    path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}"
+        ) from error
+    modules = [plugin("processors", name) for name in plugin_names("processors")]
+    families = [module for module in modules if config.model_type in module.MODEL_TYPES]
+    family = families[0] if families else plugin("processors", "text")
+    try:
+        loaded = family.load(
+            path, config=config, min_pixels=min_pixels, max_pixels=max_pixels, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the tokenizer or processor of {path} cannot be read: {first_line(error)}") from error
+    return cast("Processor", loaded)
+
+
+def user_function(spec: str, what: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names. `what` is the setting it came from, for messages.
+
+    Raises ConfigError when the file is not there, does not import, or does not hold a function of that name.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{what}: {spec!r} should look like path/to/file.py:function")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {file}")
+    module = _import_file(path, what)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
+        raise ConfigError(f"{what}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")
+    return cast("Callable[..., Any]", found)
+
+
+def _import_file(path: Path, what: str) -> ModuleType:
+    # The name is the same in every process, so that what the file defines can be pickled by reference.
+    module_name = f"vlmrl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
+        del sys.modules[module_name]
+        raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {first_line(error)}") from error
+    return module
+
+
+def looks_local(path: str) -> bool:
+    """True for what can only be a path on this machine, never a Hub id."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,216 @@
+"""What runs in a scoring process: it loads the reward functions once, and calls one of them for one answer at a time.
+
+Whatever a function does becomes a `Verdict` here, plain enough for any pickle: the user's exceptions and numbers never
+travel to the process that trains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import numbers
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.plugins import user_function
+
+ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
+SETTING = "reward.remote_url"
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What the driver must know of a reward function that is loaded elsewhere."""
+
+    arguments: frozenset[str]
+    """Which of `ARGUMENTS` it is to be given."""
+    wants_label: bool
+    """A prompt without a label is an error for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one call."""
+
+    value: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The other numbers of a function that returns a dict."""
+    problem: str | None = None
+    """One line on why there is no value; then `value` is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    function: Callable[..., Any]
+    file: str
+    declared: Declared
+
+
+_loaded: dict[str, _Loaded | VlmrlError] = {}
+
+
+def start(names: tuple[str, ...], spec: str | None) -> None:
+    """What a scoring process does first."""
+    _die_with_parent()
+    load(names, spec)
+
+
+def load(names: tuple[str, ...], spec: str | None) -> None:
+    """Load the built-in functions `names` and the user's function `spec`. Mistakes are kept for `describe` to raise."""
+    for name in names:
+        module = import_module(f"vlmrl.rewards.{name}")
+        arguments = frozenset(inspect.signature(module.score).parameters)
+        _loaded[name] = _Loaded(module.score, str(module.__file__), Declared(arguments, module.WANTS_LABEL))
+    if spec is not None:
+        name = spec.rpartition(":")[2]
+        try:
+            function = user_function(spec, SETTING)
+            declared = Declared(declared_arguments(function, spec), wants_label=False)
+            _loaded[name] = _Loaded(function, str(Path(spec.rpartition(":")[0]).expanduser().resolve()), declared)
+        except VlmrlError as error:
+            _loaded[name] = error
+
+
+def describe(name: str) -> Declared:
+    """What the function takes. Raises ConfigError when it could not be loaded."""
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError):
+        raise loaded
+    return loaded.declared
+
+
+def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Verdict:
+    """Score one answer. `images` are .npy files: each call gets PIL images of its own, and may draw on them."""
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError):
+        return Verdict(problem=str(loaded))
+    try:
+        given = dict(arguments)
+        if "images" in loaded.declared.arguments:
+            given["images"] = [_open(file) for file in images]
+        returned = loaded.function(**given)
+        return _judge(returned)
+    except BaseException as error:  # the user's code may raise anything, sys.exit included
+        return Verdict(problem=_reason(error, loaded.file))
+
+
+def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:
+    """Which of `ARGUMENTS` a user's function declares; `**kwargs` takes all but the images.
+
+    Raises ConfigError when it demands something else, or does not look at the response.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{SETTING}: the signature of {spec} cannot be read: {error}") from error
+    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names = frozenset(by_keyword) & frozenset(ARGUMENTS)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names |= frozenset(ARGUMENTS) - {"images"}
+    if {"queries", "prompts", "labels"} & set(by_keyword):
+        raise ConfigError(
+            f"{SETTING}: {spec} has OpenRLHF's batch signature ({', '.join(by_keyword)}); vlmrl calls a reward once "
+            "per answer: write def reward_func(prompt, response, label) and return one number"
+        )
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    unknown = nameless + [n for n, p in by_keyword.items() if n not in ARGUMENTS and p.default is p.empty]
+    if unknown or "response" not in names:
+        what = f"asks for {', '.join(unknown)}" if unknown else "does not ask for response"
+        raise ConfigError(
+            f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}"
+        )
+    return names
+
+
+def _judge(returned: Any) -> Verdict:
+    if not isinstance(returned, Mapping):
+        return _finite({"it": returned}, "it")
+    if "total" not in returned:
+        return Verdict(problem=f"it returned a dict without 'total' (keys: {_short(sorted(map(str, returned)))})")
+    return _finite(returned, "total")
+
+
+def _finite(values: Mapping[Any, Any], total: str) -> Verdict:
+    plain = {}
+    for key, value in values.items():
+        what = "it returned" if key == "it" else f"it returned {key!r} ="
+        converted = _number(value)
+        if converted is None:
+            return Verdict(problem=f"{what} {_describe(value)} where one number per answer is wanted")
+        if not math.isfinite(converted):
+            return Verdict(problem=f"{what} {converted}, which is not a finite number")
+        plain[key] = converted
+    # Part names become metric names.
+    parts = {re.sub(r"[^A-Za-z0-9_.-]", "_", str(k)) or "_": v for k, v in plain.items() if k != total}
+    return Verdict(value=plain[total], parts=parts)
+
+
+def _number(value: Any) -> float | None:
+    """Python, NumPy and zero-dimensional tensor numbers; a list of one number is not a number."""
+    is_scalar_array = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    if is_scalar_array:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        return "a coroutine (write def, not async def)"
+    try:
+        return f"a {type(value).__name__} of {len(value)}"
+    except TypeError:
+        return f"a {type(value).__name__}"
+
+
+def _reason(error: BaseException, file: str) -> str:
+    """`ValueError: what it said (reward.py:12)`: the line is the last one in the function's own file."""
+    try:
+        message = _short(str(error))
+    except Exception:  # an exception of the user's may not even print
+        message = "?"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)]
+    place = own[-1] if own else frames[-1]
+    # A signature that does not fit fails before the function's first line: only this file is in the traceback then.
+    where = "" if place.filename == __file__ else f" ({os.path.relpath(place.filename)}:{place.lineno})"
+    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
+
+
+def _short(value: object) -> str:
+    line = " ".join(str(value).split())
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
+
+
+def _open(file: str) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.load(file, allow_pickle=False))
+
+
+def _die_with_parent() -> None:
+    """A killed run leaves no scoring process behind: the kernel kills this one with the process that forked it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Generation. The only door to vLLM."""

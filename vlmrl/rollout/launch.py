@@ -1,0 +1,182 @@
+"""Starting vLLM so that it serves, or says in one line why not; and stopping it so that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vlmrl.config.data import Columns
+from vlmrl.config.vllm import Vllm
+from vlmrl.errors import ClusterError
+from vlmrl.plugins import Processor
+from vlmrl.rollout.console import Console
+from vlmrl.rollout.lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_T = TypeVar("_T")
+
+_STOP_S = 20.0
+LAST_WORDS_S = 0.5
+"""The news that an engine is dead comes before the last lines that it wrote."""
+
+
+def settings(*, vllm: Vllm, columns: Columns, processor: Processor, top_p: float) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs that follow from the run's settings, but for the model and its length."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "enforce_eager": vllm.enforce_eager,
+        "enable_sleep_mode": vllm.enable_sleep,
+        "worker_extension_cls": "vlmrl.rollout.worker_extension.WeightReceiver",
+        "logprobs_mode": "processed_logprobs" if top_p == 1.0 else "raw_logprobs",
+        # The model's own sampling defaults (a repetition penalty, say) make another distribution than the trainer's.
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if processor.resize_factor is not None:
+        arguments["limit_mm_per_prompt"] = {"image": columns.max_images_per_prompt, "video": 0}
+        arguments["mm_processor_kwargs"] = dict(processor.engine_kwargs)
+    if current_platform.is_cpu():
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = int(vllm.cpu_kv_cache_gib * 2**30)
+        arguments["skip_mm_profiling"] = True
+    else:
+        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    return arguments
+
+
+class Launch:
+    """One AsyncLLM, from its start to its end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._console = Console()
+        self._children: set[BaseProcess] = set()
+        self._is_given_up = False
+
+    async def start(self, arguments: Callable[[], Mapping[str, Any]], *, timeout_s: float) -> AsyncLLM:
+        """Start vLLM and wait until it serves. Takes about 11 s on two cores.
+
+        `arguments` returns those of AsyncEngineArgs; called late, because finding out imports vLLM, which takes seconds
+        and writes to the console.
+
+        Raises ClusterError when it does not start, for whatever reason, or not within `timeout_s` seconds.
+        """
+        # A forked engine core would inherit the locks of our threads.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        before = set(multiprocessing.active_children())
+        with self._console:
+            building = _in_thread(lambda: self._build(arguments))
+            done, _ = await asyncio.wait({building}, timeout=timeout_s)
+            if not done:
+                self._is_given_up = True
+                stop = time.monotonic() + _STOP_S
+                while not building.done() and time.monotonic() < stop:
+                    _kill(set(multiprocessing.active_children()) - before)
+                    await asyncio.wait({building}, timeout=0.2)
+                building.cancel()
+                raise ClusterError(
+                    f"rollout engine {self._name} did not start within {timeout_s:g} s; raise vllm.start_timeout_s"
+                )
+            try:
+                llm = building.result()
+            except Exception as error:  # vLLM raises many kinds, from a port that is taken to a model it does not know
+                _kill(set(multiprocessing.active_children()) - before)
+                await asyncio.sleep(LAST_WORDS_S)
+                cause = self.because() or f": {type(error).__name__}: {one_line(error)}"
+                raise ClusterError(f"rollout engine {self._name} could not start{cause}") from error
+        self._children = set(multiprocessing.active_children()) - before
+        _quiet()
+        return llm
+
+    async def stop(self, llm: AsyncLLM) -> None:
+        """Stop vLLM and wait until its processes are gone."""
+        if llm.output_handler is not None:
+            # It would report the end of the engine core as an accident.
+            llm.output_handler.cancel()
+        await asyncio.to_thread(llm.shutdown, _STOP_S)
+        # Its destructor calls it again, at the end of the program perhaps, when half of the modules are gone.
+        llm.shutdown = _nothing
+        _kill(self._children)
+        self._children = set()
+
+    def because(self) -> str:
+        """`: <cause>` when vLLM's processes wrote of an error, else nothing."""
+        cause = self._console.cause()
+        return f": {cause} (VLLM_LOGGING_LEVEL=INFO shows more)" if cause else ""
+
+    def _build(self, arguments: Callable[[], Mapping[str, Any]]) -> AsyncLLM:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
+
+        config = AsyncEngineArgs(**arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        # Unpickled in the engine core before anything else of ours runs there.
+        config.additional_config = Lifeline()
+        if config.parallel_config.world_size == 1:
+            # On CPU vLLM would put a worker process beside the engine core, to bind threads to cores, which we do not
+            # ask for. Without it the start is faster, and the two do not poll shared memory for one another.
+            config.parallel_config.distributed_executor_backend = "uni"
+        llm = AsyncLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=False,
+            log_requests=False,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+        )
+        if self._is_given_up:
+            llm.shutdown()
+        return llm
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind when it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _in_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Run a blocking function in a thread of its own, which keeps no program from ending when it never returns."""
+    result: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # it belongs to whoever waits
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="vlmrl-launch", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+def _nothing() -> None:
+    """Nothing is left to shut down."""
+
+
+def _quiet() -> None:
+    """vLLM's own part in this process warns of things that are so on purpose."""
+    if os.environ.get("VLLM_LOGGING_LEVEL", "WARNING") == "WARNING":
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="Passing `min_pixels` and `max_pixels`", category=FutureWarning)
+
+
+def _kill(processes: set[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join(_STOP_S)

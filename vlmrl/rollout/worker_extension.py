@@ -1,0 +1,152 @@
+"""What vlmrl adds to vLLM's worker: receiving weights, and proof of what was received.
+
+vLLM mixes `WeightReceiver` into its worker class; the engine reaches its methods by `collective_rpc`. Names start with
+`vlmrl_`, because vLLM refuses an extension whose names its worker already has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from vlmrl.models.weights import digest, unpack_bucket
+from vlmrl.rollout.transfer import Ticket, opened
+
+
+class WeightReceiver:
+    """Methods that vLLM's worker inherits. One update is `begin`, any number of `load`, `finish`."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+    vlmrl_update: WeightUpdate | None = None
+
+    def vlmrl_prepare(self) -> None:
+        """Call once, before the first request."""
+        if self.model_runner.device.type == "cpu":
+            hold_unused_generators(self.model_runner)
+
+    def vlmrl_begin(self) -> None:
+        """Start an update; one that was begun before and not finished is given up."""
+        with set_current_vllm_config(self.vllm_config):
+            if self.vlmrl_update is not None:
+                self.vlmrl_update.finish()
+            self.vlmrl_update = WeightUpdate(self.model_runner.get_model(), self.vllm_config)
+
+    def vlmrl_load(self, ticket: Ticket) -> None:
+        """Load the tensors of one bucket."""
+        assert self.vlmrl_update is not None
+        with set_current_vllm_config(self.vllm_config):
+            self.vlmrl_update.load(unpack_bucket(opened(ticket)))
+
+    def vlmrl_finish(self) -> dict[str, Any]:
+        """End the update and report it.
+
+        Returns: `digests`, name -> digest of every tensor that came; `ignored`, the names that vLLM's model did not
+        take; `missing`, the modules of vLLM's model that got fewer elements than they hold. The update was good when
+        the last two are empty; otherwise the model holds a mixture and must not be used until the next good update.
+        """
+        assert self.vlmrl_update is not None
+        with set_current_vllm_config(self.vllm_config):
+            update, self.vlmrl_update = self.vlmrl_update, None
+            missing = update.missing()
+            update.finish()
+        return {"digests": update.digests, "ignored": update.ignored, "missing": missing}
+
+
+class WeightUpdate:
+    """One update of a model under vLLM's layerwise reload, which loads, re-packs and copies in place layer by layer.
+
+    Plain `model.load_weights` would not do: on CPU vLLM re-packs linear weights and frees the originals.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+        self.model = model
+        self.vllm_config = vllm_config
+        self.digests: dict[str, str] = {}
+        self.ignored: list[str] = []
+        self._tied_heads = list(_tied_heads(model))
+        initialize_layerwise_reload(model)
+
+    @torch.no_grad()
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Hand the tensors to vLLM's loader one by one: only so does it tell which of them it did not want."""
+        load_weights: Any = self.model.load_weights
+        for name, tensor in tensors:
+            self.digests[name] = digest(name, tensor)
+            with disable_mtp_completeness_check():
+                taken = load_weights([(name, tensor)])
+            if not taken:
+                self.ignored.append(name)
+
+    def missing(self) -> list[str]:
+        """Modules whose parameters have not all been loaded, with the number of elements that are missing."""
+        tied = {id(head) for head in self._tied_heads}
+        found = []
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            if info.load_numel_total is None or id(module) in tied or is_deferred_attention_layer(module):
+                continue
+            # Buffers count in vLLM's own total, but are made by the code and not loaded.
+            total = sum(parameter.numel() for parameter in module.parameters(recurse=False)) - _padding(module)
+            if info.load_numel < total:
+                found.append(f"{name} ({total - info.load_numel} of {total} elements)")
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+        for head in self._tied_heads:
+            # A head that shares the embedding's weight is no parameter of its own, so the reload passes it by; but on
+            # CPU its matrix product reads a packed copy, which would stay that of the old weights.
+            head.quant_method.process_weights_after_loading(head)
+
+
+def hold_unused_generators(runner: Any) -> None:
+    """Keep the random generators of requests whose sample will be thrown away out of that step.
+
+    A prompt that is prefilled in pieces yields a sample with every piece, and only the last one counts. vLLM's model
+    runner rewinds the generator of the request after each of the others, in a way that CUDA generators alone can: on
+    CPU a request with a seed kills the engine ("CPU Generator does not use offset"). Without its generator the row
+    draws from the global one, and nothing needs rewinding.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def sample(grammar_output: Any) -> Any:
+        batch = runner.input_batch
+        unused = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        held = {row: batch.generators.pop(row) for row in unused if row in batch.generators}
+        try:
+            return sample_tokens(grammar_output)
+        finally:
+            batch.generators.update(held)
+
+    runner.sample_tokens = sample
+
+
+def _tied_heads(model: nn.Module) -> Iterator[ParallelLMHead]:
+    modules = list(model.modules())
+    embeddings = {
+        id(m.weight) for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+    }
+    for module in modules:
+        if isinstance(module, ParallelLMHead) and id(module.weight) in embeddings:
+            yield module
+
+
+def _padding(module: nn.Module) -> int:
+    """Elements that vLLM adds to a vocabulary to make it a multiple of 64: no checkpoint has them."""
+    if not isinstance(module, VocabParallelEmbedding):
+        return 0
+    shard = module.shard_indices
+    columns = int(module.embedding_dim)
+    return int(shard.num_elements_padded - shard.num_elements) * columns

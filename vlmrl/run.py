@@ -1,0 +1,233 @@
+"""Wires a config into roles. The only file that knows every part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from vlmrl.cluster.placement import plan
+from vlmrl.cluster.roles import RemotePolicy, RemotePrompts
+from vlmrl.cluster.session import session
+from vlmrl.config.ckpt import Logger
+from vlmrl.config.dump import dump_yaml
+from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.errors import ConfigError
+from vlmrl.evaluation import evaluate as evaluate_sets
+from vlmrl.learning.folders import checkpoints, prune, remove_partial
+from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.report import RunReport, parameter_table, save_table
+from vlmrl.observe.transcripts import Transcripts
+from vlmrl.plugins import Processor, processor
+from vlmrl.preflight import check_data, describe, roles_of
+from vlmrl.rewards.combine import check_functions
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.stage import Stage, last_step
+from vlmrl.supervised import fit
+from vlmrl.trainer import Judged, train
+from vlmrl.types import Metrics
+
+AnyConfig = RlConfig | SftConfig | EvalConfig
+
+_EVALUATION_SEED = 1_000_003
+"""Added to the run's seed: evaluation draws its own numbers, the same before, during and after training."""
+
+
+def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
+    """`vlmrl rl`."""
+    folder, tools = _prepare(config)
+    if dry_run:
+        return check_data(config)
+    with _started(config, folder) as (stage, report):
+        prompts = stage.prompts(config, report.say)
+        rewarder = stage.rewarder(config)
+        # Engines and learners start at the same time: each spends most of its start waiting for imports and files.
+        engines, (policy, reference) = together(
+            lambda: stage.engines(config, report),
+            lambda: stage.learners(config, tools, num_rows=prompts.num_rows),
+        )
+        policy.engines = engines
+        done = _restore(config, folder, prompts, policy)
+        last = last_step(config, prompts.num_rows)
+        _begin(report, folder, policy, total_steps=last, done=done)
+        transcripts = Transcripts(folder.rollouts, prompts.save_media)
+        sets = prompts.evaluation()
+        policy.publish(done)
+
+        def evaluate_now(step: int) -> Metrics:
+            with report.phase("eval"):
+                metrics, answers = evaluate_sets(
+                    sets, engine=engines, rewarder=rewarder, sampling=evaluation_sampling(config)
+                )
+                for name, (groups, scores) in answers.items():
+                    transcripts.write_evaluation(step, name, groups, scores)
+            return metrics
+
+        def after_step(step: int, judged: Judged) -> Metrics:
+            if config.logger.rollouts:
+                advantages = judged.experience.advantages
+                transcripts.write(step, judged.groups, judged.scores, judged.rewards, advantages)
+            is_due = step == last or (config.eval.steps > 0 and step % config.eval.steps == 0)
+            metrics = evaluate_now(step) if is_due else {}
+            _save(config, folder, prompts, policy, report, step)
+            return metrics
+
+        if done == 0:
+            report.evaluation(0, evaluate_now(0))
+        train(
+            config,
+            prompts=prompts,
+            engine=engines,
+            rewarder=rewarder,
+            policy=policy,
+            reference=reference,
+            report=report,
+            after_step=after_step,
+            first_step=done + 1,
+            last_step=last,
+        )
+        _finish(folder, policy, report)
+
+
+def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
+    """`vlmrl sft`."""
+    folder, tools = _prepare(config)
+    if dry_run:
+        return check_data(config)
+    with _started(config, folder) as (stage, report):
+        prompts = stage.prompts(config, report.say)
+        policy, _ = stage.learners(config, tools, num_rows=prompts.num_rows)
+        done = _restore(config, folder, prompts, policy)
+        last = last_step(config, prompts.num_rows)
+        _begin(report, folder, policy, total_steps=last, done=done)
+
+        def after_step(step: int) -> Metrics:
+            _save(config, folder, prompts, policy, report, step)
+            return {}
+
+        fit(
+            rows=prompts,
+            learner=policy,
+            report=report,
+            batch_size=config.train.batch_size,
+            after_step=after_step,
+            first_step=done + 1,
+            last_step=last,
+        )
+        _finish(folder, policy, report)
+
+
+def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
+    """`vlmrl eval`."""
+    folder, _ = _prepare(config)
+    if dry_run:
+        return check_data(config)
+    with _started(config, folder) as (stage, report):
+        prompts = stage.prompts(config, report.say)
+        rewarder = stage.rewarder(config)
+        engines = stage.engines(config, report)
+        report.begin(total_steps=0, done=0)
+        sets = prompts.evaluation()
+        with report.phase("eval"):
+            metrics, answers = evaluate_sets(
+                sets, engine=engines, rewarder=rewarder, sampling=evaluation_sampling(config)
+            )
+        transcripts = Transcripts(folder.rollouts, prompts.save_media)
+        for name, (groups, scores) in answers.items():
+            transcripts.write_evaluation(0, name, groups, scores)
+        report.evaluation(0, metrics)
+
+
+def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
+    rows = policy.table()
+    save_table(folder.parameters, rows)
+    report.say(parameter_table(rows))
+    if done:
+        report.say(f"continuing after step {done}")
+    report.begin(total_steps=total_steps, done=done)
+
+
+def _restore(config: RlConfig | SftConfig, folder: RunFolder, prompts: RemotePrompts, policy: RemotePolicy) -> int:
+    """Go on from the last checkpoint, if that is wanted and there is one; the steps that are done."""
+    remove_partial(folder.checkpoints)
+    saved = checkpoints(folder.checkpoints) if config.ckpt.load_enable else []
+    if not saved:
+        return 0
+    state = policy.load_checkpoint(saved[-1])
+    prompts.load_state(state["prompts"])
+    return int(state["step"])
+
+
+def _save(
+    config: RlConfig | SftConfig,
+    folder: RunFolder,
+    prompts: RemotePrompts,
+    policy: RemotePolicy,
+    report: RunReport,
+    step: int,
+) -> None:
+    """A checkpoint, if one is due."""
+    if config.ckpt.save_steps > 0 and step % config.ckpt.save_steps == 0:
+        with report.phase("save"):
+            policy.save_checkpoint(folder.checkpoint(step), {"step": step, "prompts": prompts.state()})
+            prune(folder.checkpoints, keep=config.ckpt.max_num)
+
+
+def _finish(folder: RunFolder, policy: RemotePolicy, report: RunReport) -> None:
+    with report.phase("save"):
+        policy.save_model(folder.model)
+    for what, path in (("model", folder.model), ("curves", folder.curves), ("numbers", folder.metrics)):
+        report.say(f"{what}: {path}")
+
+
+def together(*starts: Callable[[], Any]) -> list[Any]:
+    """Run the starts side by side and return what they made, in order. Raises the first error once all have ended."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        futures = [pool.submit(start) for start in starts]
+    return [future.result() for future in futures]
+
+
+def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
+    """How evaluation prompts are answered."""
+    return Sampling(
+        n=config.eval.n_samples_per_prompt,
+        temperature=config.eval.temperature,
+        top_p=1.0,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.train.seed + _EVALUATION_SEED,
+    )
+
+
+def _prepare(config: AnyConfig) -> tuple[RunFolder, Processor]:
+    """What can be checked before anything starts."""
+    folder = RunFolder(Path(config.ckpt.output_dir))
+    resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
+    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    if not isinstance(config, SftConfig):
+        check_functions(config.reward)
+    tools = processor(
+        config.actor.model_name_or_path,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        trust_remote_code=config.actor.trust_remote_code,
+    )
+    return folder, tools
+
+
+@contextmanager
+def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunReport]]:
+    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
+    logger = Logger() if isinstance(config, EvalConfig) else config.logger
+    title = f"vlmrl {config.verb}"
+    with session() as machines:
+        if not isinstance(config, SftConfig) and config.vllm.enable_sleep and not machines.has_gpus:
+            raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
+        places = plan(**roles_of(config, machines))
+        folder.open()
+        dump_yaml(config, folder.config)
+        report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
+        with report, ExitStack() as stack:
+            report.say(describe(places, machines))
+            yield Stage(machines, places, stack), report

