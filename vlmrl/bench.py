@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from vlmrl.cluster.device_path import DevicePath, check_devices
 from vlmrl.cluster.placement import Role, plan
 from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.cluster.session import Session, session
@@ -25,7 +26,8 @@ def publish(config: PublishBench) -> None:
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
         Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
     ]
-    with _stage(roles) as (stage, machines):
+    with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
+        check_devices(config.vllm, machines, stage.places)
         engines = _engines(stage, config, Columns(), max_model_len=256)
         learner = stage.group(
             "actor",
@@ -105,9 +107,9 @@ def rollout(config: RolloutBench) -> None:
 
 
 @contextmanager
-def _stage(roles: list[Role]) -> Iterator[tuple[Stage, Session]]:
+def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, Session]]:
     with session() as machines, ExitStack() as stack:
-        shared = [frozenset(role.name for role in roles)]
+        shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
         yield Stage(machines, places, stack), machines
 
@@ -131,7 +133,8 @@ def _engines(
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,
     )
-    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False)
+    device_path = None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm)
+    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
 
 
 def _print(machines: Session, **fields: Any) -> None:

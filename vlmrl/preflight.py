@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
 from vlmrl.cluster.session import Session, local_session
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
@@ -58,7 +59,10 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     """
     console = Console()
     machines = local_session()
-    console.print(describe(plan(**roles_of(config, machines)), machines))
+    places = plan(**roles_of(config, machines))
+    if isinstance(config, RlConfig):
+        check_devices(config.vllm, machines, places)
+    console.print(describe(places, machines))
     source = Source(
         model=config.actor.model_name_or_path,
         trust_remote_code=config.actor.trust_remote_code,

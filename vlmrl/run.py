@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import RemotePolicy, RemotePrompts
 from vlmrl.cluster.session import session
@@ -70,9 +72,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 advantages = judged.experience.advantages
                 transcripts.write(step, judged.groups, judged.scores, judged.rewards, advantages)
             is_due = step == last or (config.eval.steps > 0 and step % config.eval.steps == 0)
-            metrics = evaluate_now(step) if is_due else {}
-            _save(config, folder, prompts, policy, report, step)
-            return metrics
+            return evaluate_now(step) if is_due else {}
 
         if done == 0:
             report.evaluation(0, evaluate_now(0))
@@ -85,6 +85,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             reference=reference,
             report=report,
             after_step=after_step,
+            save=partial(_save, config, folder, prompts, policy, report),
             first_step=done + 1,
             last_step=last,
         )
@@ -103,16 +104,12 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
 
-        def after_step(step: int) -> Metrics:
-            _save(config, folder, prompts, policy, report, step)
-            return {}
-
         fit(
             rows=prompts,
             learner=policy,
             report=report,
             batch_size=config.train.batch_size,
-            after_step=after_step,
+            save=partial(_save, config, folder, prompts, policy, report),
             first_step=done + 1,
             last_step=last,
         )
@@ -225,6 +222,8 @@ def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunR
         if not isinstance(config, SftConfig) and config.vllm.enable_sleep and not machines.has_gpus:
             raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
         places = plan(**roles_of(config, machines))
+        if isinstance(config, RlConfig):
+            check_devices(config.vllm, machines, places)
         folder.open()
         dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder
@@ -89,6 +90,7 @@ class Stage:
             timeout_s=config.vllm.generate_timeout_s,
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
+            device_path=None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm),
         )
         self.stack.callback(engines.shutdown)
         return engines

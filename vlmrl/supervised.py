@@ -29,14 +29,15 @@ def fit(
     learner: Learner,
     report: Report,
     batch_size: int,
-    after_step: Callable[[int], Metrics],
+    save: Callable[[int], None],
     first_step: int,
     last_step: int,
 ) -> None:
-    """Run the steps `first_step..last_step`, both included. `after_step` saves."""
+    """Run the steps `first_step..last_step`, both included."""
     for step in range(first_step, last_step + 1):
         with report.phase("data"):
             samples, drawing = rows.draw_samples(batch_size)
         with report.phase("update"):
             learning = learner.fit(samples)
-        report.step(step, drawing | learning | after_step(step))
+        report.step(step, drawing | learning)
+        save(step)

@@ -89,12 +89,14 @@ def train(
     reference: Reference | None,
     report: Report,
     after_step: Callable[[int, Judged], Metrics],
+    save: Callable[[int], None],
     first_step: int,
     last_step: int,
 ) -> None:
     """Run the steps `first_step..last_step`, both included.
 
-    The engines hold version `first_step - 1` when this starts. `after_step` evaluates, writes and saves.
+    The engines hold version `first_step - 1` when this starts. `after_step` evaluates and writes; `save` comes last, so
+    that a run that goes on after a kill lacks nothing of the steps before.
     """
     sampling = Sampling(
         n=config.rollout.n_samples_per_prompt,
@@ -122,6 +124,7 @@ def train(
             publishing = policy.publish(step)
         after = after_step(step, judged)
         report.step(step, drawing | judging | learning | publishing | after)
+        save(step)
 
 
 def to_samples(groups: Sequence[Group]) -> list[Sample]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +30,3 @@ def ray_session() -> Iterator[None]:
     """Runs inside these tests use this Ray session instead of one each."""
     with session():
         yield
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every line of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -129,6 +129,7 @@ def run(settings: RlConfig, policy: RememberingPolicy, *, steps: int) -> Noteboo
         reference=None,
         report=notebook,
         after_step=lambda step, judged: {},
+        save=lambda step: None,
         first_step=1,
         last_step=steps,
     )
@@ -242,6 +243,7 @@ def test_transcripts_get_what_was_judged() -> None:
         return {"eval/toy/pass@1": 1.0}
 
     policy, notebook = RememberingPolicy(ScriptedEngine()), Notebook()
+    saved: list[tuple[int, set[int]]] = []
     train(
         config(),
         prompts=CountingPrompts(),
@@ -251,8 +253,10 @@ def test_transcripts_get_what_was_judged() -> None:
         reference=None,
         report=notebook,
         after_step=remember,
+        save=lambda step: saved.append((step, set(notebook.steps))),
         first_step=1,
         last_step=1,
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
+    assert saved == [(1, {1})], "a step is saved only after its numbers are written"

@@ -103,7 +103,7 @@ class WorkerGroup:
             )
         world: dict[str, str] = {}
         if distributed:
-            address, port = self._get(self._workers[0].address.remote())
+            address, port = self.address()
             world = {
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
@@ -119,6 +119,11 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self._workers)
+
+    def address(self) -> tuple[str, int]:
+        """The address of the first worker's node, and a port that is free on it."""
+        address, port = self._get(self._workers[0].address.remote())
+        return address, port
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every worker; the answers in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import Pack
@@ -18,6 +20,8 @@ from vlmrl.errors import ClusterError, SyncError
 from vlmrl.observe.metrics import reduce
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Experience, Floats, Group, Media, Metrics, Prompt, Sample, Score, Totals
+
+_STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class RemoteRewarder:
         return scores
 
     def close(self) -> None:
-        self._group.call("close")
+        _stop(self._group, "close")
 
 
 class RemoteEngines:
@@ -116,8 +120,11 @@ class RemoteEngines:
         timeout_s: float,
         sleeps: bool,
         on_progress: Callable[[int, int], None] | None = None,
+        device_path: DevicePath | None = None,
     ) -> None:
+        """With a `device_path` weights come from GPU to GPU, else through the object store and shared memory."""
         self._group = group
+        self._device_path = device_path
         self._timeout_s = timeout_s
         self._sleeps = sleeps
         self._on_progress = on_progress
@@ -168,9 +175,14 @@ class RemoteEngines:
         """
         if self._sleeps:
             self._group.call("wake")
+        if self._device_path is not None:
+            self._device_path.open(learner)
         num_buckets = learner.call("num_buckets", max_bytes)[0]
         self._group.call("begin_update", version)
         for number in range(num_buckets):
+            if self._device_path is not None:
+                self._device_path.send(number)
+                continue
             # The bucket goes from the learner's node to the engines' through the object store, not through the driver.
             bucket = learner.submit("bucket", number)
             self._group.wait(self._group.submit("load_bucket", bucket[0]))
@@ -190,7 +202,7 @@ class RemoteEngines:
         return statuses
 
     def shutdown(self) -> None:
-        self._group.call("shutdown")
+        _stop(self._group, "shutdown")
 
 
 class RemoteReference:
@@ -279,6 +291,12 @@ class RemotePolicy(RemoteReference):
     def table(self) -> list[Any]:
         table: list[Any] = self._group.call("table")[0]
         return table
+
+
+def _stop(group: WorkerGroup, method: str) -> None:
+    """Ask the workers to end. Whoever does not answer is killed right after, and must not hide what ended the run."""
+    with suppress(ClusterError):
+        group.wait(group.submit(method), timeout_s=_STOP_S)
 
 
 def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:

@@ -164,9 +164,19 @@ def conflicts_of_sampling(rollout: Rollout, reward: Reward) -> list[str]:
 
 
 def conflicts_of_placement(vllm: Vllm, train: TrainRl) -> list[str]:
+    found = []
     if vllm.enable_sleep and not train.colocate_all:
-        return ["vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all"]
-    return []
+        found.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
+    if vllm.sync_backend == "ipc" and not train.colocate_all:
+        found.append(
+            "vllm.sync_backend ipc hands weights over within a GPU: it needs train.colocate_all (or use nccl, or shm)"
+        )
+    if vllm.sync_backend == "nccl" and train.colocate_all:
+        found.append(
+            "vllm.sync_backend nccl cannot join trainer and engines on the same GPU, where train.colocate_all puts "
+            "them: use ipc or shm"
+        )
+    return found
 
 
 def layout(packing_samples: bool) -> Layout:

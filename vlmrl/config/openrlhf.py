@@ -73,8 +73,7 @@ REFUSED: dict[str, str] = {
     "ds.grad_accum_dtype": "never: gradients are accumulated in fp32, whatever ds.param_dtype is",
     "ds.use_universal_ckpt": "not built yet: resuming with another number of ranks",
     "ref.offload": "not built yet: a reference in CPU memory; give it devices of its own with ref.num_gpus_per_node",
-    "vllm.sync_backend": "not built yet: NCCL and CUDA IPC; weights travel through shared memory on every device",
-    "vllm.sync_with_ray": "never: weights do not travel through Ray's collectives; they go through shared memory",
+    "vllm.sync_with_ray": "never: weights do not travel through Ray's collectives; vllm.sync_backend says how they do",
     "ckpt.path": "replaced by ckpt.output_dir: checkpoints lie in its folder checkpoints/",
     "ckpt.save_hf": "never: the final model is always written in Hugging Face's format, to model/ in ckpt.output_dir",
     "ckpt.disable_ds": "replaced by ckpt.save_steps -1: a checkpoint is what a run resumes from",
@@ -97,5 +96,6 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     "actor.optim": {"muon": _MUON},
     "ds.attn_implementation": {"flash_attention_2": _KERNELS, "flash_attention_3": _KERNELS},
     "ds.param_dtype": {"fp16": "never: fp16 loses small gradients without loss scaling; use bf16 or fp32"},
+    "vllm.sync_backend": {"gloo": "replaced by shm, which takes weights through main memory without a process group"},
 }
 """Setting -> OpenRLHF's value -> why it is refused."""

@@ -22,7 +22,7 @@ from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 _EVERY_RUN = ("seed", "timeout_s")
-_PUBLISH = ("bucket_mib",)
+_PUBLISH = ("bucket_mib", "sync_backend")
 _TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
 
 

@@ -1,5 +1,7 @@
 """The rollout engines."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from vlmrl.config.base import PositiveFloat, PositiveInt, Section
@@ -24,6 +26,9 @@ class Vllm(Section):
     """An engine that has not started after so many seconds is an error."""
     generate_timeout_s: PositiveFloat = 3600.0
     """A batch of answers that takes longer than this is an error."""
+    sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
+    """How weights reach the engines: shared memory (shm) is proven on CPU; nccl, between GPUs, and ipc, within a GPU
+    (train.colocate_all), need CUDA and have not run on a GPU yet."""
     bucket_mib: PositiveFloat = 512.0
     """Weights are published in messages of this size, in MiB."""
     max_logprob_diff: PositiveFloat | None = None

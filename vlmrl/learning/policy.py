@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vlmrl.learning.checkpoint import load_state, save_model, save_state
 from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
 from vlmrl.learning.forward import Forward, read_model
 from vlmrl.learning.weights import checkpoint_names, cut, gathered, saved_tensors
+from vlmrl.models.checksum import device_digest
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.models.scorer import Scorer
 from vlmrl.models.weights import Bucket, digest, fingerprint, pack_bucket
@@ -75,6 +77,7 @@ class Policy:
         self._buckets: list[list[tuple[str, Tensor]]] = []
         self._digests: dict[str, str] = {}
         self._num_bytes = 0
+        self._sender: Any = None
         self._is_first = torch.distributed.get_rank() == 0
 
     def logprobs(self, packs: Sequence[Pack]) -> list[tuple[int, Floats]]:
@@ -133,8 +136,34 @@ class Policy:
         self._num_bytes += bucket.num_bytes
         return bucket
 
+    def connect(self, sender: str, **settings: Any) -> None:
+        """Make the sender with which `offer` and `send` bring weights to the engines without leaving the device.
+
+        `sender` is the dotted path of its class, one of those of `rollout.device_transfer`, which this package must not
+        know. Over NCCL this waits for the engines.
+        """
+        module, name = sender.rsplit(".", 1)
+        self._sender = getattr(import_module(module), name)(rank=torch.distributed.get_rank(), **settings)
+
+    def offer(self, i: int) -> dict[str, Any]:
+        """Take bucket `i` onto the device, in place of the one before; what the engines must know of it."""
+        run = self._buckets[i]
+        with gathered(run):
+            tensors = checkpoint_names(self._net, run)
+            if self._is_first:
+                self._digests |= {name: device_digest(name, tensor) for name, tensor in tensors}
+                self._num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+            offer: dict[str, Any] = self._sender.offer(tensors)
+        return offer
+
+    def send(self) -> None:
+        """Send what was offered; the engines must be receiving it at the same time."""
+        self._sender.send()
+
     def published(self) -> tuple[str, int]:
         """Fingerprint and bytes of all buckets since `num_buckets`, on rank 0: what the engines must hold now."""
+        if self._sender is not None:
+            self._sender.release()
         return fingerprint(self._digests), self._num_bytes
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:

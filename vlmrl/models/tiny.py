@@ -107,6 +107,7 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
     startup.prepare()
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+    from transformers.utils import logging
 
     tokenizer = _tokenizer(family)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
@@ -121,7 +122,11 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
         pad_token_id=ids["<|endoftext|>"],
     )
     out.mkdir(parents=True, exist_ok=True)
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     model.save_pretrained(out)
+    if shows_bars:
+        logging.enable_progress_bar()
     _save_processor(family, tokenizer, out)
     return out
 

@@ -156,6 +156,8 @@ def _draw_agreement(axes: Axes, records: Records) -> bool:
 
 def _draw_times(axes: Axes, records: Records) -> bool:
     """Seconds of each phase, stacked; what no phase accounts for is `other`."""
+    # What is spent before the first step, on an evaluation or on warming up, would dwarf all that follows.
+    records = [record for record in records if record["step"] > 0] or records
     whole, total = _curve(records, "time/step_s")
     names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)} - {"time/step_s"}
     phases = [phase for phase in _PHASES if f"time/{phase}_s" in names]
@@ -252,10 +254,10 @@ def _legend(*several: Axes) -> None:
             bbox_to_anchor=(1.01, 0.99),
             ncols=len(handles),
             frameon=False,
-            fontsize=8,
+            fontsize=8 if len(handles) < 8 else 6.5,
             handlelength=1.2 if len(handles) < 5 else 0.7,
             handletextpad=0.4,
-            columnspacing=1.0 if len(handles) < 5 else 0.7,
+            columnspacing=1.0 if len(handles) < 5 else 0.6,
         )
 
 

@@ -15,6 +15,7 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.weights import Bucket, fingerprint
 from vlmrl.rollout import requests, transfer
+from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, one_line, settings
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Group, Prompt
@@ -174,6 +175,21 @@ class RolloutEngine:
 
     # ---- weights
 
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Let the workers meet the learner, which must be coming at the same time (`vllm.sync_backend` nccl or ipc).
+
+        `init_info` holds the fields of vLLM's WeightTransferInitInfo. Raises ClusterError when they do not meet.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        try:
+            await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
+            raise ClusterError(
+                f"rollout engine {self.name} could not meet the trainer over {self._vllm.sync_backend}: "
+                f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
+            ) from error
+
     async def begin_update(self, version: int) -> None:
         """Pause generation and get ready for all the weights of `version`. A begun update that never ended is given
         up.
@@ -191,6 +207,11 @@ class RolloutEngine:
         self._require_update()
         with transfer.shared(bucket) as ticket:
             await self._call("vlmrl_load", ticket)
+
+    async def receive(self, offer: Offer) -> None:
+        """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
+        self._require_update()
+        await self._call("vlmrl_receive", offer)
 
     async def finish_update(self, *, vision_changed: bool) -> str:
         """End the update, forget what was computed from the old weights, and resume generation.

@@ -50,6 +50,8 @@ def settings(*, vllm: Vllm, columns: Columns, processor: Processor, top_p: float
     if processor.resize_factor is not None:
         arguments["limit_mm_per_prompt"] = {"image": columns.max_images_per_prompt, "video": 0}
         arguments["mm_processor_kwargs"] = dict(processor.engine_kwargs)
+    if vllm.sync_backend != "shm":
+        arguments["weight_transfer_config"] = {"backend": vllm.sync_backend}
     if current_platform.is_cpu():
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = int(vllm.cpu_kv_cache_gib * 2**30)

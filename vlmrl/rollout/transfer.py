@@ -2,8 +2,8 @@
 
 The bytes go through anonymous shared memory (`memfd_create`), which a worker opens as a file of the engine's process.
 It has no name, so nothing can be left behind in /dev/shm however either process dies, and /dev/shm's size (64 MiB in
-many containers) does not bound it. It serves engines on CPU and on GPU; only the CPU was measured. NCCL and CUDA IPC,
-which would keep weights on the GPUs all the way, are not built.
+many containers) does not bound it. It serves engines on CPU and on GPU; only the CPU was measured. What keeps weights
+on the GPUs all the way is `device_transfer`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ vLLM mixes `WeightReceiver` into its worker class; the engine reaches its method
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vlmrl.models.weights import digest, unpack_bucket
+from vlmrl.rollout import device_transfer
 from vlmrl.rollout.transfer import Ticket, opened
 
 
@@ -28,6 +29,7 @@ class WeightReceiver:
 
     vllm_config: VllmConfig
     model_runner: Any
+    weight_transfer_engine: Any
     vlmrl_update: WeightUpdate | None = None
 
     def vlmrl_prepare(self) -> None:
@@ -47,6 +49,12 @@ class WeightReceiver:
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
             self.vlmrl_update.load(unpack_bucket(opened(ticket)))
+
+    def vlmrl_receive(self, offer: device_transfer.Offer) -> None:
+        """Load the tensors of a bucket that comes from GPU to GPU."""
+        assert self.vlmrl_update is not None
+        with set_current_vllm_config(self.vllm_config):
+            device_transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
 
     def vlmrl_finish(self) -> dict[str, Any]:
         """End the update and report it.
@@ -78,11 +86,11 @@ class WeightUpdate:
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]], digest_of: Callable[[str, Tensor], str] = digest) -> None:
         """Hand the tensors to vLLM's loader one by one: only so does it tell which of them it did not want."""
         load_weights: Any = self.model.load_weights
         for name, tensor in tensors:
-            self.digests[name] = digest(name, tensor)
+            self.digests[name] = digest_of(name, tensor)
             with disable_mtp_completeness_check():
                 taken = load_weights([(name, tensor)])
             if not taken:

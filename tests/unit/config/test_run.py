@@ -50,6 +50,8 @@ def test_the_defaults_agree_with_each_other() -> None:
         ),
         ({"rollout.top_p": 0.9, "rollout.temperature": 0.8}, "rollout.top_p 0.9 needs rollout.temperature 1, not 0.8"),
         ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
+        ({"vllm.sync_backend": "ipc"}, "within a GPU: it needs train.colocate_all"),
+        ({"vllm.sync_backend": "nccl", "train.colocate_all": True}, "on the same GPU.* use ipc or shm"),
         ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout packed"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest answer"),
@@ -110,6 +112,8 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"reward.remote_url": "a.py:f", "reward.remote_weight": 2.0, "reward.functions": {}})
     rl(**{"data.apply_chat_template": False, "data.input_template": "Q: {}"})
     rl(**{"vllm.enable_sleep": True, "train.colocate_all": True})
+    rl(**{"vllm.sync_backend": "ipc", "train.colocate_all": True})
+    rl(**{"vllm.sync_backend": "nccl"})
     rl(**{"rollout.top_p": 0.9})
 
 
