@@ -1,0 +1,96 @@
+"""What crosses processes: errors as themselves, images as handles, and nothing that waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.placement import Place
+from vlmrl.cluster.session import session
+from vlmrl.cluster.store import created_bytes, put
+from vlmrl.config.data import Data
+from vlmrl.data.media import InlineMedia
+from vlmrl.errors import ClusterError, ConfigError
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def start(path: str, settings: dict[str, Any], *, timeout_s: float = 60.0, workers: int = 1) -> WorkerGroup:
+    with session() as machines:
+        places = [Place(0, (worker,)) for worker in range(workers)]
+        return WorkerGroup("helper", path, settings, session=machines, places=places, timeout_s=timeout_s)
+
+
+def test_a_mistake_found_in_an_actor_arrives_as_itself(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    group = start("vlmrl.observe.folder.RunFolder", {"root": tmp_path})
+    with pytest.raises(ConfigError, match="holds another run") as caught:
+        group.call("check", resume=False, has_checkpoint=False)
+    assert "Traceback" not in str(caught.value)
+    group.shutdown()
+
+
+def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
+    group = start("pathlib.PurePath", {})
+    with pytest.raises(ray.exceptions.RayTaskError, match="AttributeError"):
+        group.call("no_such_method")
+    group.shutdown()
+
+
+def test_an_actor_that_hangs_is_an_error_that_names_it() -> None:
+    group = start("threading.Event", {})
+    with pytest.raises(ClusterError, match=r"helper did not answer within 1 s.*--train.timeout_s"):
+        group.wait(group.submit("wait"), timeout_s=1.0)
+    group.shutdown()
+
+
+def test_an_actor_that_dies_is_an_error_that_names_it() -> None:
+    group = start("importlib.import_module", {"name": "os"})
+    with pytest.raises(ClusterError, match="a worker of helper died"):
+        group.call("_exit", 1)
+    group.shutdown()
+
+
+def test_arguments_meet_their_workers_and_answers_keep_their_order() -> None:
+    group = start("importlib.import_module", {"name": "math"}, workers=2)
+    assert group.each("sqrt", [4.0, 9.0]) == [2.0, 3.0]
+    assert group.call("floor", 2.5) == [2, 2]
+    with pytest.raises(ValueError, match="3 arguments for 2 workers of helper"):
+        group.each("sqrt", [1.0, 2.0, 3.0])
+    group.shutdown()
+
+
+def test_an_image_is_stored_once_however_often_its_handle_travels() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    before = created_bytes()
+    handle = put(InlineMedia(hash="image", size=(256, 256), pixels=pixels))
+    group = start("importlib.import_module", {"name": "operator"})
+    for _ in range(20):
+        assert group.call("length_hint", [handle] * 16) == [16]
+    assert pixels.nbytes <= created_bytes() - before < 1.2 * pixels.nbytes
+    assert np.array_equal(handle.fetch(), pixels)
+    group.shutdown()
+
+
+def test_the_bytes_of_a_draw_are_those_of_its_images(tiny_model: Callable[..., str]) -> None:
+    settings = {
+        "model": tiny_model("qwen2_5_vl", size="micro"),
+        "trust_remote_code": False,
+        "data": Data(prompt_dataset="visual_math?families=count&pixels=224&size=16", max_len=256),
+        "evaluation": None,
+        "seed": 1,
+    }
+    group = start("vlmrl.cluster.store.StoredSource", settings)
+    before = created_bytes()
+    prompts, metrics = group.call("draw", 8)[0]
+    moved = created_bytes() - before
+    assert metrics["media/bytes_moved"] == 8 * 224 * 224 * 3
+    assert metrics["media/bytes_moved"] <= moved < 1.1 * metrics["media/bytes_moved"]
+    assert prompts[0].media[0].fetch().shape == (224, 224, 3)
+    group.shutdown()
