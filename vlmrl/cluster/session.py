@@ -120,6 +120,9 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
     variables = startup.environment() | {
         "OMP_NUM_THREADS": str(cores),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        # A dying worker's children end by themselves, and Python's resource tracker among them removes what lies in
+        # shared memory: Ray would kill it before it can.
+        "RAY_kill_child_processes_on_worker_exit": "0",
     }
     if session.has_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot) for slot in slots)
