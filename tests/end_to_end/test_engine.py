@@ -466,7 +466,13 @@ def segments() -> set[str]:
 
 
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    return [p for p in parent.children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    """What `parent` started for an engine: not Ray, which other tests of this session may have left running."""
+    return [
+        process
+        for child in parent.children()
+        if any(word in " ".join(child.cmdline()) for word in ("multiprocessing.spawn", "VLLM"))
+        for process in (child, *child.children(recursive=True))
+    ]
 
 
 async def be_busy(model: str) -> None:
