@@ -28,11 +28,13 @@ lint: setup  ## ruff, mypy, import rules
 unit: setup  ## unit tests only
 	$(BIN)/python -m pytest -q tests/unit
 
-bench: setup  ## seconds, bytes and tokens/s of a weight publish and of rollouts with a tiny model, as JSON lines
+bench: setup  ## a weight publish, rollouts, an optimizer step in each layout and the log-probs alone, as JSON lines
 	@test -d runs/bench/model || $(BIN)/python -m vlmrl.models.tiny --family qwen2_5_vl --out runs/bench/model
 	$(BIN)/vlmrl bench publish --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32
 	$(BIN)/vlmrl bench rollout --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32 \
-		--data.prompt_dataset visual_math
+		--data.prompt_dataset visual_math --rollout.batch_size 16 --rollout.max_new_tokens 64
+	$(BIN)/vlmrl bench step --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32 --bench.image_size 336
+	$(BIN)/vlmrl bench logprobs --bench.tokens 1024 --bench.hidden 256
 
 coverage: setup  ## unit tests with line and branch coverage
 	$(BIN)/python -m pytest -q tests/unit --cov --cov-report=term-missing

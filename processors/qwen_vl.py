@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlmrl.data.media import Blank
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.processors.text import Message, TextProcessor, end_tokens, one_of, refuse_image_parts
-from vlmrl.types import Ints, Media, Pixels, Sample
+from vlmrl.types import Ints, Media, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class QwenVlProcessor(TextProcessor):
         if is_image.sum() != len(sizes):
             raise DataError(f"the rendered prompt has {is_image.sum()} placeholders for {len(sizes)} images")
         repeats = np.ones(len(request), dtype=np.int64)
-        repeats[is_image] = [self._num_tokens(size) for size in sizes]
+        repeats[is_image] = [self.num_tokens(size) for size in sizes]
         return np.repeat(request, repeats), request
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
@@ -84,13 +84,17 @@ class QwenVlProcessor(TextProcessor):
     def token_types(self, tokens: Ints) -> Ints:
         return np.where(tokens == self._image_token, 1, np.where(tokens == self._video_token, 2, 0))
 
-    def num_patches(self, size: tuple[int, int]) -> int:
+    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
         width, height = size
-        return (width // self.patch_size) * (height // self.patch_size)
+        return 1, height // self.patch_size, width // self.patch_size
+
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        width, height = size
+        return (width // self.resize_factor) * (height // self.resize_factor)
 
     def dummy_sample(self) -> Sample | None:
         side = self.resize_factor
-        media = _Blank(f"blank:{side}", (side, side))
+        media = Blank(f"blank:{side}x{side}", (side, side))
         tokens, _ = self.encode(self.image_text(), [media.size])
         return Sample(tokens=tokens, sampled=np.zeros(len(tokens), dtype=np.bool_), media=(media,))
 
@@ -118,10 +122,6 @@ class QwenVlProcessor(TextProcessor):
     def image_text(self) -> str:
         return f"{_START}{_IMAGE}{_END}"
 
-    def _num_tokens(self, size: tuple[int, int]) -> int:
-        width, height = size
-        return (width // self.resize_factor) * (height // self.resize_factor)
-
     def _check_bounds(self) -> None:
         area = self.resize_factor**2
         if -(-self.min_pixels // area) > self.max_pixels // area:
@@ -129,18 +129,6 @@ class QwenVlProcessor(TextProcessor):
                 f"data.min_pixels {self.min_pixels} and data.max_pixels {self.max_pixels}: no image of whole "
                 f"{self.resize_factor}x{self.resize_factor} patches ({area} pixels) lies between them"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Blank:
-    """A grey image that nobody has to store. See `vlmrl.types.Media`."""
-
-    hash: str
-    size: tuple[int, int]
-
-    def fetch(self) -> Pixels:
-        width, height = self.size
-        return np.full((height, width, 3), 127, dtype=np.uint8)
 
 
 def load(

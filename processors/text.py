@@ -78,8 +78,11 @@ class TextProcessor:
     def token_types(self, tokens: Ints) -> Ints:
         return np.zeros_like(tokens)
 
-    def num_patches(self, size: tuple[int, int]) -> int:
+    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
         raise AssertionError(f"a text model was asked for the patches of an image of size {size}")
+
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        raise AssertionError(f"a text model was asked for the tokens of an image of size {size}")
 
     def dummy_sample(self) -> Sample | None:
         return None

@@ -25,6 +25,8 @@ Reinforcement learning of language and vision-language models.
   eval           answers to held-out prompts, scored by the reward functions
   bench publish  how long weights take from the trainer to the engines
   bench rollout  how fast the engines answer
+  bench step     what one optimizer step costs in each layout
+  bench logprobs what scoring tokens costs with and without [T, V] logits
   doctor         what this machine has, what works on it, and how to mend what does not
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
@@ -113,7 +115,7 @@ def _eval(words: list[str]) -> int:
 def _bench(words: list[str]) -> int:
     what, *rest = words or ["--help"]
     if what in ("--help", "-h"):
-        print("usage: vlmrl bench publish|rollout [--config FILE.yaml ...] [--section.setting VALUE ...]")
+        print("usage: vlmrl bench publish|rollout|step|logprobs [--config FILE.yaml ...] [--section.setting VALUE ...]")
         return 0
     if what not in _BENCHMARKS:
         raise ConfigError(_no_such("benchmark", what, _BENCHMARKS))
@@ -124,7 +126,7 @@ def _bench_publish(words: list[str]) -> int:
     from vlmrl.config.run import PublishBench
 
     if (asked := _ask(PublishBench, words)) is not None:
-        from vlmrl.bench import publish
+        from vlmrl.bench.cluster import publish
 
         publish(asked.config)
     return 0
@@ -134,9 +136,29 @@ def _bench_rollout(words: list[str]) -> int:
     from vlmrl.config.run import RolloutBench
 
     if (asked := _ask(RolloutBench, words)) is not None:
-        from vlmrl.bench import rollout
+        from vlmrl.bench.cluster import rollout
 
         rollout(asked.config)
+    return 0
+
+
+def _bench_step(words: list[str]) -> int:
+    from vlmrl.config.run import StepBench
+
+    if (asked := _ask(StepBench, words)) is not None:
+        from vlmrl.bench.step import step
+
+        step(asked.config)
+    return 0
+
+
+def _bench_logprobs(words: list[str]) -> int:
+    from vlmrl.config.run import LogprobsBench
+
+    if (asked := _ask(LogprobsBench, words)) is not None:
+        from vlmrl.bench.head import logprobs
+
+        logprobs(asked.config)
     return 0
 
 
@@ -152,7 +174,12 @@ def _doctor(words: list[str]) -> int:
     return doctor.main(as_json=bool(words))
 
 
-_BENCHMARKS: dict[str, Callable[[list[str]], int]] = {"publish": _bench_publish, "rollout": _bench_rollout}
+_BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
+    "publish": _bench_publish,
+    "rollout": _bench_rollout,
+    "step": _bench_step,
+    "logprobs": _bench_logprobs,
+}
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,

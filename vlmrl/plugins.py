@@ -71,8 +71,11 @@ class Processor(Protocol):
     def token_types(self, tokens: Ints) -> Ints:
         """[T]: 0 text, 1 image, 2 video."""
 
-    def num_patches(self, size: tuple[int, int]) -> int:
-        """P of an image of this (width, height): what the vision tower has to work through."""
+    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """Patches in time, height and width of an image of this (width, height): the work of the vision tower."""
+
+    def num_tokens(self, size: tuple[int, int]) -> int:
+        """Tokens that such an image takes in a prompt."""
 
     def dummy_sample(self) -> Sample | None:
         """The smallest sample with an image, nothing sampled; None when the model takes no images."""

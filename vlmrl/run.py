@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import RemotePolicy, RemotePrompts
+from vlmrl.cluster.roles import RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference
 from vlmrl.cluster.session import session
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
@@ -26,10 +26,11 @@ from vlmrl.plugins import Processor, processor
 from vlmrl.preflight import check_data, describe, roles_of
 from vlmrl.rewards.combine import check_functions
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage, last_step
 from vlmrl.supervised import fit
-from vlmrl.trainer import Judged, train
-from vlmrl.types import Metrics
+from vlmrl.trainer import Judged, largest_gap, to_samples, train
+from vlmrl.types import Group, Metrics
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
 
@@ -48,7 +49,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         # Engines and learners start at the same time: each spends most of its start waiting for imports and files.
         engines, (policy, reference) = together(
             lambda: stage.engines(config, report),
-            lambda: stage.learners(config, tools, num_rows=prompts.num_rows),
+            lambda: stage.learners(config, tools, num_rows=prompts.num_rows, say=report.say),
         )
         policy.engines = engines
         done = _restore(config, folder, prompts, policy)
@@ -57,6 +58,15 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         sets = prompts.evaluation()
         policy.publish(done)
+        sight = sight_check(config, engines, policy, reference)
+
+        def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
+            if not sight.is_due(step, groups):
+                return {}
+            with report.phase("sight"):
+                metrics = sight.check(groups)
+            policy.drop_counts()
+            return metrics
 
         def evaluate_now(step: int) -> Metrics:
             with report.phase("eval"):
@@ -84,6 +94,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             policy=policy,
             reference=reference,
             report=report,
+            check_sight=check_sight,
             after_step=after_step,
             save=partial(_save, config, folder, prompts, policy, report),
             first_step=done + 1,
@@ -99,7 +110,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        policy, _ = stage.learners(config, tools, num_rows=prompts.num_rows)
+        policy, _ = stage.learners(config, tools, num_rows=prompts.num_rows, say=report.say)
         done = _restore(config, folder, prompts, policy)
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
@@ -135,6 +146,25 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in answers.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
+
+
+def sight_check(
+    config: RlConfig, engines: RemoteEngines, policy: RemotePolicy, reference: RemoteReference | None
+) -> SightCheck:
+    """The check of every path by which this run gets log-probs."""
+    paths = {
+        "engine": engines.score,
+        "old": lambda groups: policy.logprobs(to_samples(groups)),
+        # What the first time left in the vision cache is read back now.
+        "old_again": lambda groups: policy.logprobs(to_samples(groups)),
+        "padded": lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
+        "update": lambda groups: policy.logprobs(to_samples(groups), gradient=True),
+    }
+    if reference is not None:
+        paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
+    # Below top_p 1 the answers' log-probs are the model's own, which is what the engine says of tokens that are there.
+    foreign = {"reference"} if config.rollout.top_p < 1.0 else {"reference", "engine"}
+    return SightCheck(config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=foreign)
 
 
 def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
-from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder
+from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder, Tally
 from vlmrl.cluster.session import Session
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.observe.report import RunReport
 from vlmrl.plugins import Processor
-from vlmrl.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +96,16 @@ class Stage:
         return engines
 
     def learners(
-        self, config: RlConfig | SftConfig, tools: Processor, *, num_rows: int
+        self, config: RlConfig | SftConfig, tools: Processor, *, num_rows: int, say: Callable[[str], None]
     ) -> tuple[RemotePolicy, RemoteReference | None]:
         """The policy, and the reference when a KL penalty wants one."""
         loop, is_rl = config.train, isinstance(config, RlConfig)
-        cut = Cut(
-            layout=loop.layout,
-            max_tokens=loop.max_tokens_per_gpu,
-            max_samples=loop.micro_batch_size,
-            cost=lambda sample: cost_of(sample, tools),
-            filler=tools.dummy_sample(),
-        )
         shared = {
             "actor": config.actor,
             "ds": config.ds,
             "loop": loop,
             "columns": config.data,
+            "vision": config.vision,
             "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
             "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
         }
@@ -122,16 +116,27 @@ class Stage:
             "total_steps": optimizer_steps(config, num_rows),
             "loss": policy_loss(config) if isinstance(config, RlConfig) else None,
         }
+        ranks = self.group(
+            "actor", "vlmrl.learning.policy.Policy", shared | learner, timeout_s=loop.timeout_s, distributed=True
+        )
+        patch_cost, is_recurrent = ranks.call("traits")[0]
+        if tools.resize_factor is not None:
+            say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
+        if is_recurrent and loop.layout != "padded":
+            say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
+        cut = Cut(
+            layout="padded" if is_recurrent else loop.layout,
+            max_tokens=loop.max_tokens_per_gpu,
+            max_samples=loop.micro_batch_size,
+            image_cost=lambda image: patch_cost * math.prod(tools.grid(image.size)),
+            filler=tools.dummy_sample(),
+        )
+        tally = Tally()
         policy = RemotePolicy(
-            self.group(
-                "actor",
-                "vlmrl.learning.policy.Policy",
-                shared | learner,
-                timeout_s=loop.timeout_s,
-                distributed=True,
-            ),
+            ranks,
             cut,
             max_tokens=without_gradient,
+            tally=tally,
             batch_size=loop.batch_size,
             epochs=loop.max_epochs if is_rl else 1,
             seed=loop.seed,
@@ -148,12 +153,7 @@ class Stage:
             timeout_s=loop.timeout_s,
             distributed=True,
         )
-        return policy, RemoteReference(reference, cut, max_tokens=without_gradient)
-
-
-def cost_of(sample: Sample, tools: Processor) -> int:
-    """What a sample costs a forward pass: its language tokens and its vision patches."""
-    return len(sample.tokens) + sum(tools.num_patches(media.size) for media in sample.media)
+        return policy, RemoteReference(reference, cut, max_tokens=without_gradient, tally=tally)
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:

@@ -88,6 +88,7 @@ def train(
     policy: Policy,
     reference: Reference | None,
     report: Report,
+    check_sight: Callable[[int, Sequence[Group]], Metrics],
     after_step: Callable[[int, Judged], Metrics],
     save: Callable[[int], None],
     first_step: int,
@@ -95,8 +96,9 @@ def train(
 ) -> None:
     """Run the steps `first_step..last_step`, both included.
 
-    The engines hold version `first_step - 1` when this starts. `after_step` evaluates and writes; `save` comes last, so
-    that a run that goes on after a kill lacks nothing of the steps before.
+    The engines hold version `first_step - 1` when this starts. `check_sight` meets the answers while engines and policy
+    still hold the weights that made them. `after_step` evaluates and writes; `save` comes last, so that a run that goes
+    on after a kill lacks nothing of the steps before.
     """
     sampling = Sampling(
         n=config.rollout.n_samples_per_prompt,
@@ -111,26 +113,35 @@ def train(
         with report.phase("rollout"):
             groups = engine.generate(drawn, sampling)
             check_versions(groups, version=step - 1)
+        seeing = check_sight(step, groups)
         with report.phase("reward"):
             scores = rewarder.score(groups)
         samples = to_samples(groups)
         with report.phase("logprob"):
-            old = policy.logprobs(samples)
+            old = None if is_on_policy(config) else policy.logprobs(samples)
             ref = reference.logprobs(samples) if reference is not None else None
         judged, judging = judge(config, groups, scores, samples, old=old, ref=ref)
         with report.phase("update"):
             learning = policy.update(judged.experience, step=step)
+        if old is None:
+            check_agreement(config, learning)
         with report.phase("publish"):
             publishing = policy.publish(step)
         after = after_step(step, judged)
-        report.step(step, drawing | judging | learning | publishing | after)
+        report.step(step, drawing | seeing | judging | learning | publishing | after)
         save(step)
 
 
 def to_samples(groups: Sequence[Group]) -> list[Sample]:
     """Every answer as a sample, group by group."""
     return [
-        Sample(tokens=rollout.tokens, sampled=rollout.sampled, media=group.prompt.media, group=number)
+        Sample(
+            tokens=rollout.tokens,
+            sampled=rollout.sampled,
+            media=group.prompt.media,
+            group=number,
+            source=group.prompt.source,
+        )
         for number, group in enumerate(groups)
         for rollout in group.rollouts
     ]
@@ -157,10 +168,12 @@ def judge(
     scores: list[list[Score]],
     samples: list[Sample],
     *,
-    old: list[Floats],
+    old: list[Floats] | None,
     ref: list[Floats] | None,
 ) -> tuple[Judged, Metrics]:
     """From scores to advantages, and the metrics of all that is known before learning.
+
+    Without `old` log-probabilities the policy compares itself with the engine while it learns.
 
     Raises:
         SyncError: engine and trainer disagree on the log-probabilities of what was sampled.
@@ -181,7 +194,7 @@ def judge(
     )
     by_group = rewards.reshape(len(groups), -1)
     sampled = pad([torch.tensor(sample.sampled) for sample in samples])
-    reference_gap = None if ref is None else pad_floats(old, ref, estimator=config.algo.kl.estimator)
+    reference_gap = None if old is None or ref is None else pad_floats(old, ref, estimator=config.algo.kl.estimator)
     values = advantages(
         by_group,
         sampled,
@@ -215,19 +228,30 @@ def judge(
         metrics[f"reward/parts/{name}"] = float(np.mean([score.parts.get(name, 0.0) for score in every]))
     if reference_gap is not None:
         metrics["kl/reference"] = float(reference_gap[sampled].mean())
-    agreement = compare_engine(experience)
-    check_agreement(config, agreement)
-    judged = Judged(groups=groups, scores=scores, rewards=list(by_group.numpy()), experience=experience)
-    return judged, metrics | agreement
+    if old is not None:
+        agreement = compare_engine(experience, old)
+        check_agreement(config, agreement)
+        metrics |= agreement
+    return Judged(groups=groups, scores=scores, rewards=list(by_group.numpy()), experience=experience), metrics
 
 
-def compare_engine(experience: Experience) -> Metrics:
+def is_on_policy(config: RlConfig) -> bool:
+    """Whether the one optimizer step of a batch of answers is taken by the very policy that gave them.
+
+    Then the log-probs of its own pass are the old ones, and a pass less is made. A reference is compared with the old
+    ones before the step, so with a reference there are two passes.
+    """
+    answers = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return config.train.max_epochs == 1 and config.train.batch_size == answers and config.algo.kl.init_coef == 0
+
+
+def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
     """How far the engine's log-probabilities are from the trainer's, on the tokens that were sampled.
 
     The KL is the k3 estimate of KL(engine || trainer), over the engine's own samples.
     """
     sampled = np.concatenate([sample.sampled for sample in experience.samples])
-    difference = (np.concatenate(experience.old_logprobs) - np.concatenate(experience.rollout_logprobs))[sampled]
+    difference = (np.concatenate(old) - np.concatenate(experience.rollout_logprobs))[sampled]
     difference = difference.astype(np.float64)
     return {
         "sync/logprob_diff_max": float(np.abs(difference).max(initial=0.0)),
@@ -236,13 +260,18 @@ def compare_engine(experience: Experience) -> Metrics:
     }
 
 
+def largest_gap(config: RlConfig) -> float:
+    """How far apart the log-probabilities of engine and trainer may be, on average over the sampled tokens."""
+    return config.vllm.max_logprob_diff or (1e-3 if config.ds.param_dtype == "fp32" else 0.1)
+
+
 def check_agreement(config: RlConfig, agreement: Metrics) -> None:
     """Stop when engine and trainer are not the same function.
 
     Raises:
         SyncError: the mean difference of log-probabilities is above `vllm.max_logprob_diff`.
     """
-    bound = config.vllm.max_logprob_diff or (1e-3 if config.ds.param_dtype == "fp32" else 0.1)
+    bound = largest_gap(config)
     gap = agreement["sync/logprob_diff_mean"]
     if not gap <= bound:
         raise SyncError(

@@ -1,7 +1,7 @@
 """What flows through a run: Prompt -> Group -> Sample -> Experience. Each is frozen, and complete when made.
 
 Index t is about token t everywhere: `logprobs[t]` is the log-probability of `tokens[t]` given `tokens[:t]`, and
-`sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/logprobs.py`.
+`sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/inputs.py`.
 
 The shape alphabet of the project: N prompts, G answers per prompt, B samples (N * G), T tokens of a sample or of a row,
 V vocabulary, D hidden size, P vision patches, H heads, L layers.
@@ -120,11 +120,18 @@ class Sample:
     """[T] True on the tokens that enter the loss."""
     media: tuple[Media, ...] = ()
     group: int = 0
-    """Which prompt of the batch it answers: samples of one group share their media and their prompt tokens."""
+    """Which prompt of the batch it answers: samples of one group begin with the same tokens and the same media."""
+    source: str = ""
+    """The dataset and row of its prompt, for messages."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.sampled):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} flags of what was sampled")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that was sampled; all of them when none was."""
+        return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,8 +142,9 @@ class Experience:
     """B of them."""
     advantages: Sequence[Floats]
     """B arrays of [T]; 0 where not sampled."""
-    old_logprobs: Sequence[Floats]
-    """B arrays of [T]: the policy when the experience was made, recomputed by the trainer."""
+    old_logprobs: Sequence[Floats] | None
+    """B arrays of [T]: the policy when the experience was made, recomputed by the trainer. None: the policy is still
+    the same, and finds them while it learns."""
     rollout_logprobs: Sequence[Floats]
     """B arrays of [T]: the rollout engine's own."""
     ref_logprobs: Sequence[Floats] | None = None
@@ -153,7 +161,7 @@ class Experience:
         return Experience(
             samples=[self.samples[r] for r in rows],
             advantages=[self.advantages[r] for r in rows],
-            old_logprobs=[self.old_logprobs[r] for r in rows],
+            old_logprobs=None if self.old_logprobs is None else [self.old_logprobs[r] for r in rows],
             rollout_logprobs=[self.rollout_logprobs[r] for r in rows],
             ref_logprobs=None if self.ref_logprobs is None else [self.ref_logprobs[r] for r in rows],
         )
@@ -168,6 +176,6 @@ class Totals:
     num_samples: int
 
 
-Layout = Literal["padded", "packed"]
+Layout = Literal["padded", "packed", "shared"]
 Metrics = dict[str, float]
 """`area/quantity` -> value, one step's worth."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import socket
@@ -25,15 +26,18 @@ from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
 from vlmrl.data.media import InlineMedia
-from vlmrl.data.packing import Pack
+from vlmrl.data.packing import FILLER, Pack, make_pack
 from vlmrl.types import Experience, Floats, Sample, Totals
 
 STAGES = (0, 1, 2, 3)
+SHARED = {"layout": "shared", "max_tokens": 10_000}
 PACKED = {"layout": "packed", "max_tokens": 10_000}
 PADDED = {"layout": "padded", "max_tokens": 1}
 """Every sample is a micro-batch of its own."""
+FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 
 
 # ---------------------------------------------------------------- what a rank does
@@ -46,6 +50,7 @@ def policy(
     dtype: str = "fp32",
     offload: bool = False,
     loss: dict[str, Any] | None = None,
+    cache_gib: float = 1.0,
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.policy import Policy
@@ -57,6 +62,7 @@ def policy(
         ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload),  # type: ignore[arg-type]
         loop=Loop(timeout_s=120),
         columns=Columns(),
+        vision=Vision(cache_gib=cache_gib),
         total_steps=10,
         loss=PolicyLoss(**({"aggregation": "token", "max_new_tokens": 8} | (loss or {}))),
         temperature=0.7,
@@ -83,7 +89,7 @@ def samples(tools: Any) -> list[Sample]:
             sampled = np.arange(len(tokens)) >= len(prompt)
             if group == 4:
                 sampled[len(prompt) + 1] = False
-            rows.append(Sample(tokens=tokens.astype(np.int64), sampled=sampled, media=media, group=group))
+            rows.append(Sample(tokens.astype(np.int64), sampled, media, group, f"test:{group}"))
     return rows
 
 
@@ -95,7 +101,7 @@ def packs_of(learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int)
         layout=layout,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         max_samples=None,
-        cost=lambda s: len(s.tokens) + sum(tools.num_patches(m.size) for m in s.media),
+        image_cost=lambda image: float(math.prod(tools.grid(image.size))),
         filler=tools.dummy_sample(),
     )
     return shares[torch.distributed.get_rank()]
@@ -133,27 +139,56 @@ def score(out: Path, *, model: str) -> None:
     learner = policy(model)
     rows = samples(learner._processor)
     found: dict[str, np.ndarray] = {}
-    for name, cut in (("packed", PACKED), ("padded", PADDED)):
-        for i, values in learner.logprobs(packs_of(learner, rows, **cut)):
+    for name, cut in (("shared", SHARED), ("packed", PACKED), ("padded", PADDED)):
+        for i, values in learner.logprobs(packs_of(learner, rows, **cut))[0]:
             found[f"{name}.{i}"] = values
     reference = Reference(
         actor=Model(model_name_or_path=model),
         ds=Ds(param_dtype="fp32"),
         loop=Loop(),
         columns=Columns(),
+        vision=Vision(),
         temperature=0.7,
         bans=True,
     )
-    for i, values in reference.logprobs(packs_of(learner, rows, **PACKED)):
-        found[f"reference.{i}"] = values
+    # The second time, a frozen tower has nothing left to do.
+    for name, calls in (("reference", 4), ("again", 0)):
+        scored, counts = reference.logprobs(packs_of(learner, rows, **SHARED))
+        found |= {f"{name}.{i}": values for i, values in scored}
+        assert counts["vision/tower_calls"].value == (calls if learner._processor.resize_factor else 0)
     np.savez(out.with_suffix(".npz"), **found)
 
 
 def update(
-    out: Path, *, model: str, old: str, cut: dict[str, Any], steps: int = 2, save: str | None = None, **settings: Any
+    out: Path,
+    *,
+    model: str,
+    old: str,
+    cut: dict[str, Any],
+    steps: int = 2,
+    save: str | None = None,
+    look: bool = False,
+    warm: bool = False,
+    **settings: Any,
 ) -> None:
-    """Two optimizer steps: weights and metrics to `out`, the model to `save`."""
+    """Two optimizer steps: weights and metrics to `out`, the model to `save`.
+
+    With `look`, after passes that an update would make and that are thrown away. With `warm`, after one in which rank 0
+    has met all the images that it will meet again, and the others none of theirs.
+    """
     learner = policy(model, **settings)
+    rows = samples(learner._processor)
+    if look:
+        quiet, _ = learner.logprobs(packs_of(learner, rows, **cut))
+        recorded, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
+        for (i, mine), (n, other) in zip(quiet, recorded, strict=True):
+            assert i == n
+            np.testing.assert_allclose(mine, other, atol=2e-6)
+    if warm:
+        packs = packs_of(learner, rows, **cut)
+        if torch.distributed.get_rank() > 0:
+            packs = [make_pack([learner._processor.dummy_sample()], [FILLER], "shared")] * len(packs)
+        learner.logprobs(packs)
     metrics = _train(learner, old, cut, steps)
     _write(out, learner, metrics)
     if save:
@@ -170,7 +205,7 @@ def supervise(out: Path, *, model: str, cut: dict[str, Any], **settings: Any) ->
 def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
     """Two steps, a checkpoint, two more."""
     learner = policy(model, **settings)
-    _train(learner, old, PACKED, 2)
+    _train(learner, old, SHARED, 2)
     _draw()
     learner.save_checkpoint(Path(folder), {"step": 2, "note": "é"})
     _train(learner, old, PADDED, 2)
@@ -353,24 +388,28 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
         own = {"model": model, "old": str(ranks.folder / f"{name}.npz")}
         ranks.add(f"{name}_alone", "update", **own, cut=PADDED, save=str(ranks.folder / f"{name}_model"))
     for stage in STAGES:
-        ranks.add(f"alone_{stage}", "update", **vl, cut=PACKED, stage=stage)
+        ranks.add(f"alone_{stage}", "update", **vl, cut=SHARED, stage=stage)
         ranks.add(f"alone_many_{stage}", "update", **vl, cut=PADDED, stage=stage)
     for aggregation in ("sequence", "constant"):
         loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
         ranks.add(f"alone_{aggregation}", "update", **vl, cut=PADDED, loss=loss)
-    ranks.add("recomputed", "update", **vl, cut=PACKED, stage=2, gradient_checkpointing_enable=True)
+    ranks.add("alone_packed", "update", **vl, cut=PACKED)
+    ranks.add("recomputed", "update", **vl, cut=SHARED, stage=2, gradient_checkpointing_enable=True, look=True)
     ranks.add(
         "recomputed_reentrant",
         "update",
         **vl,
-        cut=PACKED,
+        cut=SHARED,
         stage=2,
         gradient_checkpointing_enable=True,
         gradient_checkpointing_reentrant=True,
     )
     ranks.add("offloaded", "update", **vl, cut=PADDED, stage=2, offload=True)
     ranks.add("offloaded_3", "update", **vl, cut=PADDED, stage=3, offload=True)
-    ranks.add("frozen", "update", **vl, cut=PACKED, stage=2, freeze_visual_encoder=True, freeze_projector=True)
+    ranks.add("frozen", "update", **vl, cut=PADDED, stage=2, cache_gib=0.0, **FROZEN)
+    ranks.add("frozen_kept", "update", **vl, cut=SHARED, **FROZEN)
+    deep = {"model": models["deep"], "old": str(ranks.folder / "deep.npz")}
+    ranks.add("frozen_deep", "update", **deep, cut=PADDED, cache_gib=0.0, **FROZEN)
     ranks.add("taught", "supervise", model=models["vl"], cut=PADDED)
     for where in ("loss", "gradient"):
         for stage in (0, 2, 3):
@@ -380,17 +419,24 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
     ranks.run(1)
 
     for stage in STAGES:
-        ranks.add(f"pair_{stage}", "update", **vl, cut=PACKED, stage=stage, save=str(ranks.folder / f"model_{stage}"))
+        cut = PACKED if stage in (0, 3) else SHARED
+        ranks.add(f"pair_{stage}", "update", **vl, cut=cut, stage=stage, save=str(ranks.folder / f"model_{stage}"))
         ranks.add(f"pair_bf16_{stage}", "update", **vl, cut=PADDED, stage=stage, dtype="bf16")
     ranks.add("pair_many_2", "update", **vl, cut=PADDED, stage=2)
     ranks.add("pair_many_3", "update", **vl, cut=PADDED, stage=3)
+    recompute = {"gradient_checkpointing_enable": True}
+    ranks.add("pair_shared_3", "update", **vl, cut=SHARED, stage=3, look=True, **recompute)
+    ranks.add("pair_shared_many_3", "update", **vl, cut=SHARED | {"max_tokens": 120}, stage=3)
+    for stage in (2, 3):
+        ranks.add(f"frozen_pair_{stage}", "update", **vl, cut=SHARED, stage=stage, warm=True, **FROZEN)
+    ranks.add("frozen_pair_deep", "update", **deep, cut=SHARED, stage=3, warm=True, **recompute, **FROZEN)
     for aggregation in ("sequence", "constant"):
         loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
-        ranks.add(f"pair_{aggregation}", "update", **vl, cut=PACKED, loss=loss, stage=2)
+        ranks.add(f"pair_{aggregation}", "update", **vl, cut=SHARED, loss=loss, stage=2)
     for name in ("deep", "text"):
         own = {"model": models[name], "old": str(ranks.folder / f"{name}.npz")}
-        ranks.add(f"{name}_pair", "update", **own, cut=PACKED, stage=3, save=str(ranks.folder / f"{name}_model_3"))
-    ranks.add("taught_pair", "supervise", model=models["vl"], cut=PACKED, stage=3)
+        ranks.add(f"{name}_pair", "update", **own, cut=SHARED, stage=3, save=str(ranks.folder / f"{name}_model_3"))
+    ranks.add("taught_pair", "supervise", model=models["vl"], cut=SHARED, stage=3)
     for stage in STAGES:
         ranks.add(f"unbroken_{stage}", "unbroken", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage)
     bf16 = {"folder": str(ranks.folder / "checkpoint_bf16"), "stage": 2, "dtype": "bf16"}
@@ -414,12 +460,14 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
 
 
 @pytest.mark.parametrize("model", ["vl", "deep", "text"])
-def test_packed_padded_and_the_reference_give_the_same_logprobs(runs: Ranks, model: str) -> None:
+def test_every_layout_and_the_reference_give_the_same_logprobs(runs: Ranks, model: str) -> None:
     found = runs.tensors(model)
     for i in range(10):
-        assert found[f"packed.{i}"].min() < -1
-        np.testing.assert_allclose(found[f"packed.{i}"], found[f"padded.{i}"], atol=2e-6)
-        assert np.array_equal(found[f"packed.{i}"], found[f"reference.{i}"])
+        assert found[f"padded.{i}"].min() < -1
+        for layout in ("shared", "packed"):
+            np.testing.assert_allclose(found[f"{layout}.{i}"], found[f"padded.{i}"], atol=2e-6)
+        for name in ("reference", "again"):
+            assert np.array_equal(found[f"{name}.{i}"], found[f"shared.{i}"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -431,9 +479,28 @@ def test_a_step_does_not_depend_on_ranks_packs_or_stage(runs: Ranks, cut: str, s
     )
 
 
-@pytest.mark.parametrize("name", ["pair_many_2", "pair_many_3"])
-def test_two_ranks_with_many_micro_batches_and_fillers_make_the_same_step(runs: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", ["alone_packed", "pair_many_2", "pair_many_3", "pair_shared_3", "pair_shared_many_3"])
+def test_any_layout_with_any_micro_batches_and_fillers_makes_the_same_step(runs: Ranks, name: str) -> None:
     runs.assert_close(name, "vl_alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "yardstick", "calls"),
+    [
+        ("frozen_kept", "frozen", [4, 0]),
+        # Rank 0 has met its images and the other has not. Under ZeRO-3 both go through the tower, or neither.
+        ("frozen_pair_2", "frozen", [2, 0]),
+        ("frozen_pair_3", "frozen", [3, 0]),
+        ("frozen_pair_deep", "frozen_deep", [3, 0]),
+    ],
+)
+def test_a_frozen_tower_runs_once_per_image_and_the_step_is_the_same(
+    runs: Ranks, name: str, yardstick: str, calls: list[int]
+) -> None:
+    runs.assert_close(name, yardstick)
+    assert [step["vision/tower_calls"] for step in runs.json(name)["steps"]] == calls
+    # Two answers each to prompts with one, two and one image, each sample in a pack of its own.
+    assert [step["vision/tower_calls"] for step in runs.json(yardstick)["steps"]] == [8, 8]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
@@ -488,9 +555,13 @@ def test_metrics_say_what_happened(runs: Ranks) -> None:
     assert first["policy/ratio_max"] > 1
     assert first["policy/grad_norm"] > 0.5
     assert first["pack/padding_fraction"] == 0
-    # Groups of one, two and one image: the tower sees each of them at least once.
-    assert first["vision/tower_calls"] >= 4
+    # Groups of one, two and one image: the tower sees each of them once, in every step for it learns.
+    assert first["vision/tower_calls"] == second["vision/tower_calls"] == 4
+    assert first["vision/cache_hits"] == 0
+    # Each sample's prompt lies once per group of two.
+    assert 0.3 < first["pack/shared_fraction"] < 0.5
     padded = runs.json("vl_alone")["steps"][0]
+    assert padded["pack/shared_fraction"] == 0
     for name in ("policy/clip_fraction", "policy/entropy", "policy/kl_old", "policy/ratio_max", "policy/grad_norm"):
         assert first[name] == pytest.approx(padded[name], rel=1e-3), name
 

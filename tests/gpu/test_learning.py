@@ -22,6 +22,7 @@ def rank(model: str, dtype: str) -> dict[str, Any]:
     from vlmrl.config.data import Columns
     from vlmrl.config.ds import Ds
     from vlmrl.config.train import Loop
+    from vlmrl.config.vision import Vision
     from vlmrl.data.packing import cut
     from vlmrl.learning.policy import Policy
     from vlmrl.types import Sample, Totals
@@ -31,29 +32,35 @@ def rank(model: str, dtype: str) -> dict[str, Any]:
         ds=Ds.model_validate({"zero_stage": 2, "param_dtype": dtype}),
         loop=Loop(),
         columns=Columns(),
+        vision=Vision(),
         total_steps=10,
         loss=None,
         temperature=1.0,
         bans=False,
     )
     rng = np.random.default_rng(0)
+    prompts = rng.integers(97, 122, (4, 4))
     samples = [
-        Sample(tokens=rng.integers(97, 122, length), sampled=np.arange(length) >= 4, group=group)
-        for group, length in enumerate([9, 40, 17, 64, 12, 33, 8, 21])
+        Sample(
+            tokens=np.concatenate([prompts[i // 2], rng.integers(97, 122, length - 4)]),
+            sampled=np.arange(length) >= 4,
+            group=i // 2,
+        )
+        for i, length in enumerate([9, 40, 17, 64, 12, 33, 8, 21])
     ]
     packs = cut(
         samples,
         list(range(len(samples))),
-        layout="packed",
+        layout="shared",
         max_tokens=100,
         max_samples=None,
-        cost=lambda sample: len(sample.tokens),
+        image_cost=lambda image: 0.0,
     )
     totals = Totals(num_tokens=sum(int(s.sampled.sum()) for s in samples), num_samples=len(samples))
-    scored = dict(learner.logprobs(packs))
+    scored = dict(learner.logprobs(packs)[0])
     for _ in range(5):
         learner.fit(packs, totals)
-    learnt = dict(learner.logprobs(packs))
+    learnt = dict(learner.logprobs(packs)[0])
     return {
         "backend": torch.distributed.get_backend(),
         "logprobs": [scored[i].tolist() for i in range(len(samples))],

@@ -28,7 +28,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
 
     for module, names in {
         "vlmrl.run": ("train_rl", "train_sft", "evaluate"),
-        "vlmrl.bench": ("publish", "rollout"),
+        "vlmrl.bench.cluster": ("publish", "rollout"),
+        "vlmrl.bench.step": ("step",),
+        "vlmrl.bench.head": ("logprobs",),
     }.items():
         fake = ModuleType(module)
         for name in names:
@@ -47,6 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
         (["bench", "publish", "--actor.model_name_or_path", "m"], "publish", {}),
         (["bench", "rollout", *NEEDED], "rollout", {}),
+        (["bench", "step", "--actor.model_name_or_path", "m"], "step", {}),
+        (["bench", "logprobs", "--bench.tokens", "8"], "logprobs", {}),
         (["doctor"], "doctor", {"as_json": False}),
         (["doctor", "--json"], "doctor", {"as_json": True}),
     ],
@@ -55,7 +59,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
     assert (name, given) == (called, how)
-    if called != "doctor":
+    if called not in ("doctor", "logprobs"):
         assert config.actor.model_name_or_path == "m"
 
 

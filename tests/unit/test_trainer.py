@@ -11,7 +11,7 @@ import pytest
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import SyncError
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Judged, check_versions, compare_engine, judge, to_samples, train
+from vlmrl.trainer import Judged, check_versions, compare_engine, is_on_policy, judge, to_samples, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 
 ANSWER_LOGPROB = -0.5
@@ -84,7 +84,8 @@ class RememberingPolicy:
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         self.taught.append(experience)
-        return {"policy/loss": 0.0}
+        own = self.logprobs(experience.samples)
+        return {"policy/loss": 0.0} | ({} if experience.old_logprobs is not None else compare_engine(experience, own))
 
     def publish(self, version: int) -> Metrics:
         self.engine.version = version
@@ -128,6 +129,7 @@ def run(settings: RlConfig, policy: RememberingPolicy, *, steps: int) -> Noteboo
         policy=policy,
         reference=None,
         report=notebook,
+        check_sight=lambda step, groups: {},
         after_step=lambda step, judged: {},
         save=lambda step: None,
         first_step=1,
@@ -153,6 +155,35 @@ def test_right_answers_gain_what_wrong_ones_lose_on_their_sampled_tokens_alone()
     # Rewards 0 and 1: mean 0.5, unbiased deviation 0.7071, so -+0.5 / (0.7071 + 1e-6) = -+0.7071.
     np.testing.assert_allclose(wrong, [0, 0, -0.70711], atol=1e-5)
     np.testing.assert_allclose(right, [0, 0, 0.70711, 0.70711, 0.70711], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asks"),
+    [
+        ({}, False),
+        ({"train": {"batch_size": 2}}, True),
+        ({"train": {"batch_size": 4, "max_epochs": 2}}, True),
+        ({"algo": {"kl": {"init_coef": 0.1}}}, True),
+    ],
+)
+def test_old_log_probs_take_a_pass_of_their_own_only_when_the_update_cannot_find_them(
+    changes: dict[str, object], asks: bool
+) -> None:
+    policy = RememberingPolicy(ScriptedEngine())
+    settings = config(**changes)
+    assert is_on_policy(settings) is not asks
+    if not settings.algo.kl.init_coef:
+        run(settings, policy, steps=1)
+        assert (policy.taught[0].old_logprobs is not None) is asks
+
+
+def test_a_gap_that_the_update_finds_stops_the_run_before_its_weights_go_anywhere() -> None:
+    policy = RememberingPolicy(ScriptedEngine(), offset=0.1)
+    policy.engine.version = 0
+    with pytest.raises(SyncError, match="disagree"):
+        run(config(), policy, steps=1)
+    assert len(policy.taught) == 1
+    assert policy.engine.version == 0
 
 
 def test_an_engine_that_missed_a_publish_stops_the_run() -> None:
@@ -224,10 +255,10 @@ def test_a_step_without_sampled_tokens_has_no_gap() -> None:
     empty = Experience(
         samples=[Sample(np.array([1]), np.array([False]))],
         advantages=[np.zeros(1, np.float32)],
-        old_logprobs=[np.zeros(1, np.float32)],
+        old_logprobs=None,
         rollout_logprobs=[np.ones(1, np.float32)],
     )
-    assert compare_engine(empty)["sync/logprob_diff_max"] == 0.0
+    assert compare_engine(empty, [np.zeros(1, np.float32)])["sync/logprob_diff_max"] == 0.0
 
 
 def test_versions_agree_when_all_answers_are_new() -> None:
@@ -235,12 +266,17 @@ def test_versions_agree_when_all_answers_are_new() -> None:
     check_versions([Group(prompt, (make_rollout(prompt, "a", version=3),))], version=3)
 
 
-def test_transcripts_get_what_was_judged() -> None:
+def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> None:
     seen: list[Judged] = []
 
     def remember(step: int, judged: Judged) -> Metrics:
         seen.append(judged)
         return {"eval/toy/pass@1": 1.0}
+
+    def look(step: int, groups: Sequence[Group]) -> Metrics:
+        assert {rollout.version for group in groups for rollout in group.rollouts} == {step - 1}
+        assert notebook.phases == ["data", "rollout"], "blindness is found before anything is made of the answers"
+        return {"sight/old_care": 0.5}
 
     policy, notebook = RememberingPolicy(ScriptedEngine()), Notebook()
     saved: list[tuple[int, set[int]]] = []
@@ -252,6 +288,7 @@ def test_transcripts_get_what_was_judged() -> None:
         policy=policy,
         reference=None,
         report=notebook,
+        check_sight=look,
         after_step=remember,
         save=lambda step: saved.append((step, set(notebook.steps))),
         first_step=1,
@@ -259,4 +296,5 @@ def test_transcripts_get_what_was_judged() -> None:
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
+    assert notebook.steps[1]["sight/old_care"] == 0.5
     assert saved == [(1, {1})], "a step is saved only after its numbers are written"

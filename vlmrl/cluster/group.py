@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, VlmrlError
+from vlmrl.startup import memory
 
 
 class _Worker:
@@ -35,6 +36,8 @@ class _Worker:
 
     def build(self, path: str, variables: Mapping[str, str], settings: Mapping[str, Any]) -> int:
         os.environ.update(variables)
+        if not variables.get("CUDA_VISIBLE_DEVICES"):
+            memory.keep_memory()
         module, name = path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**settings)
         return os.getpid()

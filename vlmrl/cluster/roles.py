@@ -15,11 +15,11 @@ import ray
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.data.balance import spread
-from vlmrl.data.packing import Pack
+from vlmrl.data.packing import ImageCost, Pack
 from vlmrl.errors import ClusterError, SyncError
-from vlmrl.observe.metrics import reduce
+from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Floats, Group, Media, Metrics, Prompt, Sample, Score, Totals
+from vlmrl.types import Experience, Floats, Group, Layout, Media, Metrics, Prompt, Sample, Score, Totals
 
 _STOP_S = 60.0
 
@@ -28,22 +28,28 @@ _STOP_S = 60.0
 class Cut:
     """How samples become packs; the same for every pass over them."""
 
-    layout: str
+    layout: Layout
     max_tokens: int
     max_samples: int | None
-    cost: Callable[[Sample], int]
-    """Language tokens and vision patches of a sample."""
+    image_cost: ImageCost
     filler: Sample | None
     """The smallest sample with an image, for ranks that have none."""
 
-    def spread(self, samples: Sequence[Sample], num_ranks: int, *, max_tokens: int | None = None) -> list[list[Pack]]:
+    def spread(
+        self,
+        samples: Sequence[Sample],
+        num_ranks: int,
+        *,
+        max_tokens: int | None = None,
+        layout: Layout | None = None,
+    ) -> list[list[Pack]]:
         return spread(
             samples,
             num_ranks=num_ranks,
-            layout=self.layout,  # type: ignore[arg-type]
+            layout=layout or self.layout,
             max_tokens=max_tokens or self.max_tokens,
             max_samples=self.max_samples,
-            cost=self.cost,
+            image_cost=self.image_cost,
             filler=self.filler,
         )
 
@@ -138,6 +144,16 @@ class RemoteEngines:
             self._group.call("sleep")
         return groups
 
+    def score(self, groups: Sequence[Group]) -> list[Floats]:
+        """Log-probs of answers that are there already, [T] each, group by group (see `RolloutEngine.score`)."""
+        if self._sleeps:
+            self._group.call("wake")
+        asked = [self._group.submit_to(n % len(self._group), "score", group) for n, group in enumerate(groups)]
+        answers: list[list[Floats]] = self._group.wait(asked, self._timeout_s)
+        if self._sleeps:
+            self._group.call("sleep")
+        return [row for rows in answers for row in rows]
+
     def _dispatch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         load = [0] * len(self._group)
         # Deep enough to keep every engine's batch full, shallow enough that a slow engine gets fewer.
@@ -205,19 +221,37 @@ class RemoteEngines:
         _stop(self._group, "shutdown")
 
 
+class Tally:
+    """What the passes without gradients of a step took, over all models and ranks, until the step is reported."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Metric] = {}
+
+    def add(self, counts: dict[str, Metric]) -> None:
+        self._counts = merge([self._counts, counts])
+
+    def take(self) -> dict[str, Metric]:
+        counts, self._counts = self._counts, {}
+        return counts
+
+
 class RemoteReference:
     """A frozen model over ranks."""
 
-    def __init__(self, group: WorkerGroup, cut: Cut, *, max_tokens: int) -> None:
+    def __init__(self, group: WorkerGroup, cut: Cut, *, max_tokens: int, tally: Tally) -> None:
         self._group = group
         self._cut = cut
         self._max_tokens = max_tokens
+        self._tally = tally
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        packs = self._cut.spread(samples, len(self._group), max_tokens=self._max_tokens)
+    def logprobs(self, samples: Sequence[Sample], *, layout: Layout | None = None, **how: bool) -> list[Floats]:
+        """One array of [T] per sample; `layout` is that of the run unless another is asked for."""
+        packs = self._cut.spread(samples, len(self._group), max_tokens=self._max_tokens, layout=layout)
         found: dict[int, Floats] = {}
-        for answers in self._group.each("logprobs", packs):
+        shares = [self._group.submit_to(rank, "logprobs", packs[rank], **how) for rank in range(len(self._group))]
+        for answers, counts in self._group.wait(shares):
             found.update(answers)
+            self._tally.add(counts)
         return [found[number] for number in range(len(samples))]
 
 
@@ -236,13 +270,14 @@ class RemotePolicy(RemoteReference):
         cut: Cut,
         *,
         max_tokens: int,
+        tally: Tally,
         batch_size: int,
         epochs: int,
         seed: int,
         bucket_bytes: int,
         vision_trains: bool,
     ) -> None:
-        super().__init__(group, cut, max_tokens=max_tokens)
+        super().__init__(group, cut, max_tokens=max_tokens, tally=tally)
         self._batch_size = batch_size
         self._epochs = epochs
         self._seed = seed
@@ -262,7 +297,7 @@ class RemotePolicy(RemoteReference):
                 for rank, packs in enumerate(self._cut.spread(part.samples, len(self._group))):
                     work[rank].append([(pack, experience_of(pack, part)) for pack in packs])
         shares = [self._group.submit_to(rank, "update", work[rank], totals) for rank in range(len(self._group))]
-        return reduce([metrics for steps in self._group.wait(shares) for metrics in steps])
+        return reduce([self._tally.take(), *(metrics for steps in self._group.wait(shares) for metrics in steps)])
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """One optimizer step of supervised training."""
@@ -270,6 +305,10 @@ class RemotePolicy(RemoteReference):
         total = count(samples)
         shares = [self._group.submit_to(rank, "fit", packs[rank], total) for rank in range(len(self._group))]
         return reduce(self._group.wait(shares))
+
+    def drop_counts(self) -> None:
+        """Forget what the passes since the last update took: they were no part of a step."""
+        self._tally.take()
 
     def publish(self, version: int) -> Metrics:
         assert self.engines is not None
@@ -331,7 +370,7 @@ def experience_of(pack: Pack, experience: Experience) -> Experience:
     return Experience(
         samples=pack.samples,
         advantages=column(experience.advantages),
-        old_logprobs=column(experience.old_logprobs),
+        old_logprobs=None if experience.old_logprobs is None else column(experience.old_logprobs),
         rollout_logprobs=column(experience.rollout_logprobs),
         ref_logprobs=None if experience.ref_logprobs is None else column(experience.ref_logprobs),
     )

@@ -5,7 +5,6 @@ the flag or the line of YAML that a setting came from.
 """
 
 from collections.abc import Iterable
-from typing import Literal
 
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
@@ -16,13 +15,11 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.names import is_given, settings
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, Rollout
-from vlmrl.config.train import Loop, TrainRl
+from vlmrl.config.train import Layout, Loop, TrainRl
 from vlmrl.config.vllm import Vllm
 
 Unread = dict[str, str]
 """Full name of a setting -> why the run does not read it."""
-
-Layout = Literal["packed", "padded"]
 
 
 def refuse(config: Section, *, conflicts: Iterable[str], unread: Unread) -> None:
@@ -101,6 +98,13 @@ def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
     return found
 
 
+def unread_of_vision(model: Model, *, has_reference: bool) -> Unread:
+    if has_reference or (model.freeze_visual_encoder and model.freeze_projector):
+        return {}
+    reason = "actor.freeze_visual_encoder and actor.freeze_projector are not both on, so what the tower makes changes"
+    return {"vision.cache_gib": reason}
+
+
 def unread_of_ds(ds: Ds) -> Unread:
     return {} if ds.zero_stage else {"ds.overlap_comm": "ds.zero_stage 0 communicates once, after the backward pass"}
 
@@ -109,10 +113,17 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     found = []
     if ds.adam_offload and ds.zero_stage == 0:
         found.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
-    if ds.packing_samples is not None and is_given(train, "layout") and train.layout != layout(ds.packing_samples):
-        flag, meant = str(ds.packing_samples).lower(), layout(ds.packing_samples)
+    if ds.packing_samples is not None and is_given(train, "layout"):
+        packs = train.layout != "padded"
+        if packs != ds.packing_samples:
+            flag, meant = str(ds.packing_samples).lower(), layout(ds.packing_samples)
+            found.append(
+                f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
+            )
+    if train.layout == "shared" and ds.packing_samples is not False and ds.attn_implementation in ("sdpa", "eager"):
         found.append(
-            f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
+            f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that answers share: set "
+            "train.layout packed or padded, or ds.attn_implementation auto"
         )
     return found
 
@@ -181,4 +192,4 @@ def conflicts_of_placement(vllm: Vllm, train: TrainRl) -> list[str]:
 
 def layout(packing_samples: bool) -> Layout:
     """What OpenRLHF's `ds.packing_samples` says in `train.layout`."""
-    return "packed" if packing_samples else "padded"
+    return "shared" if packing_samples else "padded"

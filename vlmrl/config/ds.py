@@ -16,7 +16,9 @@ class Ds(Section):
     """Keep the optimizer state in CPU memory."""
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen"] = "auto"
     """Attention kernel: `varlen` is PyTorch's own on CUDA; auto chooses by device."""
+    use_liger_kernel: bool = False
+    """Fused norms and feed-forward layers by Liger, on CUDA. Log-probs never hold the logits of all tokens anyway."""
     packing_samples: bool | None = None
-    """OpenRLHF's name for `train.layout`: true is packed, false is padded."""
+    """OpenRLHF's name for `train.layout`: true is shared, false is padded."""
     overlap_comm: bool = False
     """Overlap gradient communication with the backward pass."""

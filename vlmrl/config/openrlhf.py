@@ -69,7 +69,6 @@ REFUSED: dict[str, str] = {
     "ds.tensor_parallel_size": "not built yet: tensor parallel training; ds.zero_stage 3 shards the weights",
     "ds.ring_attn_size": _RING,
     "ds.ring_attn_head_stride": _RING,
-    "ds.use_liger_kernel": "replaced by chunked log-probs, which are always on and never hold the logits of all tokens",
     "ds.grad_accum_dtype": "never: gradients are accumulated in fp32, whatever ds.param_dtype is",
     "ds.use_universal_ckpt": "not built yet: resuming with another number of ranks",
     "ref.offload": "not built yet: a reference in CPU memory; give it devices of its own with ref.num_gpus_per_node",

@@ -9,15 +9,16 @@ from vlmrl.config import checks
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Section
-from vlmrl.config.bench import Repeats, Widths
+from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
 from vlmrl.config.checks import Unread
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
-from vlmrl.config.names import all_but, settings
+from vlmrl.config.names import all_but, is_given, settings
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, HeldOut, Rollout
 from vlmrl.config.train import Loop, TrainRl
+from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
@@ -65,6 +66,7 @@ class Training(Run):
 
     actor: Model
     data: Data
+    vision: Vision = Vision()
     train: Loop = Loop()
     ds: Ds = Ds()
     ckpt: Ckpt = Ckpt()
@@ -76,7 +78,13 @@ class Training(Run):
             | checks.unread_of_columns(self.data)
             | checks.unread_of_output(self.ckpt, self.logger)
             | checks.unread_of_ds(self.ds)
+            | checks.unread_of_vision(self.actor, has_reference=self.has_reference)
         )
+
+    @property
+    def has_reference(self) -> bool:
+        """A frozen model is asked for log-probs too."""
+        return False
 
     def conflicts(self) -> list[str]:
         return [*checks.conflicts_of_data(self.data), *checks.conflicts_of_ds(self.ds, self.train)]
@@ -84,7 +92,7 @@ class Training(Run):
     @model_validator(mode="after")
     def resolve_layout(self) -> Self:
         """Let `train.layout` alone say what `ds.packing_samples` may have said."""
-        if self.ds.packing_samples is not None:
+        if self.ds.packing_samples is not None and not is_given(self.train, "layout"):
             # Frozen is for those who read the settings; here they are still being made.
             self.__dict__["train"] = self.train.model_copy(update={"layout": checks.layout(self.ds.packing_samples)})
         return self
@@ -116,6 +124,10 @@ class RlConfig(Training):
             | checks.unread_of_reward(self.reward)
             | checks.unread_of_eval(self.eval)
         )
+
+    @property
+    def has_reference(self) -> bool:
+        return self.algo.kl.init_coef > 0
 
     def conflicts(self) -> list[str]:
         return [
@@ -205,4 +217,48 @@ class RolloutBench(Run):
         return checks.conflicts_of_data(self.data)
 
 
-VERBS: tuple[type[Run], ...] = (RlConfig, SftConfig, EvalConfig, PublishBench, RolloutBench)
+class StepBench(Run):
+    """What one optimizer step costs in each layout: seconds, memory, equality. Prints JSON lines, and a table."""
+
+    verb: ClassVar[str] = "bench step"
+    omits: ClassVar[frozenset[str]] = (
+        frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
+        | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
+        | frozenset({"ds.packing_samples", "ds.overlap_comm"})
+        | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
+    )
+
+    actor: Model
+    bench: Samples = Samples()
+    train: OneStep = OneStep()
+    ds: Ds = Ds()
+
+    def unread(self) -> Unread:
+        return {} if self.bench.image_size else {"bench.images_per_prompt": "bench.image_size 0 means no images"}
+
+    def conflicts(self) -> list[str]:
+        found = []
+        if self.ds.zero_stage == 3:
+            found.append("ds.zero_stage 3 shards weights over ranks, and bench step runs in one process: use 0, 1 or 2")
+        if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
+            found.append(
+                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that answers share: "
+                "use auto, or leave shared out of bench.layouts"
+            )
+        if len(set(self.bench.layouts)) < len(self.bench.layouts):
+            found.append(f"bench.layouts {' '.join(self.bench.layouts)} names one twice")
+        return [*found, *checks.conflicts_of_ds(self.ds, self.train.model_copy(update={"layout": "padded"}))]
+
+
+class LogprobsBench(Run):
+    """What scoring tokens costs with and without [T, V] logits: seconds, memory, equality. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench logprobs"
+
+    bench: Head = Head()
+
+
+VERBS: tuple[type[Run], ...] = (
+    *(RlConfig, SftConfig, EvalConfig),
+    *(PublishBench, RolloutBench, StepBench, LogprobsBench),
+)

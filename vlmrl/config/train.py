@@ -2,7 +2,11 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from vlmrl.config.base import PositiveInt, Section
+
+Layout = Literal["shared", "packed", "padded"]
 
 
 class Loop(Section):
@@ -16,8 +20,9 @@ class Loop(Section):
     """Most samples in one forward pass; by default only `max_tokens_per_gpu` bounds it."""
     max_tokens_per_gpu: PositiveInt = 16192
     """Token budget of one forward-backward pass on one rank."""
-    layout: Literal["packed", "padded"] = "packed"
-    """`packed`: samples end to end, no padding. `padded`: one row per sample, the yardstick."""
+    layout: Layout = "shared"
+    """`shared`: samples end to end, the prompt of a group once. `packed`: each sample with its own copy of the prompt.
+    `padded`: one row per sample, the yardstick."""
     max_epochs: PositiveInt = 1
     """Passes over the data (sft), or over each batch of experience (rl)."""
     max_steps: PositiveInt | None = None
@@ -37,3 +42,6 @@ class TrainRl(Loop):
     """Actor, reference and engines share the same devices."""
     colocate_actor_ref: bool = False
     """Actor and reference share the same devices."""
+    sight_check_steps: int = Field(default=0, ge=-1)
+    """Make sure, before the first update and before every so many steps' one, that engine and trainer see the images: a
+    path whose log-probs do not follow them stops the run. 0 means before the first update only; -1 means never."""

@@ -17,4 +17,10 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
     ids = processor.tokenizer(answer, add_special_tokens=False, split_special_tokens=True).input_ids
     taught = np.array([*ids, processor.eos_token_ids[0]], dtype=np.int64)
     tokens = np.concatenate([prompt.tokens, taught])
-    return Sample(tokens=tokens, sampled=np.arange(len(tokens)) >= len(prompt.tokens), media=prompt.media)
+    return Sample(
+        tokens=tokens,
+        sampled=np.arange(len(tokens)) >= len(prompt.tokens),
+        media=prompt.media,
+        group=prompt.index,
+        source=prompt.source,
+    )

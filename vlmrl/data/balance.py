@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlmrl.data.packing import FILLER, Cost, Pack, cut, make_pack
+from vlmrl.data.packing import FILLER, ImageCost, Pack, cut, make_pack, units, weigh
 from vlmrl.types import Layout, Sample
 
 TOLERANCE = 1.1
 """Groups stay whole while the busiest rank has at most this many times its fair share."""
+
+Weigh = Callable[[Sequence[Sample]], float]
+"""The cost of a pack of these samples."""
 
 
 def spread(
@@ -21,12 +24,12 @@ def spread(
     layout: Layout,
     max_tokens: int,
     max_samples: int | None,
-    cost: Cost,
+    image_cost: ImageCost,
     filler: Sample | None,
 ) -> list[list[Pack]]:
     """Give every rank the same number of packs and about the same cost; `result[rank]` are that rank's packs.
 
-    `Pack.ids` are indices into `samples`. Groups stay on one rank, for their images go through the vision tower once
+    `Pack.ids` are indices into `samples`. What shares an image or a prompt stays on one rank, for it is computed once
     there, unless that would leave a rank more than a tenth over its fair share. A rank with too few packs first splits
     the ones it has, then receives fillers: samples without a sampled token. With several ranks and any image in the
     batch, a pack without one gets `filler` appended, because under ZeRO a rank that skips the tower leaves the others
@@ -39,51 +42,68 @@ def spread(
     """
     if not samples:
         raise ValueError("there are no samples to spread over ranks")
-    costs = [cost(sample) for sample in samples]
-    shares = _assign(samples, costs, num_ranks)
+
+    def cost(chosen: Sequence[Sample]) -> float:
+        return weigh(chosen, layout, image_cost)
+
     ranks = [
         cut(
-            [samples[i] for i in share], share, layout=layout, max_tokens=max_tokens, max_samples=max_samples, cost=cost
+            [samples[i] for i in share],
+            share,
+            layout=layout,
+            max_tokens=max_tokens,
+            max_samples=max_samples,
+            image_cost=image_cost,
         )
-        for share in shares
+        for share in _assign(samples, num_ranks, cost)
     ]
     blank = filler if filler is not None else _blank(samples[0])
     most = max(len(packs) for packs in ranks)
-    ranks = [_stretch(packs, most, blank, layout, costs) for packs in ranks]
-    if num_ranks == 1 or filler is None or not any(pack.holds_media for packs in ranks for pack in packs):
+    ranks = [_stretch(packs, most, blank, layout, cost) for packs in ranks]
+    if num_ranks == 1 or filler is None or not any(pack.media for packs in ranks for pack in packs):
         return ranks
-    return [[pack if pack.holds_media else _with_filler(pack, filler, layout) for pack in packs] for packs in ranks]
+    return [[pack if pack.media else _with_filler(pack, filler, layout) for pack in packs] for packs in ranks]
 
 
-def _assign(samples: Sequence[Sample], costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Indices of the samples of each rank, ascending."""
-    groups: dict[int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        groups.setdefault(sample.group, []).append(i)
-    whole = _longest_first(list(groups.values()), costs, num_ranks)
-    fair = sum(costs) / num_ranks
-    if _busiest(whole, costs) <= TOLERANCE * fair:
-        return whole
-    single = _longest_first([[i] for i in range(len(samples))], costs, num_ranks)
-    return min(whole, single, key=lambda shares: _busiest(shares, costs))
+def _assign(samples: Sequence[Sample], num_ranks: int, cost: Weigh) -> list[list[int]]:
+    """Indices of the samples of each rank, ascending.
+
+    While a rank has too much, its costliest unit is halved; the best deal of all that were tried is taken.
+    """
+    deck = [(cost([samples[i] for i in unit]), unit) for unit in units(samples, "image")]
+    best: tuple[float, list[list[int]]] | None = None
+    while True:
+        loads, shares = _longest_first(deck, num_ranks)
+        if best is None or max(loads) < best[0]:
+            best = max(loads), [sorted(i for unit in share for i in unit) for share in shares]
+        busiest = shares[loads.index(max(loads))]
+        divisible = [entry for entry in deck if len(entry[1]) > 1 and entry[1] in busiest]
+        if max(loads) <= TOLERANCE * sum(loads) / num_ranks or not divisible:
+            return best[1]
+        largest = max(divisible, key=lambda entry: entry[0])
+        deck.remove(largest)
+        middle = _middle([samples[i] for i in largest[1]], cost)
+        parts = (largest[1][:middle], largest[1][middle:])
+        deck += [(cost([samples[i] for i in part]), part) for part in parts]
 
 
-def _longest_first(units: list[list[int]], costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Graham's rule: the largest unit left goes to the rank with the least so far (doi.org/10.1137/0117039)."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for unit in sorted(units, key=lambda unit: (-sum(costs[i] for i in unit), unit[0])):
-        load, rank = heapq.heappop(loads)
-        shares[rank].extend(unit)
-        heapq.heappush(loads, (load + sum(costs[i] for i in unit), rank))
-    return [sorted(share) for share in shares]
+def _longest_first(deck: list[tuple[float, list[int]]], num_ranks: int) -> tuple[list[float], list[list[list[int]]]]:
+    """Graham's rule: the costliest unit left goes to the rank with the least so far (doi.org/10.1137/0117039)."""
+    shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for weight, unit in sorted(deck, key=lambda entry: (-entry[0], entry[1][0])):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(unit)
+        heapq.heappush(heap, (load + weight, rank))
+    return [load for load, _ in sorted(heap, key=lambda entry: entry[1])], shares
 
 
-def _busiest(shares: list[list[int]], costs: Sequence[int]) -> int:
-    return max(sum(costs[i] for i in share) for share in shares)
+def _middle(samples: Sequence[Sample], cost: Weigh) -> int:
+    """Where to cut samples in two so that the costlier part costs least."""
+    return min(range(1, len(samples)), key=lambda k: max(cost(samples[:k]), cost(samples[k:])))
 
 
-def _stretch(packs: list[Pack], count: int, blank: Sample, layout: Layout, costs: Sequence[int]) -> list[Pack]:
+def _stretch(packs: list[Pack], count: int, blank: Sample, layout: Layout, cost: Weigh) -> list[Pack]:
     """Split the costliest packs until there are `count`; where nothing is left to split, add fillers."""
     packs = list(packs)
     while len(packs) < count:
@@ -91,16 +111,11 @@ def _stretch(packs: list[Pack], count: int, blank: Sample, layout: Layout, costs
         if not divisible:
             packs += [make_pack([blank], [FILLER], layout)] * (count - len(packs))
             break
-        k = max(divisible, key=lambda k: sum(costs[i] for i in packs[k].ids))
-        packs[k : k + 1] = _halves(packs[k], layout, costs)
+        k = max(divisible, key=lambda k: cost(packs[k].samples))
+        middle = _middle(packs[k].samples, cost)
+        parts = (slice(None, middle), slice(middle, None))
+        packs[k : k + 1] = [make_pack(packs[k].samples[part], packs[k].ids[part], layout) for part in parts]
     return packs
-
-
-def _halves(pack: Pack, layout: Layout, costs: Sequence[int]) -> list[Pack]:
-    sums = np.cumsum([costs[i] for i in pack.ids])
-    middle = int(np.argmin(np.abs(sums[:-1] - sums[-1] / 2))) + 1
-    parts = (slice(None, middle), slice(middle, None))
-    return [make_pack(pack.samples[part], pack.ids[part], layout) for part in parts]
 
 
 def _with_filler(pack: Pack, filler: Sample, layout: Layout) -> Pack:

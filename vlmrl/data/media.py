@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 
 from vlmrl.config.data import Columns
 from vlmrl.errors import DataError
-from vlmrl.types import Pixels
+from vlmrl.types import Media, Pixels
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
@@ -45,6 +45,46 @@ class InlineMedia:
 
     def fetch(self) -> Pixels:
         return self.pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A grey image that nobody has to store. See `vlmrl.types.Media`."""
+
+    hash: str
+    size: tuple[int, int]
+    """(width, height)"""
+
+    def fetch(self) -> Pixels:
+        width, height = self.size
+        return np.full((height, width, 3), 127, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random pixels, the same whenever they are asked for. See `vlmrl.types.Media`."""
+
+    hash: str
+    size: tuple[int, int]
+    """(width, height)"""
+
+    def fetch(self) -> Pixels:
+        width, height = self.size
+        return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """Another image, stretched to fill the place of one of this size. See `vlmrl.types.Media`."""
+
+    hash: str
+    size: tuple[int, int]
+    """(width, height)"""
+    source: Media
+
+    def fetch(self) -> Pixels:
+        image = Image.fromarray(self.source.fetch()).resize(self.size, Image.Resampling.BICUBIC)
+        return np.ascontiguousarray(np.asarray(image, dtype=np.uint8))
 
 
 def make_media(source: Any, *, processor: Processor, columns: Columns, root: Path | None) -> InlineMedia:

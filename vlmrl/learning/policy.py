@@ -20,18 +20,20 @@ from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack, place
 from vlmrl.errors import VlmrlError
 from vlmrl.learning.checkpoint import load_state, save_model, save_state
 from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
-from vlmrl.learning.forward import Forward, read_model
+from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.weights import checkpoint_names, cut, gathered, saved_tensors
 from vlmrl.models.checksum import device_digest
+from vlmrl.models.cost import patch_cost
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.models.scorer import Scorer
 from vlmrl.models.weights import Bucket, digest, fingerprint, pack_bucket
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
-from vlmrl.types import Experience, Floats, Totals
+from vlmrl.types import Experience, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
@@ -49,6 +51,7 @@ class Policy:
         ds: Ds,
         loop: Loop,
         columns: Columns,
+        vision: Vision,
         total_steps: int,
         loss: PolicyLoss | None,
         temperature: float,
@@ -69,20 +72,34 @@ class Policy:
             self._checkpoint_activations(reentrant=actor.gradient_checkpointing_reentrant)
         scorer = Scorer(self._net).train()
         self._engine = start(scorer, actor=actor, ds=ds, total_steps=total_steps)
+        self._world_size = torch.distributed.get_world_size()
         self._forward = Forward(
-            scorer, self._processor, temperature=temperature, bans=bans, device=where, call=self._engine
+            scorer,
+            self._processor,
+            temperature=temperature,
+            bans=bans,
+            device=where,
+            cache_bytes=int(vision.cache_gib * 2**30),
+            call=self._engine,
+            ranks_move_together=ds.zero_stage == 3 and self._world_size > 1,
         )
         self._actor, self._ds, self._loss, self._device = actor, ds, loss, where
-        self._world_size = torch.distributed.get_world_size()
         self._buckets: list[list[tuple[str, Tensor]]] = []
         self._digests: dict[str, str] = {}
         self._num_bytes = 0
         self._sender: Any = None
         self._is_first = torch.distributed.get_rank() == 0
 
-    def logprobs(self, packs: Sequence[Pack]) -> list[tuple[int, Floats]]:
-        """(id, [T]) of each sample with an id of 0 or more, under the weights of now."""
-        return self._forward.logprobs(packs)
+    def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False) -> Scored:
+        """(id, [T]) of each sample with an id of 0 or more, under the weights of now, and what it took.
+
+        With `gradient` they come from the passes that an update makes, which change nothing.
+        """
+        return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
+
+    def traits(self) -> tuple[float, bool]:
+        """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""
+        return patch_cost(self._net, self._processor), bool(self._net._is_stateful)
 
     def update(
         self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]
@@ -175,6 +192,7 @@ class Policy:
 
         Raises ConfigError when it is not a checkpoint of this model, these ranks and this ZeRO stage.
         """
+        self._forward.forget()
         return load_state(self._engine, self._net, Path(folder), ds=self._ds)
 
     def save_model(self, folder: Path) -> None:
@@ -215,7 +233,11 @@ class Policy:
         sampled = self._placed(pack, [s.sampled for s in pack.samples], fill=False)
         owner = self._placed(pack, [np.full(len(s.tokens), i) for i, s in enumerate(pack.samples)], fill=0)
         logprobs = output.logprobs.float()
-        ratio = log_ratio(logprobs, self._placed(pack, experience.old_logprobs, fill=0.0), sampled)
+        if experience.old_logprobs is None:
+            old = logprobs.detach()
+        else:
+            old = self._placed(pack, experience.old_logprobs, fill=0.0)
+        ratio = log_ratio(logprobs, old, sampled)
         surrogate = clipped_surrogate(
             ratio,
             self._placed(pack, experience.advantages, fill=0.0),
@@ -247,6 +269,9 @@ class Policy:
                 "ratio_max": torch.where(sampled, ratio.exp(), 0.0).amax(),
                 "tokens": sampled.sum(),
             }
+            if experience.old_logprobs is None:
+                rollout = self._placed(pack, experience.rollout_logprobs, fill=0.0)
+                sums |= _engine_gap(torch.where(sampled, old - rollout, 0.0).double())
         return share, sums
 
     def _likelihood_loss(self, pack: Pack, total: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -281,12 +306,11 @@ class Policy:
         # ZeRO reports a norm that is not a number as -1.
         if not math.isfinite(norm) or norm < 0:
             raise VlmrlError(f"the gradient of optimizer step {number} is not finite: {_HINT}")
-        images, self._forward.tower_calls = self._forward.tower_calls, 0
         return {
             "policy/loss": Mean(0.0, 1.0),
             "policy/grad_norm": Mean(norm),
             "policy/lr": Mean(rate),
-            "vision/tower_calls": Sum(images),
+            **self._forward.take_counts(),
         }
 
     def _clipped_norm(self) -> float:
@@ -313,6 +337,12 @@ class Policy:
 _HINT = "lower --actor.adam.lr, or look for what is odd in the data of that step"
 
 
+def _engine_gap(difference: Tensor) -> dict[str, Tensor]:
+    """What `trainer.compare_engine` tells, as sums over a pack."""
+    size = difference.abs()
+    return {"gap_max": size.max(), "gap": size.sum(), "gap_kl": (torch.expm1(difference) - difference).sum()}
+
+
 def _as_metrics(found: dict[str, float], pack: Pack, *, world_size: int) -> dict[str, Metric]:
     tokens = found["tokens"]
     rows, columns = pack.shape
@@ -323,7 +353,14 @@ def _as_metrics(found: dict[str, float], pack: Pack, *, world_size: int) -> dict
         "policy/entropy": Mean(found["entropy"], tokens),
         "pack/tokens": Sum(pack.num_tokens),
         "pack/padding_fraction": Mean(padding, rows * columns),
+        "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
     }
+    if "gap" in found:
+        metrics |= {
+            "sync/logprob_diff_max": Max(found["gap_max"]),
+            "sync/logprob_diff_mean": Mean(found["gap"], tokens),
+            "sync/kl_rollout_train": Mean(found["gap_kl"], tokens),
+        }
     if "clipped" in found:
         metrics |= {
             "policy/clip_fraction": Mean(found["clipped"], tokens),

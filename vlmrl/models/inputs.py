@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,104 +10,153 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vlmrl.data.packing import Pack, place
+from vlmrl.data.packing import Pack, Segment, place
+from vlmrl.errors import ConfigError, DataError
 from vlmrl.models.attention import check_layers, keeps_samples_apart
-from vlmrl.types import Ints, Media, Sample
+from vlmrl.models.attention_plan import Plan, Span, plan
+from vlmrl.types import Bools, Ints, Sample
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
 
 
-def model_inputs(net: PreTrainedModel, processor: Processor, pack: Pack) -> dict[str, Any]:
+def model_inputs(
+    net: PreTrainedModel, processor: Processor, pack: Pack, *, seen: Container[str] = frozenset()
+) -> dict[str, Any]:
     """The arguments of `Scorer.forward` for one pack, on CPU. B rows, T tokens of the longest row.
 
     * `input_ids` [B, T];
     * `position_ids`: [B, T], each sample counting from 0; with M-RoPE [4, B, T], the three rows of `get_rope_index`
       below them. Transformers tells packed samples apart by the first row alone, and only without a cache: with three
-      rows, or with the default cache, tokens attend to other samples and nothing warns;
+      rows, or with the default cache, tokens attend to other samples and nothing warns. Answers that share a prompt
+      count on from it;
     * `use_cache` False;
     * `attention_mask` [B, T], when each row is one sample;
-    * `cu_seq_lens_q`, `cu_seq_lens_k` [n + 1] and `max_length_q`, `max_length_k`, when samples lie end to end and the
-      attention is that of `models.attention`;
-    * `mm_token_type_ids` [B, T], `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images, each image once, and
-      `image_occurrences` [m]: which image stands at each place for one, in reading order;
-    * `scored` [B, T]: which tokens the loss wants, never the first of a sample.
+    * `attention_plan`, when samples lie end to end and the attention is that of `models.attention`;
+    * `mm_token_type_ids` [B, T];
+    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images that are not `seen`, each once; `images`, their n
+      content hashes, and `image_places`, the hash of the image at each place for one, in reading order;
+    * `scored` [B, T]: which tokens the loss wants, never the first of a sample; and `previous` [number of them]: where
+      the state that predicts each of them stands in [B * T].
 
     Raises ConfigError when the model cannot keep samples apart in this layout.
     """
-    one_each = all(len(row) == 1 for row in pack.rows)
-    check_layers(net, samples_share_rows=not one_each)
-    grids = _Grids(processor, pack)
+    check_layers(net, samples_share_rows=not pack.is_one_per_row)
+    _check_branches(net, pack)
+    images = _images(processor, pack, seen)
     inputs: dict[str, Any] = {
         "input_ids": place(pack, [sample.tokens for sample in pack.samples], fill=processor.pad_token_id),
-        "position_ids": _position_ids(net, processor, pack, grids),
+        "position_ids": _position_ids(net, processor, pack),
         "scored": place(pack, [_scored(sample) for sample in pack.samples], fill=False),
+        "previous": _previous(pack),
         "use_cache": False,
     }
-    if one_each:
+    if pack.is_one_per_row:
         lengths = [np.ones(len(sample.tokens), dtype=np.int64) for sample in pack.samples]
         inputs["attention_mask"] = place(pack, lengths, fill=0)
     elif keeps_samples_apart(net):
-        inputs |= _lengths(pack)
+        inputs["attention_plan"] = attention_plan(pack)
     if processor.resize_factor is not None:
         types = [processor.token_types(sample.tokens) for sample in pack.samples]
         inputs["mm_token_type_ids"] = place(pack, types, fill=0)
-    return inputs | grids.inputs
+    return inputs | images
 
 
-class _Grids:
-    """The images of a pack, each once, and where they occur."""
-
-    def __init__(self, processor: Processor, pack: Pack) -> None:
-        unique: dict[str, int] = {}
-        media: list[Media] = []
-        occurrences: list[int] = []
-        for i in (i for row in pack.rows for i in row):
-            for item in pack.samples[i].media:
-                if item.hash not in unique:
-                    unique[item.hash] = len(media)
-                    media.append(item)
-                occurrences.append(unique[item.hash])
-        self._index = unique
-        self.inputs: dict[str, Tensor] = dict(processor.pixel_inputs(media)) if media else {}
-        if media:
-            self.inputs["image_occurrences"] = torch.tensor(occurrences)
-
-    def of(self, sample: Sample) -> Tensor | None:
-        """[n, 3] patches in time, height and width of the sample's images."""
-        if not sample.media:
-            return None
-        return self.inputs["image_grid_thw"][[self._index[item.hash] for item in sample.media]]
+def attention_plan(pack: Pack) -> Plan:
+    """Who looks at whom in the rows of a pack, laid end to end; the padding behind a short row is a span of its own."""
+    _, width = pack.shape
+    spans: list[Span] = []
+    numbers: list[int] = []
+    for i, segment in enumerate(pack.segments):
+        numbers.append(len(spans))
+        parent = None if segment.parent is None else numbers[segment.parent]
+        end = segment.start + segment.last - segment.first
+        spans.append(Span(segment.row * width + segment.start, segment.last - segment.first, parent))
+        is_last = i + 1 == len(pack.segments) or pack.segments[i + 1].row != segment.row
+        if is_last and end < width:
+            spans.append(Span(segment.row * width + end, width - end))
+    return plan(tuple(spans), causal=True)
 
 
-def _position_ids(net: PreTrainedModel, processor: Processor, pack: Pack, grids: _Grids) -> Tensor:
+def _check_branches(net: PreTrainedModel, pack: Pack) -> None:
+    if any(branch.prefix for row in pack.rows for branch in row) and not keeps_samples_apart(net):
+        raise ConfigError(
+            "train.layout shared needs an attention that knows of shared prompts: set ds.attn_implementation to auto, "
+            "or train.layout to packed"
+        )
+
+
+def _position_ids(net: PreTrainedModel, processor: Processor, pack: Pack) -> Tensor:
     text = place(pack, [np.arange(len(sample.tokens)) for sample in pack.samples], fill=0)
-    rope_index = getattr(net.base_model, "get_rope_index", None)
-    if rope_index is None:
+    if getattr(net.base_model, "get_rope_index", None) is None:
         return text
-    rows: list[tuple[Ints, Ints, Ints]] = []
-    for sample in pack.samples:
-        tokens = torch.from_numpy(sample.tokens)[None]
-        types = torch.from_numpy(processor.token_types(sample.tokens))[None]
-        positions, _ = rope_index(tokens, types, image_grid_thw=grids.of(sample))
-        rows.append(tuple(positions[:, 0].numpy()))
-    return torch.stack([text, *(place(pack, [row[axis] for row in rows], fill=0) for axis in range(3))])
+    rows = np.zeros((3, *pack.shape), dtype=np.int64)
+    found: list[Ints] = []
+    for segment in pack.segments:
+        positions = _positions(net, processor, pack, segment, found)
+        row, columns = segment.place
+        rows[:, row, columns] = positions
+        found.append(positions)
+    return torch.cat([text[None], torch.from_numpy(rows)])
 
 
-def _scored(sample: Sample) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, segment: Segment, found: list[Ints]) -> Ints:
+    """[3, length] M-RoPE positions in time, height and width of one segment; `found` holds those before it."""
+    sample = pack.samples[segment.sample]
+    own = sample.tokens[segment.first : segment.last]
+    if segment.parent is not None and not processor.token_types(own).any():
+        # Text goes on from the largest position of what comes before it, the same on all three axes.
+        following: Ints = found[segment.parent].max() + 1 + np.arange(len(own))
+        return np.broadcast_to(following, (3, len(own)))
+    tokens = torch.from_numpy(sample.tokens)[None]
+    types = torch.from_numpy(processor.token_types(sample.tokens))[None]
+    grids = torch.tensor([processor.grid(item.size) for item in sample.media]) if sample.media else None
+    positions, _ = net.base_model.get_rope_index(tokens, types, image_grid_thw=grids)
+    whole: Ints = positions[:, 0].numpy()
+    return whole[:, segment.first : segment.last]
+
+
+def _scored(sample: Sample) -> Bools:
     scored = sample.sampled.copy()
     scored[:1] = False
     return scored
 
 
-def _lengths(pack: Pack) -> dict[str, Any]:
-    """Where samples begin and end in the rows laid end to end; padding behind a short row counts as one more sample."""
+def _previous(pack: Pack) -> Tensor:
+    """In the order in which `scored` is read: the state before a token, which for the first token of an answer that
+    shares its prompt is the prompt's last.
+    """
     _, width = pack.shape
-    lengths: list[int] = []
-    for row in pack.rows:
-        own = [len(pack.samples[i].tokens) for i in row]
-        rest = width - sum(own)
-        lengths += [*own, rest] if rest else own
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    longest = max(lengths)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    found = []
+    for segment in pack.segments:
+        where = segment.row * width + segment.start + np.arange(-1, segment.last - segment.first - 1)
+        if segment.parent is not None:
+            prompt = pack.segments[segment.parent]
+            where[0] = prompt.row * width + prompt.start + prompt.last - 1
+        found.append(where[_scored(pack.samples[segment.sample])[segment.first : segment.last]])
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _images(processor: Processor, pack: Pack, seen: Container[str]) -> dict[str, Any]:
+    if not pack.media:
+        return {}
+    new = [item for name, item in pack.media.items() if name not in seen]
+    places = tuple(name for segment in pack.segments for name in _image_names(processor, pack, segment))
+    return {**processor.pixel_inputs(new), "images": tuple(item.hash for item in new), "image_places": places}
+
+
+def _image_names(processor: Processor, pack: Pack, segment: Segment) -> list[str]:
+    """Content hashes of the images whose tokens lie in a segment."""
+    sample = pack.samples[segment.sample]
+    if not sample.media:
+        return []
+    is_image = processor.token_types(sample.tokens) > 0
+    ends = np.cumsum([processor.num_tokens(item.size) for item in sample.media])
+    if is_image.sum() != ends[-1]:
+        raise DataError(
+            f"{sample.source or 'a sample'} has {is_image.sum()} image tokens, and its {len(sample.media)} images take "
+            f"{ends[-1]}: the model would see none of them, or others"
+        )
+    places = np.flatnonzero(is_image)[ends - 1]
+    inside = (places >= segment.first) & (places < segment.last)
+    return [item.hash for item, is_inside in zip(sample.media, inside, strict=True) if is_inside]

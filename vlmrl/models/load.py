@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import see_all_images_at_once
+from vlmrl.models.patches import project_patches
 from vlmrl.plugins import first_line, looks_local
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def load_model(
         )
     assert isinstance(net, PreTrainedModel)
     see_all_images_at_once(net)
+    project_patches(net)
     return net
 
 

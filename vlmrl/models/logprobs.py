@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, without the [T, V] logits. The only place where index t - 1 predicts index t.
+"""Log-probabilities of tokens, without the [T, V] logits.
 
 The head's product, the log-softmax and the gather run over slices, and the backward pass recomputes the slices: memory
 is that of one slice. With z = (h W' + b) / temperature, p = softmax(z) and H its entropy,
@@ -71,18 +71,6 @@ def token_logprobs(
         hidden, weight, bias, targets, temperature, banned, slice_size
     )
     return TokenLogprobs(logprobs, entropy)
-
-
-def predictors(hidden: Tensor, tokens: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """What predicts each scored token: hidden states [n, D] from one place earlier, and the tokens [n] themselves.
-
-    Args:
-        hidden: [B, T, D].
-        tokens: [B, T].
-        scored: [B, T] True on the n tokens to score; never on the first token of a sample, which nothing predicts.
-    """
-    row, column = scored.nonzero(as_tuple=True)
-    return hidden[row, column - 1], tokens[row, column]
 
 
 class _TokenLogprobs(torch.autograd.Function):

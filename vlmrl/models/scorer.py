@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.logprobs import ScoringHead, predictors
+from vlmrl.models.logprobs import ScoringHead
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -21,6 +22,15 @@ class ScorerOutput(NamedTuple):
     """[B, T] log-probability of `input_ids[b, t]` given what its sample holds before it."""
     entropy: Tensor
     """[B, T] entropy, in nats, of the distribution that this token was drawn from."""
+
+
+class ImageFeatures(NamedTuple):
+    """What the vision tower and the projector make of one image."""
+
+    rows: Tensor
+    """[number of its tokens, D]"""
+    deepstack: tuple[Tensor, ...] = ()
+    """The same of earlier levels of the tower, for the families that have them (Qwen3-VL)."""
 
 
 class Scorer(nn.Module):
@@ -44,32 +54,57 @@ class Scorer(nn.Module):
         ScoringHead.adopt(head)
 
     def forward(
-        self, inputs: dict[str, Any], *, temperature: float = 1.0, banned: tuple[int, ...] = ()
+        self,
+        inputs: dict[str, Any],
+        *,
+        temperature: float = 1.0,
+        banned: tuple[int, ...] = (),
+        features: dict[str, ImageFeatures] | None = None,
     ) -> ScorerOutput:
         """Score the tokens that `inputs["scored"]` marks, under the tempered distribution without the banned tokens.
 
         Args:
             inputs: what `models.inputs.model_inputs` made, on the model's device.
+            features: what is known of images by content hash, when nothing that they come from trains; those of new
+                images are added.
         """
-        inputs = dict(inputs)
-        scored = inputs.pop("scored")
-        occurrences = inputs.pop("image_occurrences", None)
-        if occurrences is not None:
-            inputs["mm_encoder_outputs"] = {"image": self._see(inputs, occurrences)}
-        hidden = self.net.base_model(**inputs).last_hidden_state
-        states, targets = predictors(hidden, inputs["input_ids"], scored)
+        states, targets = self.states(inputs, features=features)
         found = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
+        scored = inputs["scored"]
         return ScorerOutput(_scatter(found.logprobs, scored), _scatter(found.entropy, scored))
 
-    def _see(self, inputs: dict[str, Any], occurrences: Tensor) -> Any:
-        """Each image once through the vision tower; then its features wherever it occurs. Takes the pixels away."""
-        pixels, grid = inputs.pop("pixel_values"), inputs.pop("image_grid_thw")
-        features: Any = self.net.base_model.get_image_features(pixels, grid, return_dict=True)
-        order = occurrences.tolist()
-        features.pooler_output = tuple(features.pooler_output[i] for i in order)
-        if "deepstack_features" in features:
-            features.deepstack_features = [tuple(layer[i] for i in order) for layer in features.deepstack_features]
-        return features
+    def states(
+        self, inputs: dict[str, Any], *, features: dict[str, ImageFeatures] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states [n, D] that predict the scored tokens, and those tokens [n], row by row."""
+        inputs = dict(inputs)
+        scored, previous = inputs.pop("scored"), inputs.pop("previous")
+        images, places = inputs.pop("images", ()), inputs.pop("image_places", ())
+        if places:
+            known = {} if features is None else features
+            known = known | self._see(images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None))
+            if features is not None:
+                features |= {name: known[name] for name in images}
+            inputs["mm_encoder_outputs"] = {"image": _laid_out([known[name] for name in places])}
+        hidden = self.net.base_model(**inputs).last_hidden_state
+        return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
+
+    def _see(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
+        """Each image once through the vision tower."""
+        if pixels is None:
+            return {}
+        output: Any = self.net.base_model.get_image_features(pixels, grid, return_dict=True)
+        levels = output.deepstack_features if "deepstack_features" in output else ()
+        return {
+            name: ImageFeatures(rows, tuple(level[i] for level in levels))
+            for i, (name, rows) in enumerate(zip(names, output.pooler_output, strict=True))
+        }
+
+
+def _laid_out(images: list[ImageFeatures]) -> Any:
+    """As Transformers' models take it: the images in the order of their places."""
+    levels = tuple(zip(*(image.deepstack for image in images), strict=True))
+    return SimpleNamespace(pooler_output=tuple(image.rows for image in images), deepstack_features=list(levels))
 
 
 def _scatter(values: Tensor, scored: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from vlmrl.rollout import requests, transfer
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, one_line, settings
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Rollout
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -135,6 +135,35 @@ class RolloutEngine:
         Raises SyncError when vLLM read other tokens than `prompt.tokens`, or when the weights changed for the worse
         meanwhile; DataError when vLLM refuses the prompt; ClusterError when the engine has died.
         """
+        parameters = requests.sampling_parameters(
+            sampling,
+            index=prompt.index,
+            eos_token_ids=self._processor.eos_token_ids,
+            banned_tokens=self._processor.banned_tokens,
+        )
+        answer = await self._ask(prompt, parameters)
+        group = requests.finished_group(prompt, answer, decode=self._processor.decode)
+        self._num_groups += 1
+        self._num_mixed += requests.is_mixed(answer)
+        self._num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
+        return group
+
+    async def score(self, group: Group) -> list[Floats]:
+        """Log-probs of tokens that are there already: one [T] per rollout, 0 on the prompt.
+
+        They are the model's own (no bans, temperature 1), whatever the answers were sampled from, and nothing of them
+        comes from the prefix cache. vLLM reads an answer only where it leaves room for one token more. Raises what
+        `generate` raises.
+        """
+        return list(await asyncio.gather(*(self._score(group.prompt, rollout) for rollout in group.rollouts)))
+
+    async def _score(self, prompt: Prompt, rollout: Rollout) -> Floats:
+        whole = requests.with_answer(prompt, rollout)
+        answer = await self._ask(whole, requests.scoring_parameters())
+        return requests.prompt_logprobs(whole, answer, first=len(prompt.tokens))
+
+    async def _ask(self, prompt: Prompt, parameters: dict[str, Any]) -> RequestOutput:
+        """vLLM's answer to one request. Raises what `generate` raises."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
@@ -145,18 +174,12 @@ class RolloutEngine:
         kwargs = self._processor.engine_kwargs
         build = requests.engine_prompt
         request = await asyncio.to_thread(build, prompt, kwargs) if prompt.media else build(prompt, kwargs)
-        parameters = requests.sampling_parameters(
-            sampling,
-            index=prompt.index,
-            eos_token_ids=self._processor.eos_token_ids,
-            banned_tokens=self._processor.banned_tokens,
-        )
-        parameters["output_kind"] = RequestOutputKind.FINAL_ONLY
+        final = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"{prompt.index}-{next(self._counter)}"
         self._running.add(name)
         answer: RequestOutput | None = None
         try:
-            async for output in llm.generate(request, SamplingParams(**parameters), name):
+            async for output in llm.generate(request, final, name):
                 answer = output
         except EngineDeadError as error:
             raise await self._death() from error
@@ -167,11 +190,7 @@ class RolloutEngine:
         self._check_weights()
         if answer is None:
             raise ClusterError(f"rollout engine {self.name} gave no answer to {prompt.source}")
-        group = requests.finished_group(prompt, answer, decode=self._processor.decode)
-        self._num_groups += 1
-        self._num_mixed += requests.is_mixed(answer)
-        self._num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
-        return group
+        return answer
 
     # ---- weights
 

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ class Answer(Protocol):
     """All answers to one prompt (vLLM's RequestOutput)."""
 
     prompt_token_ids: Sequence[int] | None
+    prompt_logprobs: Sequence[Any] | None
+    """When asked for: None for the first token, then one mapping of token to an object with `logprob` for each."""
     outputs: Sequence[Completion]
 
 
@@ -68,6 +71,34 @@ def sampling_parameters(
         "logprobs": 0,
         "detokenize": False,
     }
+
+
+def with_answer(prompt: Prompt, rollout: Rollout) -> Prompt:
+    """The prompt with what came after it: how vLLM is asked about tokens that are there already."""
+    answer = rollout.tokens[len(prompt.tokens) :]
+    return replace(prompt, tokens=rollout.tokens, request=np.concatenate([prompt.request, answer]))
+
+
+def scoring_parameters() -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams for log-probs of the prompt itself. vLLM must generate a token, and does."""
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def prompt_logprobs(prompt: Prompt, answer: Answer, *, first: int) -> Floats:
+    """[T] of the prompt's tokens from `first` on; 0 before.
+
+    Raises SyncError when vLLM read another prompt than ours, or did not score it.
+    """
+    check_prompt(prompt, answer.prompt_token_ids)
+    found: Floats = np.zeros(len(prompt.tokens), dtype=np.float32)
+    scores = answer.prompt_logprobs or ()
+    if len(scores) != len(found):
+        raise SyncError(
+            f"{prompt.source}: vLLM scored {len(scores)} of the {len(found)} tokens that it was asked about"
+        )
+    places = range(first, len(found))
+    found[first:] = [scores[place][int(prompt.tokens[place])].logprob for place in places]
+    return found
 
 
 def check_prompt(prompt: Prompt, seen: Sequence[int] | None) -> None:

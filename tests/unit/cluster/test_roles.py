@@ -1,14 +1,132 @@
+"""What the driver does beside calling ranks: cuts, sums of counts, answers back in the order of the question."""
+
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 
-from vlmrl.cluster.roles import count, experience_of, minibatches
-from vlmrl.data.packing import make_pack
-from vlmrl.types import Experience, Sample
+from vlmrl.cluster.roles import Cut, RemotePolicy, RemoteReference, Tally, count, experience_of, minibatches
+from vlmrl.data.packing import Branch, Pack, make_pack
+from vlmrl.observe.metrics import Metric, Sum
+from vlmrl.types import Experience, Floats, Layout, Pixels, Sample
+
+
+@dataclass(frozen=True)
+class Dot:
+    hash: str = "dot"
+    size: tuple[int, int] = (28, 28)
+
+    def fetch(self) -> Pixels:
+        return np.zeros((28, 28, 3), dtype=np.uint8)
 
 
 def sample(group: int, length: int = 3, sampled: int = 2) -> Sample:
     flags = np.arange(length) >= length - sampled
     return Sample(tokens=np.arange(length), sampled=flags, group=group)
+
+
+def cut(layout: Layout = "shared", max_tokens: int = 100) -> Cut:
+    return Cut(layout, max_tokens, max_samples=None, image_cost=lambda image: 10.0, filler=None)
+
+
+class Echo:
+    """Ranks that answer at once: the log-probs of a sample are its tokens, and each pack one call of the tower."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[tuple[int, list[Pack], dict[str, Any]]] = []
+
+    def __len__(self) -> int:
+        return self.number
+
+    def submit_to(self, rank: int, method: str, *given: Any, **how: Any) -> Any:
+        if method == "update":
+            work, totals = given
+            return [
+                {"policy/loss": Sum(1.0), "vision/tower_calls": Sum(len(packs))}
+                for packs, _ in zip(work, totals, strict=True)
+            ]
+        assert method == "logprobs"
+        (packs,) = given
+        self.asked.append((rank, packs, how))
+        rows: list[tuple[int, Floats]] = []
+        for pack in packs:
+            rows += [(i, s.tokens.astype(np.float32)) for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
+        counts: dict[str, Metric] = {"vision/tower_calls": Sum(len(packs))}
+        return rows[::-1], counts
+
+    def wait(self, answers: list[Any]) -> list[Any]:
+        return answers
+
+
+def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
+    return [pack.rows for _, packs, _ in group.asked for pack in packs]
+
+
+def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReference:
+    return RemoteReference(group, cut(), max_tokens=max_tokens, tally=tally)
+
+
+def policy(group: Any, tally: Tally) -> RemotePolicy:
+    return RemotePolicy(
+        group,
+        cut(),
+        max_tokens=100,
+        tally=tally,
+        batch_size=4,
+        epochs=1,
+        seed=0,
+        bucket_bytes=1,
+        vision_trains=False,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
+    samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4), (2, 6), (1, 7))]
+    found = remote(Echo(num_ranks), Tally()).logprobs(samples)
+    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
+
+
+def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
+    group = Echo(1)
+    ask = remote(group, Tally())
+    samples = [sample(0, 3, 1), sample(0, 4, 2)]
+    ask.logprobs(samples)
+    ask.logprobs(samples, layout="padded", gradient=True)
+    assert rows_asked(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
+    assert [how for _, _, how in group.asked] == [{}, {"gradient": True}]
+
+
+def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
+    group = Echo(1)
+    # Together 2 + 1 + 2 tokens.
+    for max_tokens, number in ((5, 1), (4, 2)):
+        group.asked.clear()
+        remote(group, Tally(), max_tokens=max_tokens).logprobs([sample(0, 3, 1), sample(0, 4, 2)])
+        assert len(rows_asked(group)) == number
+
+
+def test_an_image_counts_towards_the_budget() -> None:
+    shown = [Sample(np.arange(3), np.arange(3) > 1, (Dot(str(n)),), n) for n in range(2)]
+    for max_tokens, number in ((26, 1), (25, 2)):
+        (packs,) = cut(max_tokens=max_tokens).spread(shown, 1)
+        assert len(packs) == number
+
+
+def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
+    tally, group = Tally(), Echo(2)
+    ranks, reference = policy(group, tally), remote(group, tally)
+    samples = [sample(0), sample(0), sample(1), sample(1)]
+    columns = [np.zeros(3, dtype=np.float32)] * 4
+    experience = Experience(samples, columns, columns, columns)
+    ranks.logprobs(samples)
+    reference.logprobs(samples)
+    # A call per rank for the policy's pass and for the reference's, and one per rank in the update.
+    assert ranks.update(experience, step=1)["vision/tower_calls"] == 2 + 2 + 2
+    assert ranks.update(experience, step=2)["vision/tower_calls"] == 2
+    assert tally.take() == {}
 
 
 def test_a_group_is_never_torn_apart() -> None:

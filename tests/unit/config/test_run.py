@@ -52,7 +52,10 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
         ({"vllm.sync_backend": "ipc"}, "within a GPU: it needs train.colocate_all"),
         ({"vllm.sync_backend": "nccl", "train.colocate_all": True}, "on the same GPU.* use ipc or shm"),
-        ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout packed"),
+        ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout shared"),
+        ({"ds.packing_samples": False, "train.layout": "packed"}, "ds.packing_samples false means train.layout padded"),
+        ({"ds.attn_implementation": "sdpa"}, "sdpa does not know of prompts that answers share: set train.layout"),
+        ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not know of prompts"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest answer"),
         ({"reward.functions": {}}, "nothing would score the answers"),
@@ -94,6 +97,8 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"ckpt.max_num": 2}, "ckpt.save_steps is -1"),
     ({"logger.wandb.run_name": "a"}, "without logger.wandb.project"),
     ({"ds.overlap_comm": True, "ds.zero_stage": 0}, "ds.zero_stage 0"),
+    ({"vision.cache_gib": 1.0}, "actor.freeze_visual_encoder and actor.freeze_projector are not both on"),
+    ({"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True}, "are not both on"),
     ({"data.output_key": "answer"}, "vlmrl rl does not have it"),
 ]
 
@@ -115,6 +120,11 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"vllm.sync_backend": "ipc", "train.colocate_all": True})
     rl(**{"vllm.sync_backend": "nccl"})
     rl(**{"rollout.top_p": 0.9})
+    rl(**{"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True, "actor.freeze_projector": True})
+    rl(**{"vision.cache_gib": 1.0, "algo.kl.init_coef": 0.1})
+    for layout in ("packed", "padded"):
+        rl(**{"ds.attn_implementation": "sdpa", "train.layout": layout})
+    rl(**{"ds.attn_implementation": "sdpa", "ds.packing_samples": False})
 
 
 def test_all_contradictions_are_told_at_once() -> None:
@@ -124,10 +134,14 @@ def test_all_contradictions_are_told_at_once() -> None:
     assert all(part in said for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
 
 
-@pytest.mark.parametrize(("packing", "layout"), [(True, "packed"), (False, "padded")])
-def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool, layout: str) -> None:
+@pytest.mark.parametrize(("packing", "layout"), [(None, "shared"), (True, "shared"), (False, "padded")])
+def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool | None, layout: str) -> None:
     assert rl(**{"ds.packing_samples": packing}).train.layout == layout
     assert sft(**{"ds.packing_samples": packing, "train.layout": layout}).train.layout == layout
+
+
+def test_a_layout_that_packs_may_be_named_beside_openrlhfs_flag() -> None:
+    assert rl(**{"ds.packing_samples": True, "train.layout": "packed"}).train.layout == "packed"
 
 
 @pytest.mark.parametrize(

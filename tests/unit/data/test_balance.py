@@ -1,4 +1,4 @@
-"""Samples over ranks: nobody lost, equal numbers of packs, equal cost, collectives in step."""
+"""Samples over ranks: nobody lost, equal numbers of packs, equal cost, what is shared on one rank."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vlmrl.data.balance import spread
-from vlmrl.data.packing import FILLER, Pack
+from vlmrl.data.packing import FILLER, Branch, Pack
 from vlmrl.types import Pixels, Sample
 
 
@@ -24,8 +24,14 @@ def text(length: int, group: int = 0) -> Sample:
     return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), group=group)
 
 
-def image(length: int, group: int = 0) -> Sample:
-    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(Dot(),), group=group)
+def image(length: int, group: int = 0, name: str = "dot") -> Sample:
+    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(Dot(name),), group=group)
+
+
+def answer(prompt: int, length: int, group: int) -> Sample:
+    """A prompt of so many tokens, and an answer of so many more."""
+    whole = np.arange(prompt + length)
+    return Sample(tokens=whole, sampled=whole >= prompt, group=group)
 
 
 BLANK = Sample(tokens=np.arange(3), sampled=np.zeros(3, dtype=np.bool_), media=(Dot(),))
@@ -37,7 +43,7 @@ def run(samples: list[Sample], **changes: Any) -> list[list[Pack]]:
         "layout": "packed",
         "max_tokens": 100,
         "max_samples": None,
-        "cost": lambda sample: len(sample.tokens),
+        "image_cost": lambda image: 0.0,
         "filler": None,
     }
     return spread(samples, **settings | changes)
@@ -47,19 +53,19 @@ def ids(ranks: list[list[Pack]]) -> list[list[int]]:
     return [[i for pack in packs for i in pack.ids] for packs in ranks]
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_tokens", [1, 40, 1000])
 def test_every_sample_is_on_one_rank_once_and_ranks_keep_step(layout: str, num_ranks: int, max_tokens: int) -> None:
     lengths = np.random.default_rng(0).integers(2, 30, 23)
-    samples = [(image if i % 3 else text)(int(n), group=i // 4) for i, n in enumerate(lengths)]
+    samples = [(image if i // 4 % 3 else text)(int(n), group=i // 4) for i, n in enumerate(lengths)]
     ranks = run(samples, num_ranks=num_ranks, layout=layout, max_tokens=max_tokens, filler=BLANK)
     assert sorted(i for rank in ids(ranks) for i in rank if i != FILLER) == list(range(23))
     assert len({len(packs) for packs in ranks}) == 1
     for packs in ranks:
         for pack in packs:
             assert all(pack.samples[k] is samples[i] for k, i in enumerate(pack.ids) if i != FILLER)
-            assert num_ranks == 1 or pack.holds_media
+            assert num_ranks == 1 or pack.media
 
 
 def test_the_same_batch_is_spread_the_same_way() -> None:
@@ -86,6 +92,29 @@ def test_groups_are_broken_up_when_a_rank_would_be_over_its_share() -> None:
     assert loads == [30, 30]
 
 
+def test_a_shared_prompt_weighs_once() -> None:
+    # Shared, the group of four is 6 + 4 * 2 = 14, as much as both others; packed it is 32 of 46, and is halved.
+    samples = [*(answer(6, 2, 0) for _ in range(4)), text(7, 1), text(7, 2)]
+    assert ids(run(samples, layout="shared")) == [[0, 1, 2, 3], [4, 5]]
+    assert [len(rank) for rank in ids(run(samples))] == [3, 3]
+
+
+def test_what_sees_the_same_image_stays_on_one_rank_and_pays_for_it_once() -> None:
+    # 3 * 5 tokens and the image once, 10, are as much as the text; with the image counted three times they were 45.
+    samples = [image(5, 0), text(25, 1), image(5, 2), image(5, 3)]
+    assert ids(run(samples, image_cost=lambda media: 10.0)) == [[0, 2, 3], [1]]
+
+
+def test_images_are_spread_over_ranks() -> None:
+    samples = [image(5, group, name) for group, name in enumerate(["a", "b", "a", "b"])]
+    assert ids(run(samples, image_cost=lambda media: 10.0)) == [[0, 2], [1, 3]]
+
+
+def test_a_group_that_is_split_carries_its_prompt_to_both_ranks() -> None:
+    ranks = run([answer(6, 2, 0) for _ in range(4)], layout="shared")
+    assert [pack.rows for packs in ranks for pack in packs] == [((Branch((0, 1), 6),),)] * 2
+
+
 def test_samples_of_a_single_group_use_all_ranks() -> None:
     assert [len(rank) for rank in ids(run([text(5)] * 8, num_ranks=4))] == [2, 2, 2, 2]
 
@@ -109,6 +138,13 @@ def test_a_pack_without_an_image_gets_one_when_any_pack_has_one() -> None:
     ranks = run([image(9, 0), text(9, 1)], filler=BLANK)
     assert ids(ranks) == [[0], [1, FILLER]]
     assert ranks[1][0].samples[1] is BLANK
+
+
+def test_a_filler_shares_no_prompt() -> None:
+    # It answers prompt 0, like the sample beside it.
+    ranks = run([image(9, 1), answer(3, 2, 0), answer(3, 2, 0)], layout="shared", filler=BLANK)
+    assert ids(ranks) == [[0], [1, 2, FILLER]]
+    assert ranks[1][0].rows == ((Branch((0, 1), 3), Branch((2,), 0)),)
 
 
 def test_a_batch_of_text_gets_no_images() -> None:

@@ -1,5 +1,6 @@
 import base64
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vlmrl.config.data import Columns
-from vlmrl.data.media import InlineMedia, make_media, open_image, resize, target_size
+from vlmrl.data.media import Blank, InlineMedia, Noise, Resized, make_media, open_image, resize, target_size
 from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 
@@ -213,3 +214,20 @@ def test_equal_bytes_in_another_shape_are_another_image(vlm: Processor) -> None:
     wide, high = (made(Image.new("RGB", size, "red"), vlm) for size in ((56, 28), (28, 56)))
     assert wide.pixels.nbytes == high.pixels.nbytes
     assert wide.hash != high.hash
+
+
+def test_stand_ins_have_the_size_they_were_asked_for_and_travel_as_handles() -> None:
+    half = np.zeros((2, 4, 3), dtype=np.uint8)
+    half[:, 2:] = 200
+    source = InlineMedia("half", (4, 2), half)
+    for media in (Blank("blank", (8, 6)), Noise("noise", (8, 6)), Resized("other", (8, 6), source)):
+        pixels = media.fetch()
+        assert (pixels.shape, pixels.dtype) == ((6, 8, 3), np.uint8)
+        again = pickle.loads(pickle.dumps(media))
+        assert (again.hash, again.size) == (media.hash, (8, 6))
+        assert np.array_equal(again.fetch(), pixels)
+    assert set(Blank("blank", (8, 6)).fetch().flat) == {127}
+    assert Noise("noise", (8, 6)).fetch().std() > 50
+    stretched = Resized("other", (8, 6), source).fetch()
+    assert stretched[:, 0].max() == 0
+    assert stretched[:, -1].min() == 200

@@ -1,7 +1,7 @@
 """Micro models and samples that the tests of vlmrl.models share."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,21 +79,34 @@ def reader(folder: Callable[..., Path]) -> Callable[..., Processor]:
 
 
 @pytest.fixture(scope="session")
-def sample(reader: Callable[..., Processor]) -> Callable[..., Sample]:
-    """`sample(family, images, seed)`: images of different sizes between text, then a random answer that is sampled."""
+def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
+    """`group(family, images, seed, lengths)`: one prompt, images of different sizes in it, and random answers to it."""
 
-    def make(family: tiny.Family, images: int, seed: int, *, group: int = 0) -> Sample:
+    def make(family: tiny.Family, images: int, seed: int, lengths: Sequence[int]) -> list[Sample]:
         read = reader(family)
         rng = np.random.default_rng(seed)
         side = read.resize_factor or 1
         sizes = [(side * int(rng.integers(2, 5)), side * int(rng.integers(2, 5))) for _ in range(images)]
         media = tuple(Picture(seed * 10 + i, size) for i, size in enumerate(sizes))
-        text = (
-            "<|im_start|>user\n" + "<|vision_start|><|image_pad|><|vision_end|> and " * images + "how many?<|im_end|>\n"
+        shown = "<|vision_start|><|image_pad|><|vision_end|> and " * images
+        prompt, _ = read.encode(
+            f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
         )
-        prompt, _ = read.encode(text, [item.size for item in media])
-        answer = rng.integers(0, 256, int(rng.integers(3, 12)))
-        sampled = np.arange(len(prompt) + len(answer)) >= len(prompt)
-        return Sample(tokens=np.concatenate([prompt, answer]), sampled=sampled, media=media, group=group)
+        found = []
+        for length in lengths:
+            tokens = np.concatenate([prompt, rng.integers(0, 256, length)])
+            found.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), media, seed, f"test:{seed}"))
+        return found
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sample(group: Callable[..., list[Sample]]) -> Callable[..., Sample]:
+    """`sample(family, images, seed)`: the only answer to a prompt."""
+
+    def make(family: tiny.Family, images: int, seed: int) -> Sample:
+        (only,) = group(family, images, seed, [3 + seed * 5 % 9])
+        return only
 
     return make

@@ -1,40 +1,71 @@
-"""What a model is given for a pack: positions by hand, masks, lengths, images once."""
+"""What a model is given for a pack: positions by hand, who looks at whom, what predicts what, images once."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vlmrl.data.packing import Pack, make_pack
-from vlmrl.errors import ConfigError
+from vlmrl.data.packing import FILLER, Branch, Pack, collect, make_pack
+from vlmrl.errors import ConfigError, DataError
 from vlmrl.models.attention import PACKED
+from vlmrl.models.attention_plan import Span
 from vlmrl.models.inputs import model_inputs
-from vlmrl.types import Pixels, Sample
+from vlmrl.models.tiny import Family
+from vlmrl.types import Layout, Media, Pixels, Sample
 
 Make = Callable[..., Any]
 OURS = {"": PACKED, "text_config": PACKED}
+VISION: list[Family] = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-class Square:
-    """56x56 pixels: 4x4 patches, 2x2 tokens."""
+@dataclass(frozen=True)
+class Block:
+    """56x56 pixels are 4x4 patches of Qwen2.5-VL, and 2x2 tokens."""
 
-    hash = "square"
-    size = (56, 56)
+    hash: str = "square"
+    size: tuple[int, int] = (56, 56)
 
     def fetch(self) -> Pixels:
-        return np.zeros((56, 56, 3), dtype=np.uint8)
+        return np.zeros((self.size[1], self.size[0], 3), dtype=np.uint8)
+
+
+SQUARE, WIDE = Block(), Block("wide", (84, 56))
 
 
 def text(length: int) -> Sample:
     return Sample(tokens=np.arange(length) + 65, sampled=np.ones(length, dtype=np.bool_))
 
 
+def answers(
+    reader: Make, prompt: str, *said: str, media: Sequence[Media] = (), family: Family = "qwen2_5_vl", group: int = 0
+) -> list[Sample]:
+    """Answers to a prompt. What stands in [brackets] in an answer, the environment said."""
+    found = []
+    for words in said:
+        sizes = iter([item.size for item in media])
+        parts = [prompt, *re.findall(r"\[.*?\]|[^\[\]]+", words)]
+        tokens = [
+            reader(family).encode(part.strip("[]"), [next(sizes) for _ in range(part.count("<|image_pad|>"))])[0]
+            for part in parts
+        ]
+        is_own = [n > 0 and not part.startswith("[") for n, part in enumerate(parts)]
+        sampled = np.repeat(is_own, [len(ids) for ids in tokens])
+        found.append(Sample(np.concatenate(tokens), sampled, tuple(media), group))
+    return found
+
+
 def pictured(reader: Make) -> Sample:
-    """Two letters, an image between its delimiters, one letter."""
-    tokens, _ = reader("qwen2_5_vl").encode("ab<|vision_start|><|image_pad|><|vision_end|>c", [(56, 56)])
-    return Sample(tokens=tokens, sampled=np.arange(len(tokens)) >= len(tokens) - 1, media=(Square(),))
+    """Two letters, an image between its delimiters, one letter that was sampled."""
+    return answers(reader, f"ab{IMAGE}", "c", media=[SQUARE])[0]
+
+
+# ---------------------------------------------------------------- positions
 
 
 def test_position_rows_of_an_image_between_text(net: Make, reader: Make) -> None:
@@ -51,44 +82,114 @@ def test_position_rows_of_an_image_between_text(net: Make, reader: Make) -> None
     assert inputs["use_cache"] is False
 
 
-def test_a_text_model_gets_one_row_of_positions(net: Make, reader: Make) -> None:
-    inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(3), text(2)], [0, 1], "packed"))
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert not inputs.keys() & {"mm_token_type_ids", "pixel_values", "attention_mask", "image_occurrences"}
+def test_each_answer_counts_on_from_its_prompt(net: Make, reader: Make) -> None:
+    pack = make_pack([*answers(reader, f"ab{IMAGE}", "c", "def", media=[SQUARE]), text(2)], [0, 1, FILLER], "shared")
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
+    # The prompt takes 8 places, but its largest position is 5: c is at 6, and so is d.
+    assert inputs["position_ids"][:, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 0, 1],
+        [0, 1, 2, 3, 3, 3, 3, 5, 6, 6, 7, 8, 0, 1],
+        [0, 1, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 0, 1],
+        [0, 1, 2, 3, 4, 3, 4, 5, 6, 6, 7, 8, 0, 1],
+    ]
+    assert inputs["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, *[0] * 7]]
+
+
+def test_answers_count_on_from_the_largest_position_not_from_the_last(net: Make, reader: Make) -> None:
+    # The prompt ends in 3x2 image tokens that begin at 1: their last row is 2, their last column 3.
+    pack = make_pack(answers(reader, "<|vision_start|><|image_pad|>", "b", "cd", media=[WIDE]), [0, 1], "shared")
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
+    assert inputs["position_ids"][:, 0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 7, 8],
+        [0, 1, 1, 1, 1, 1, 1, 4, 4, 5],
+        [0, 1, 1, 1, 2, 2, 2, 4, 4, 5],
+        [0, 1, 2, 3, 1, 2, 3, 4, 4, 5],
+    ]
+
+
+@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_every_sample_has_the_models_own_positions(
+    net: Make, reader: Make, group: Make, family: Family, layout: Layout
+) -> None:
+    model, read = net(family, attention=OURS), reader(family)
+    samples = [*group(family, 3, 1, (5, 2)), *group(family, 0, 2, (3,)), *group(family, 1, 3, (1, 6, 4))]
+    block = Block("b", (2 * read.resize_factor, 3 * read.resize_factor))
+    samples += answers(reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}f]", media=[block] * 2, family=family, group=9)
+    pack = make_pack(samples, range(8), layout)
+    positions = model_inputs(model, read, pack)["position_ids"]
+    found = [collect(pack, axis) for axis in positions]
+    for i, item in enumerate(samples):
+        grids = read.pixel_inputs(item.media).get("image_grid_thw")
+        types = torch.from_numpy(read.token_types(item.tokens))[None]
+        expected, _ = model.base_model.get_rope_index(torch.from_numpy(item.tokens)[None], types, image_grid_thw=grids)
+        assert found[0][i].tolist() == list(range(len(item.tokens)))
+        assert [found[axis][i].tolist() for axis in (1, 2, 3)] == expected[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("layout", "row"), [("packed", [0, 1, 2, 0, 1, 2, 3, 0, 1]), ("shared", [0, 1, 2, 2, 3, 0, 1])]
+)
+def test_a_text_model_gets_one_row_of_positions(net: Make, reader: Make, layout: Layout, row: list[int]) -> None:
+    samples = [*answers(reader, "ab", "c", "de", family="qwen3"), text(2)]
+    inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1, FILLER], layout))
+    assert inputs["position_ids"].tolist() == [row]
+    assert not inputs.keys() & {"mm_token_type_ids", "pixel_values", "attention_mask", "images", "image_places"}
+
+
+# ---------------------------------------------------------------- who looks at whom
 
 
 def test_padded_rows_are_masked_on_the_right(net: Make, reader: Make) -> None:
     inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(3), text(1)], [0, 1], "padded"))
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert inputs["input_ids"].tolist() == [[65, 66, 67], [65, 256, 256]]
+    assert "attention_plan" not in inputs
 
 
-def test_lengths_go_only_to_attention_that_reads_them(net: Make, reader: Make) -> None:
+def test_a_plan_goes_only_to_attention_that_reads_it(net: Make, reader: Make) -> None:
     pack = make_pack([text(3), text(2)], [0, 1], "packed")
     ours = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
-    assert ours["cu_seq_lens_q"].tolist() == [0, 3, 5]
-    assert ours["max_length_q"] == 3
-    assert "cu_seq_lens_q" not in model_inputs(net("qwen3"), reader("qwen3"), pack)
+    assert ours["attention_plan"].spans == (Span(0, 3), Span(3, 2))
+    assert ours["attention_plan"].causal
+    assert "attention_mask" not in ours
+    assert "attention_plan" not in model_inputs(net("qwen3"), reader("qwen3"), pack)
+
+
+def test_answers_have_their_prompt_for_a_parent(net: Make, reader: Make) -> None:
+    samples = [text(2), *answers(reader, "ab", "c", "", "def", family="qwen3", group=1), text(1)]
+    pack = make_pack(samples, range(5), "shared")
+    inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
+    assert inputs["attention_plan"].spans == (Span(0, 2), Span(2, 2), Span(4, 1, 1), Span(5, 3, 1), Span(8, 1))
 
 
 def test_padding_behind_a_short_row_is_a_sample_of_its_own(net: Make, reader: Make) -> None:
-    pack = Pack((text(3), text(2), text(2)), rows=((0, 1), (2,)), ids=(0, 1, 2))
+    group = answers(reader, "ab", "c", "d", family="qwen3")
+    rows = ((Branch((0, 1), 2),), (Branch((2,), 0), Branch((3,), 0)), (Branch((4,), 0),))
+    pack = Pack((*group, text(3), text(4), text(2)), rows, (0, 1, 2, 3, 4))
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
-    assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 5, 7, 10]
+    assert inputs["attention_plan"].spans == (
+        *(Span(0, 2), Span(2, 1, 0), Span(3, 1, 0), Span(4, 3)),
+        *(Span(7, 3), Span(10, 4)),
+        *(Span(14, 2), Span(16, 5)),
+    )
 
 
-def test_only_sampled_tokens_are_scored_and_never_a_first_one(net: Make, reader: Make) -> None:
-    half = Sample(tokens=np.arange(3) + 65, sampled=np.array([False, False, True]))
-    inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(2), half], [0, 1], "packed"))
-    assert inputs["scored"].tolist() == [[False, True, False, False, True]]
+def test_a_shared_prompt_needs_an_attention_that_knows_of_it(net: Make, reader: Make) -> None:
+    group = answers(reader, "ab", "c", "d", family="qwen3")
+    with pytest.raises(ConfigError, match=r"shared needs an attention .*: set ds\.attn_implementation to auto, or"):
+        model_inputs(net("qwen3"), reader("qwen3"), make_pack(group, [0, 1], "shared"))
+    # Nothing is shared here.
+    model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(3), text(2)], [0, 1], "shared"))
 
 
-def test_recurrent_models_are_not_packed(net: Make, reader: Make) -> None:
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_recurrent_models_are_not_packed(net: Make, reader: Make, layout: Layout) -> None:
     model = net("qwen3")
     model._is_stateful = True
     model_inputs(model, reader("qwen3"), make_pack([text(3), text(2)], [0, 1], "padded"))
     with pytest.raises(ConfigError, match=r"recurrent layers, would mix: use padded"):
-        model_inputs(model, reader("qwen3"), make_pack([text(3), text(2)], [0, 1], "packed"))
+        model_inputs(model, reader("qwen3"), make_pack([text(3), text(2)], [0, 1], layout))
 
 
 def test_layers_that_our_attention_does_not_know_are_refused(net: Make, reader: Make) -> None:
@@ -100,25 +201,109 @@ def test_layers_that_our_attention_does_not_know_are_refused(net: Make, reader: 
             model_inputs(model, reader("qwen3"), pack)
 
 
-def test_an_image_that_occurs_twice_is_carried_once(net: Make, reader: Make) -> None:
-    one = pictured(reader)
-    pack = make_pack([one, text(2), one], [0, 1, 2], "packed")
-    inputs = model_inputs(net("qwen2_5_vl"), reader("qwen2_5_vl"), pack)
+# ---------------------------------------------------------------- what predicts what
+
+
+def test_only_sampled_tokens_are_scored_and_never_a_first_one(net: Make, reader: Make) -> None:
+    half = Sample(tokens=np.arange(3) + 65, sampled=np.array([False, False, True]))
+    inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(2), half], [0, 1], "packed"))
+    assert inputs["scored"].tolist() == [[False, True, False, False, True]]
+    assert inputs["previous"].tolist() == [0, 3]
+
+
+def test_the_first_token_of_each_answer_is_predicted_by_the_end_of_the_prompt(net: Make, reader: Make) -> None:
+    # Places: a 0, b 1; c 2, d 3; e 4; a sample of three from 5 on; again a prompt 8, 9, 10 and its answers 11 and 12.
+    samples = [*answers(reader, "ab", "cd", "e", family="qwen3"), text(3)]
+    samples += answers(reader, "xyz", "f", "g", family="qwen3", group=1)
+    inputs = model_inputs(
+        net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1, FILLER, 3, 4], "shared")
+    )
+    assert inputs["input_ids"][inputs["scored"]].tolist() == [*map(ord, "cde"), 66, 67, *map(ord, "fg")]
+    assert inputs["previous"].tolist() == [1, 2, 1, 5, 6, 10, 10]
+
+
+def test_what_predicts_lies_in_the_same_row(net: Make, reader: Make) -> None:
+    # Rows of five: a b c | . . and a b d e f.
+    samples = answers(reader, "ab", "c", "def", family="qwen3")
+    inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack(samples, [0, 1], "padded"))
+    assert inputs["previous"].tolist() == [1, 6, 7, 8]
+
+
+def test_what_the_environment_said_is_seen_and_not_scored(net: Make, reader: Make) -> None:
+    samples = answers(reader, "a", "b[cd]e", "f", family="qwen3")
+    inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1], "shared"))
+    assert inputs["input_ids"][inputs["scored"]].tolist() == [*map(ord, "bef")]
+    assert inputs["previous"].tolist() == [0, 3, 0]
+
+
+# ---------------------------------------------------------------- images
+
+
+@pytest.mark.parametrize(("layout", "places"), [("packed", 3), ("padded", 3), ("shared", 1)])
+def test_an_image_that_occurs_several_times_is_carried_once(
+    net: Make, reader: Make, layout: Layout, places: int
+) -> None:
+    pack = make_pack(answers(reader, f"ab{IMAGE}", "c", "d", "e", media=[SQUARE]), range(3), layout)
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
     assert inputs["pixel_values"].shape == (16, 1176)
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
-    assert inputs["image_occurrences"].tolist() == [0, 0]
+    assert inputs["images"] == ("square",)
+    assert inputs["image_places"] == ("square",) * places
+    assert (inputs["mm_token_type_ids"] == 1).sum() == 4 * places
 
 
 def test_images_are_in_the_order_of_the_rows(net: Make, reader: Make) -> None:
-    class Wide(Square):
-        hash = "wide"
-        size = (84, 56)
-
-        def fetch(self) -> Pixels:
-            return np.zeros((56, 84, 3), dtype=np.uint8)
-
-    tokens, _ = reader("qwen2_5_vl").encode("<|vision_start|><|image_pad|><|vision_end|>", [(84, 56)])
-    wide = Sample(tokens=tokens, sampled=np.zeros(len(tokens), dtype=np.bool_), media=(Wide(),))
-    pack = Pack((pictured(reader), wide), rows=((1, 0),), ids=(0, 1))
+    (wide,) = answers(reader, IMAGE, "", media=[WIDE])
+    pack = Pack((pictured(reader), wide), rows=((Branch((1,), 0), Branch((0,), 0)),), ids=(0, 1))
     inputs = model_inputs(net("qwen2_5_vl"), reader("qwen2_5_vl"), pack)
-    assert inputs["image_grid_thw"][inputs["image_occurrences"]].tolist() == [[1, 4, 6], [1, 4, 4]]
+    assert inputs["images"] == inputs["image_places"] == ("wide", "square")
+    assert inputs["image_grid_thw"].tolist() == [[1, 4, 6], [1, 4, 4]]
+
+
+def test_images_that_come_up_in_an_answer_have_their_places_there(net: Make, reader: Make) -> None:
+    # The prompt shows the square; each answer is then shown the wide one, and the second the square again.
+    samples = answers(reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}]", media=[SQUARE, WIDE])
+    pack = make_pack([*samples, pictured(reader)], [0, 1, FILLER], "shared")
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
+    assert pack.rows[0][0] == Branch((0, 1), len("a") + 6)
+    assert inputs["images"] == ("square", "wide")
+    assert inputs["image_places"] == ("square", "wide", "wide", "square")
+    is_image = inputs["mm_token_type_ids"][0]
+    assert is_image.tolist() == [0, 0, *[1] * 4, 0, 0, 0, *[1] * 6, 0, 0, 0, 0, 0, *[1] * 6, 0, 0, 0, 0, *[1] * 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("seen", "new"), [({"square"}, ("wide",)), ({"wide", "square"}, ()), ({"other"}, ("square", "wide"))]
+)
+def test_images_that_were_seen_carry_no_pixels(net: Make, reader: Make, seen: set[str], new: tuple[str, ...]) -> None:
+    (wide,) = answers(reader, IMAGE, "", media=[WIDE])
+    pack = make_pack([pictured(reader), wide], [0, FILLER], "shared")
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack, seen=seen)
+    assert inputs["images"] == new
+    assert inputs["image_places"] == ("square", "wide")
+    patches = sum({"square": 16, "wide": 24}[name] for name in new)
+    assert len(inputs["pixel_values"]) == patches if new else "pixel_values" not in inputs
+    # Where the image stands, and what positions it takes, has nothing to do with it.
+    fresh = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
+    for name in ("position_ids", "mm_token_type_ids", "input_ids"):
+        assert torch.equal(inputs[name], fresh[name])
+
+
+@pytest.mark.parametrize(("media", "number"), [([WIDE], "1 images take 6"), ([SQUARE, WIDE], "2 images take 10")])
+def test_tokens_that_do_not_fit_the_images_are_refused(
+    net: Make, reader: Make, media: list[Media], number: str
+) -> None:
+    good = pictured(reader)
+    bad = Sample(good.tokens, good.sampled, tuple(media), source="charts:3")
+    with pytest.raises(DataError, match=f"charts:3 has 4 image tokens, and its {number}: the model would see"):
+        model_inputs(net("qwen2_5_vl"), reader("qwen2_5_vl"), make_pack([bad], [0], "packed"))
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_the_grid_of_a_size_is_that_of_the_pixels(reader: Make, sample: Make, family: Family) -> None:
+    read = reader(family)
+    for seed in range(3):
+        media = sample(family, 3, seed).media
+        grids = read.pixel_inputs(media)["image_grid_thw"].tolist()
+        assert [list(read.grid(item.size)) for item in media] == grids
+        assert [read.num_tokens(item.size) for item in media] == [t * h * w // 4 for t, h, w in grids]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vlmrl.models.logprobs import BAN, ScoringHead, predictors, token_logprobs
+from vlmrl.models.logprobs import BAN, ScoringHead, token_logprobs
 
 T, D, V = 13, 8, 29
 
@@ -116,15 +116,6 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         found = token_logprobs(hidden, weight, None, torch.zeros(200, dtype=torch.long), slice_size=3000)
         (found.logprobs.sum() + found.entropy.sum()).backward()
     assert 0 < largest <= 3000
-
-
-def test_index_t_is_predicted_by_the_hidden_state_before_it() -> None:
-    hidden = torch.arange(2 * 4, dtype=torch.float32).reshape(2, 4, 1)
-    tokens = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
-    scored = torch.tensor([[False, True, False, True], [False, False, True, False]])
-    states, targets = predictors(hidden, tokens, scored)
-    assert states[:, 0].tolist() == [0, 2, 5]
-    assert targets.tolist() == [11, 13, 22]
 
 
 def test_an_adopted_head_is_the_same_layer() -> None:

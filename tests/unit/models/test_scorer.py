@@ -1,6 +1,7 @@
-"""Packed equals padded equals the model's own logits, and the ways to get it wrong are noticed."""
+"""Shared equals packed equals padded equals the model's own logits, and the ways to get it wrong are noticed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,20 +10,34 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vlmrl.data.packing import Pack, collect, make_pack
+from vlmrl.data.packing import Branch, Pack, collect, make_pack
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import PACKED
+from vlmrl.models.attention_plan import Span, plan
 from vlmrl.models.inputs import model_inputs
-from vlmrl.models.scorer import Scorer
+from vlmrl.models.scorer import ImageFeatures, Scorer
 from vlmrl.models.tiny import Family
-from vlmrl.types import Layout, Sample
+from vlmrl.types import Layout, Media, Sample
 
 Make = Callable[..., Any]
+Attention = str | dict[str, str]
 
-CASES = {"text": (0, 0, 0), "one image": (1, 1), "three images": (3, 3), "mixed": (0, 1, 3, 0, 2)}
+# (images, tokens of each answer) of each group
+CASES: dict[str, Sequence[tuple[int, Sequence[int]]]] = {
+    "text": [(0, (5, 2, 9)), (0, (4,)), (0, (3, 3))],
+    "one image": [(1, (3, 7)), (1, (6, 1))],
+    "three images": [(3, (4, 8)), (3, (5,))],
+    "mixed": [(0, (4, 9)), (1, (6,)), (3, (2, 5, 11)), (0, (7,)), (2, (0, 3))],
+    "groups of eight": [(1, (1, 2, 3, 5, 8, 13, 21, 4)), (0, (6,) * 8)],
+}
 VISION: list[Family] = ["qwen2_5_vl", "qwen3_vl", "qwen2_vl"]
-RUNS = [(family, case) for family in ("qwen2_5_vl", "qwen3_vl") for case in CASES]
-RUNS += [("qwen2_vl", "mixed"), ("qwen3", "text"), ("llama", "text")]
+RUNS: list[tuple[Family, str, bool]] = [
+    *(("qwen2_5_vl", case, False) for case in CASES),
+    *(("qwen3_vl", case, True) for case in CASES),
+    *(("qwen2_vl", case, True) for case in ("mixed", "groups of eight")),
+    *(("qwen3", "text", tied) for tied in (False, True)),
+    ("llama", "text", False),
+]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 TEMPERATURE, BANNED = 0.7, (7, 300)
 
@@ -30,24 +45,38 @@ TEMPERATURE, BANNED = 0.7, (7, 300)
 class Run(NamedTuple):
     logprobs: list[np.ndarray[Any, Any]]
     entropy: list[np.ndarray[Any, Any]]
+    values: list[np.ndarray[Any, Any]]
     loss: float
     gradients: dict[str, Tensor]
 
 
 def run(net: PreTrainedModel, inputs: dict[str, Any], pack: Pack) -> Run:
+    """One pass whose loss has a part of everything: log-probs, entropy, and a scalar head on the states."""
     scorer = Scorer(net)
     scorer.zero_grad()
+    torch.manual_seed(0)
+    head = torch.randn(net.config.get_text_config().hidden_size) / 8
     out = scorer(inputs, temperature=TEMPERATURE, banned=BANNED)
-    loss = -(out.logprobs.sum() - 0.1 * out.entropy.sum()) / inputs["scored"].sum()
+    states, targets = scorer.states(inputs)
+    scored = inputs["scored"]
+    assert torch.equal(targets, inputs["input_ids"][scored])
+    values = torch.zeros(scored.shape).masked_scatter(scored, states.float() @ head)
+    loss = -(out.logprobs.sum() - 0.1 * out.entropy.sum() - 0.1 * values.square().sum()) / scored.sum()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    return Run(collect(pack, out.logprobs), collect(pack, out.entropy), loss.item(), gradients)
+    found = (collect(pack, column) for column in (out.logprobs, out.entropy, values))
+    return Run(*found, loss.item(), gradients)
+
+
+def run_of(net: PreTrainedModel, reader: Make, family: Family, pack: Pack) -> Run:
+    return run(net, model_inputs(net, reader(family), pack), pack)
 
 
 def difference(a: Run, b: Run) -> float:
-    """The largest difference of any log-prob, entropy or loss; of gradients, relative to their tensor's largest."""
+    """The largest difference of any log-prob, entropy, value, loss, or gradient; of the last relative to its tensor."""
     assert a.gradients.keys() == b.gradients.keys()
-    values = [np.abs(x - y).max() for x, y in zip(a.logprobs + a.entropy, b.logprobs + b.entropy, strict=True)]
+    mine, other = ([*found.logprobs, *found.entropy, *found.values] for found in (a, b))
+    values = [np.abs(x - y).max() for x, y in zip(mine, other, strict=True)]
     slopes = [
         ((g - b.gradients[n]).abs().max() / b.gradients[n].abs().max().clamp(min=1.0)).item()
         for n, g in a.gradients.items()
@@ -55,38 +84,46 @@ def difference(a: Run, b: Run) -> float:
     return float(max(*values, *slopes, abs(a.loss - b.loss)))
 
 
-def pack_of(sample: Make, family: Family, images: tuple[int, ...], layout: Layout) -> Pack:
-    samples = [sample(family, count, seed) for seed, count in enumerate(images)]
+def samples_of(group: Make, family: Family, case: str) -> list[Sample]:
+    return [
+        sample for seed, (images, lengths) in enumerate(CASES[case]) for sample in group(family, images, seed, lengths)
+    ]
+
+
+def pack_of(group: Make, family: Family, case: str, layout: Layout) -> Pack:
+    samples = samples_of(group, family, case)
     return make_pack(samples, range(len(samples)), layout)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("family", "case"), RUNS)
-def test_packed_equals_padded(net: Make, reader: Make, sample: Make, family: Family, case: str, tied: bool) -> None:
-    padded, packed = (pack_of(sample, family, CASES[case], layout) for layout in ("padded", "packed"))
-    yardstick = net(family, tied=tied, attention="sdpa")
-    expected = run(yardstick, model_inputs(yardstick, reader(family), padded), padded)
-    assert max(np.abs(row).max() for row in expected.logprobs) > 1
-    for attention in ("sdpa", OURS):
-        for pack in (padded, packed):
-            model = net(family, tied=tied, attention=attention)
-            assert difference(run(model, model_inputs(model, reader(family), pack), pack), expected) < 1e-5
+# ---------------------------------------------------------------- the layouts are one function
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", [*VISION, "qwen3", "llama"])
-def test_scores_are_those_of_the_models_own_logits(
-    net: Make, reader: Make, sample: Make, family: Family, tied: bool
+@pytest.mark.parametrize(("family", "case", "tied"), RUNS)
+def test_shared_equals_packed_equals_padded(
+    net: Make, reader: Make, group: Make, family: Family, case: str, tied: bool
 ) -> None:
-    images = (0, 2) if family in VISION else (0, 0)
-    pack = pack_of(sample, family, images, "packed")
-    ours, theirs = net(family, tied=tied, attention=OURS), net(family, tied=tied)
-    found = run(ours, model_inputs(ours, reader(family), pack), pack)
+    padded, packed, shared = (pack_of(group, family, case, layout) for layout in ("padded", "packed", "shared"))
+    assert shared.num_tokens < packed.num_tokens == packed.num_useful
+    expected = run_of(net(family, tied=tied), reader, family, padded)
+    assert max(np.abs(row).max() for row in expected.logprobs) > 1
+    assert max(np.abs(row).max() for row in expected.values) > 0.1
+    for attention, pack in ((OURS, padded), ("sdpa", packed), (OURS, packed), (OURS, shared)):
+        model = net(family, tied=tied, attention=attention)
+        assert difference(run_of(model, reader, family, pack), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", [*VISION, "qwen3", "llama"])
+def test_scores_are_those_of_the_models_own_logits(net: Make, reader: Make, group: Make, family: Family) -> None:
+    pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
+    ours, theirs = net(family, attention=OURS), net(family)
+    scorer = Scorer(ours)
+    found = scorer(model_inputs(ours, reader(family), pack), temperature=TEMPERATURE, banned=BANNED)
+    (-(found.logprobs.sum() - 0.1 * found.entropy.sum())).backward()
+    rows = collect(pack, found.logprobs)
     ban = torch.zeros(theirs.config.get_text_config().vocab_size)
     ban[list(BANNED)] = -100
     loss = torch.zeros(())
-    count = sum(int(s.sampled.sum()) for s in pack.samples)
-    for item, mine in zip(pack.samples, found.logprobs, strict=True):
+    for item, mine in zip(pack.samples, rows, strict=True):
         tokens = torch.from_numpy(item.tokens)[None]
         more = reader(family).pixel_inputs(item.media)
         if more:
@@ -96,33 +133,164 @@ def test_scores_are_those_of_the_models_own_logits(
         sampled = torch.from_numpy(item.sampled[1:])
         np.testing.assert_allclose(mine[1:], torch.where(sampled, chosen, 0.0).detach(), atol=1e-5)
         entropy = -(log_p.exp() * log_p).sum(-1)
-        loss = loss - (chosen - 0.1 * entropy)[sampled].sum() / count
+        loss = loss - (chosen - 0.1 * entropy)[sampled].sum()
     loss.backward()
-    assert found.loss == pytest.approx(loss.item(), abs=1e-5)
-    for name, parameter in theirs.named_parameters():
-        if parameter.grad is not None:
-            scale = parameter.grad.abs().max().clamp(min=1.0).item()
-            torch.testing.assert_close(found.gradients[name], parameter.grad, atol=1e-5 * scale, rtol=1e-5)
+    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            scale = other.grad.abs().max().clamp(min=1.0).item()
+            torch.testing.assert_close(mine.grad, other.grad, atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])
+def test_adapters_change_nothing_about_it(net: Make, reader: Make, group: Make, family: Family) -> None:
+    from peft import LoraConfig
+
+    def adapted(attention: Attention) -> PreTrainedModel:
+        model: PreTrainedModel = net(family, attention=attention)
+        torch.manual_seed(2)
+        # The projections of language model and vision tower alike.
+        model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=r".*\.(q_proj|v_proj|down_proj|qkv|proj)"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        return model.eval()
+
+    case = "mixed" if family in VISION else "text"
+    plain, expected = (
+        run_of(model, reader, family, pack_of(group, family, case, "padded"))
+        for model in (net(family), adapted("sdpa"))
+    )
+    assert np.abs(plain.logprobs[0] - expected.logprobs[0]).max() > 1e-2
+    assert expected.gradients
+    assert all("lora" in name for name in expected.gradients)
+    assert any("visual" in name for name in expected.gradients) == (family in VISION)
+    for layout in ("packed", "shared"):
+        pack = pack_of(group, family, case, layout)  # type: ignore[arg-type]
+        assert difference(run_of(adapted(OURS), reader, family, pack), expected) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+def test_gradient_checkpointing_changes_nothing(
+    net: Make, reader: Make, group: Make, family: Family, reentrant: bool
+) -> None:
+    pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
+    model = net(family, attention=OURS)
+    expected = run_of(model, reader, family, pack)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert difference(run_of(model, reader, family, pack), expected) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+def test_bf16_models_score_in_fp32(net: Make, reader: Make, group: Make, family: Family) -> None:
+    pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
+    model = net(family, attention=OURS)
+    expected = run_of(model, reader, family, pack)
+    found = run_of(model.bfloat16(), reader, family, pack)
+    assert found.logprobs[0].dtype == np.float32
+    for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=0.5)
+    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.bfloat16}
+
+
+def test_rows_may_hold_groups_and_samples_of_any_length(net: Make, reader: Make, group: Make) -> None:
+    samples = samples_of(group, "qwen2_5_vl", "mixed")
+    # Groups of 2, 1, 3, 1 and 2.
+    lengths = [min(sample.prompt_length for sample in samples[i : i + 2]) for i in range(len(samples))]
+    rows = (
+        (Branch((3, 4, 5), lengths[3]), Branch((2,), 0)),
+        (Branch((6,), 0),),
+        (Branch((8, 7), lengths[7]), Branch((1,), 0), Branch((0,), 0)),
+    )
+    pack, alone = Pack(tuple(samples), rows, tuple(range(9))), make_pack(samples, range(9), "padded")
+    expected = run_of(net("qwen2_5_vl"), reader, "qwen2_5_vl", alone)
+    assert difference(run_of(net("qwen2_5_vl", attention=OURS), reader, "qwen2_5_vl", pack), expected) < 1e-5
+
+
+# ---------------------------------------------------------------- nobody sees anybody else
+
+
+@pytest.mark.parametrize("family", [*VISION, "qwen3"])
+def test_what_a_segment_says_reaches_only_who_may_see_it(net: Make, reader: Make, group: Make, family: Family) -> None:
+    pictures = (1, 2) if family in VISION else (0, 0)
+    model = net(family, attention=OURS)
+    samples = [
+        *group(family, pictures[0], 1, (4, 3, 6)),
+        *group(family, pictures[1], 2, (5,)),
+        *group(family, 0, 3, (2, 7)),
+    ]
+    pack = make_pack(samples, range(6), "shared")
+    before = run_of(model, reader, family, pack)
+    assert len(pack.segments) == 4 + 1 + 3
+    for segment in pack.segments:
+        members = {segment.sample}
+        if segment.parent is None:
+            members = next({*b.members} for b in pack.rows[0] if segment.sample in b.members)
+        changed = list(samples)
+        place = segment.first if segment.parent is not None else 2
+        for i in members:
+            tokens = samples[i].tokens.copy()
+            assert tokens[place] < 256
+            tokens[place] = (tokens[place] + 1) % 256
+            changed[i] = replace(samples[i], tokens=tokens)
+        after = run_of(model, reader, family, make_pack(changed, range(6), "shared"))
+        assert_only_these_differ(before, after, members)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_an_image_reaches_only_the_answers_to_its_prompt(net: Make, reader: Make, group: Make, family: Family) -> None:
+    model = net(family, attention=OURS)
+    groups = [group(family, 1, 1, (4, 3)), group(family, 2, 2, (5,)), group(family, 0, 3, (2, 7))]
+    samples = [sample for members in groups for sample in members]
+    before = run_of(model, reader, family, make_pack(samples, range(5), "shared"))
+    for i, members in ((0, {0, 1}), (2, {2})):
+        for number in range(len(samples[i].media)):
+            changed = [repainted(s, number) if n in members else s for n, s in enumerate(samples)]
+            after = run_of(model, reader, family, make_pack(changed, range(5), "shared"))
+            assert_only_these_differ(before, after, members)
+
+
+def repainted(sample: Sample, number: int) -> Sample:
+    media: list[Any] = list(sample.media)
+    media[number] = replace(media[number], seed=99)
+    return replace(sample, media=tuple(media))
+
+
+def assert_only_these_differ(before: Run, after: Run, members: set[int]) -> None:
+    for i in range(len(before.logprobs)):
+        gap = max(
+            np.abs(mine[i] - other[i]).max()
+            for mine, other in ((before.logprobs, after.logprobs), (before.values, after.values))
+        )
+        assert gap > 1e-4 if i in members else gap < 1e-6, (i, gap)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", OURS], ids=["sdpa", "ours"])
 @pytest.mark.parametrize("family", VISION)
-def test_a_sample_never_sees_its_neighbours(
-    net: Make, reader: Make, sample: Make, family: Family, attention: str | dict[str, str]
+def test_a_neighbour_of_another_length_changes_nothing(
+    net: Make, reader: Make, sample: Make, family: Family, attention: Attention
 ) -> None:
     model = net(family, attention=attention)
-    before = pack_of(sample, family, (1, 2, 0), "packed")
+    before = [sample(family, images, seed) for seed, images in enumerate((1, 2, 0))]
     for changed in range(3):
-        samples = list(before.samples)
-        samples[changed] = sample(family, (2, 0, 1)[changed], 77)
-        after = make_pack(samples, range(3), "packed")
-        first, second = (run(model, model_inputs(model, reader(family), pack), pack) for pack in (before, after))
+        after = list(before)
+        after[changed] = sample(family, (2, 0, 1)[changed], 77)
+        first, second = (run_of(model, reader, family, make_pack(s, range(3), "packed")) for s in (before, after))
         for i in range(3):
             if i != changed:
                 np.testing.assert_allclose(first.logprobs[i], second.logprobs[i], atol=1e-5)
 
 
-def two_rows(inputs: dict[str, Any]) -> None:
+# ---------------------------------------------------------------- planted faults
+
+
+def two_dimensions(inputs: dict[str, Any]) -> None:
     inputs["position_ids"] = inputs["position_ids"][0]
 
 
@@ -134,57 +302,149 @@ def default_cache(inputs: dict[str, Any]) -> None:
     del inputs["use_cache"]
 
 
-def no_lengths(inputs: dict[str, Any]) -> None:
-    del inputs["cu_seq_lens_q"]
+def no_plan(inputs: dict[str, Any]) -> None:
+    del inputs["attention_plan"]
+
+
+def prompts_unseen(inputs: dict[str, Any]) -> None:
+    inputs["attention_plan"] = plan(
+        tuple(span._replace(parent=None) for span in inputs["attention_plan"].spans), causal=True
+    )
+
+
+def answers_see_each_other(inputs: dict[str, Any]) -> None:
+    runs: list[Span] = []
+    for span in inputs["attention_plan"].spans:
+        if span.parent is None:
+            runs.append(span._replace(parent=None))
+        else:
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + span.length)
+    inputs["attention_plan"] = plan(tuple(runs), causal=True)
+
+
+def the_place_before(inputs: dict[str, Any]) -> None:
+    """What was right before prompts were shared."""
+    inputs["previous"] = inputs["scored"].flatten().nonzero()[:, 0] - 1
+
+
+def counting_on_from_the_neighbour(inputs: dict[str, Any]) -> None:
+    inputs["position_ids"][:, :, 1:] = inputs["position_ids"][:, :, :-1] + 1
+
+
+PACKED_FAULTS = [(two_dimensions, "sdpa"), (three_rows, "sdpa"), (default_cache, "sdpa"), (no_plan, OURS)]
+SHARED_FAULTS = [no_plan, prompts_unseen, answers_see_each_other, the_place_before, counting_on_from_the_neighbour]
+FAULTS: list[tuple[Callable[..., None], Attention, Layout]] = [
+    *((fault, attention, "packed") for fault, attention in PACKED_FAULTS),
+    *((fault, OURS, "shared") for fault in SHARED_FAULTS),
+]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize(
-    ("fault", "attention"), [(two_rows, "sdpa"), (three_rows, "sdpa"), (default_cache, "sdpa"), (no_lengths, OURS)]
-)
+@pytest.mark.parametrize(("fault", "attention", "layout"), FAULTS)
 def test_a_planted_fault_breaks_the_equality(
-    net: Make, reader: Make, sample: Make, family: Family, fault: Callable[..., None], attention: str | dict[str, str]
+    net: Make, reader: Make, group: Make, family: Family, fault: Make, attention: Attention, layout: Layout
 ) -> None:
     model = net(family, attention=attention)
-    padded, packed = (pack_of(sample, family, CASES["mixed"], layout) for layout in ("padded", "packed"))
-    expected = run(model, model_inputs(model, reader(family), padded), padded)
-    inputs = model_inputs(model, reader(family), packed)
-    assert difference(run(model, inputs, packed), expected) < 1e-5
+    padded, pack = (pack_of(group, family, "mixed", chosen) for chosen in ("padded", layout))
+    expected = run_of(model, reader, family, padded)
+    inputs = model_inputs(model, reader(family), pack)
+    assert difference(run(model, inputs, pack), expected) < 1e-5
     fault(inputs)
-    assert difference(run(model, inputs, packed), expected) > 1e-3
+    assert difference(run(model, inputs, pack), expected) > 1e-3
+
+
+# ---------------------------------------------------------------- images once
+
+
+def watched(model: PreTrainedModel) -> list[int]:
+    """How many images each call of the vision tower gets, from now on."""
+    calls: list[int] = []
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        grid = kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]
+        calls.append(len(grid))
+
+    model.model.visual.register_forward_pre_hook(count, with_kwargs=True)
+    return calls
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("family", VISION)
+def test_an_image_goes_through_the_tower_once_however_many_samples_see_it(
+    net: Make, reader: Make, group: Make, family: Family, layout: Layout
+) -> None:
+    one, two = group(family, 2, 1, (4, 7, 2)), group(family, 1, 2, (3, 5))
+    # Another prompt shows the same pictures, in another order.
+    other = group(family, 2, 3, (4,))
+    swapped = other_media(reader(family), other[0], one[0].media[::-1])
+    samples = [*one, *two, *group(family, 0, 4, (3,)), swapped]
+    pack = make_pack(samples, range(7), layout)
+    model = net(family, attention=OURS)
+    inputs = model_inputs(model, reader(family), pack)
+    assert len(inputs["image_grid_thw"]) == len(inputs["images"]) == 3
+    assert len(inputs["image_places"]) == (2 + 1 + 2 if layout == "shared" else 3 * 2 + 2 * 1 + 2)
+    calls = watched(model)
+    with torch.no_grad():
+        together = Scorer(model)(inputs)
+    assert calls == [3]
+    for i, (item, mine) in enumerate(zip(samples, collect(pack, together.logprobs), strict=True)):
+        alone = make_pack([item], [0], "padded")
+        with torch.no_grad():
+            expected = Scorer(model)(model_inputs(model, reader(family), alone))
+        np.testing.assert_allclose(mine, collect(alone, expected.logprobs)[0], atol=1e-5, err_msg=str(i))
+
+
+def other_media(read: Any, sample: Sample, media: Sequence[Media]) -> Sample:
+    shown = "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
+    prompt, _ = read.encode(f"these: {shown}", [item.size for item in media])
+    answer = sample.tokens[sample.sampled]
+    tokens = np.concatenate([prompt, answer])
+    return replace(sample, tokens=tokens, sampled=np.arange(len(tokens)) >= len(prompt), media=tuple(media))
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_an_image_that_several_samples_share_goes_through_the_tower_once(
-    net: Make, reader: Make, sample: Make, family: Family
-) -> None:
-    one, two, text = sample(family, 2, 1), sample(family, 1, 2), sample(family, 0, 3)
-    pack = make_pack([one, two, text, one, two, one], range(6), "packed")
+def test_known_features_take_the_towers_place(net: Make, reader: Make, group: Make, family: Family) -> None:
     model = net(family, attention=OURS)
-    inputs = model_inputs(model, reader(family), pack)
-    assert len(inputs["image_grid_thw"]) == 3
-    assert inputs["image_occurrences"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    together = run(model, inputs, pack)
-    for i, item in enumerate(pack.samples):
-        alone = make_pack([item], [0], "padded")
-        expected = run(model, model_inputs(model, reader(family), alone), alone)
-        np.testing.assert_allclose(together.logprobs[i], expected.logprobs[0], atol=1e-5)
+    model.model.visual.requires_grad_(False)
+    pack = pack_of(group, family, "mixed", "shared")
+    names = list(pack.media)
+
+    def pass_with(features: dict[str, ImageFeatures] | None) -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad()
+        inputs = model_inputs(model, reader(family), pack, seen=features or ())
+        out = Scorer(model)(inputs, features=features)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        return out.logprobs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, slopes = pass_with(None)
+    features: dict[str, ImageFeatures] = {}
+    calls = watched(model)
+    pass_with(features)
+    assert list(features) == names
+    assert {len(image.deepstack) for image in features.values()} == {1 if family == "qwen3_vl" else 0}
+    for known in (features, {name: features[name] for name in names[::2]}):
+        found, gradients = pass_with(dict(known))
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        assert gradients.keys() == slopes.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, slopes[name], atol=1e-5, rtol=1e-5)
+    # All of them, none of them, every other one.
+    assert calls == [len(names), len(names) // 2]
+    swapped = dict(zip(names, [features[name] for name in names[::-1]], strict=True))
+    same_size = {
+        n: swapped[n] for n in names if len(swapped[n].rows) == len(features[n].rows) and swapped[n] is not features[n]
+    }
+    if same_size:
+        assert (pass_with(features | same_size)[0] - expected).abs().max() > 1e-3
 
 
-def test_rows_of_packed_samples_may_differ_in_length(net: Make, reader: Make, sample: Make) -> None:
-    samples = [sample("qwen3", 0, seed) for seed in range(4)]
-    pack = Pack(tuple(samples), ((3, 0), (2,), (1,)), (0, 1, 2, 3))
-    alone = make_pack(samples, range(4), "padded")
-    for attention in ("sdpa", OURS):
-        model = net("qwen3", attention=attention)
-        expected = run(model, model_inputs(model, reader("qwen3"), alone), alone)
-        assert difference(run(model, model_inputs(model, reader("qwen3"), pack), pack), expected) < 1e-5
+# ---------------------------------------------------------------- the model around it
 
 
 def test_a_pack_without_sampled_tokens_trains_nothing(net: Make, reader: Make) -> None:
     model = net("qwen2_5_vl", attention=OURS)
     blank: Sample = reader("qwen2_5_vl").dummy_sample()
-    pack = make_pack([blank], [-1], "packed")
+    pack = make_pack([blank], [-1], "shared")
     out = Scorer(model)(model_inputs(model, reader("qwen2_5_vl"), pack))
     (out.logprobs.sum() * 0).backward()
     touched = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -205,26 +465,3 @@ def test_a_model_that_bends_its_logits_is_refused(net: Make) -> None:
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="final_logit_softcapping"):
         Scorer(model)
-
-
-def test_gradient_checkpointing_changes_nothing(net: Make, reader: Make, sample: Make) -> None:
-    pack = pack_of(sample, "qwen2_5_vl", CASES["mixed"], "packed")
-    model = net("qwen2_5_vl", attention=OURS)
-    expected = run(model, model_inputs(model, reader("qwen2_5_vl"), pack), pack)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert difference(run(model, model_inputs(model, reader("qwen2_5_vl"), pack), pack), expected) < 1e-6
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
-def test_bf16_models_score_in_fp32(net: Make, reader: Make, sample: Make, family: Family) -> None:
-    pack = pack_of(sample, family, (1, 2) if family in VISION else (0, 0), "packed")
-    model = net(family, attention=OURS)
-    expected = run(model, model_inputs(model, reader(family), pack), pack)
-    found = run(model.bfloat16(), model_inputs(model, reader(family), pack), pack)
-    assert found.logprobs[0].dtype == np.float32
-    for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=0.5)
-    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.bfloat16}

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_tokens_and_pixels_equal_those_of_the_models_own_processor(vlm: Processo
     assert vlm.token_types(tokens).tolist() == theirs["mm_token_type_ids"][0].tolist()
     assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
     assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
-    assert ours["pixel_values"].shape[0] == sum(vlm.num_patches(item.size) for item in media)
+    assert [list(vlm.grid(item.size)) for item in media] == theirs["image_grid_thw"].tolist()
+    assert ours["pixel_values"].shape[0] == sum(math.prod(vlm.grid(item.size)) for item in media)
     assert len(request) == len(vlm.tokenizer(rendered).input_ids)
 
 
@@ -144,7 +146,7 @@ def test_the_dummy_is_the_smallest_image_and_learns_nothing(vlm: Processor) -> N
     assert not sample.sampled.any()
     inputs = vlm.pixel_inputs(sample.media)
     assert inputs["image_grid_thw"].tolist() == [[1, 2, 2]]
-    assert inputs["pixel_values"].shape[0] == vlm.num_patches(sample.media[0].size) == 4
+    assert inputs["pixel_values"].shape[0] == math.prod(vlm.grid(sample.media[0].size)) == 4
 
 
 def test_vision_tokens_are_banned_and_ends_are_not(vlm: Processor) -> None:

@@ -13,7 +13,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Ints, Prompt
+from vlmrl.types import Ints, Prompt, Rollout
 
 IMAGE = InlineMedia("cafe", (3, 2), np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
 PIXELS = {"images_kwargs": {"size": {"shortest_edge": 1, "longest_edge": 9}}}
@@ -51,6 +51,7 @@ class Completion:
 class Answer:
     outputs: list[Completion]
     prompt_token_ids: Sequence[int] | None = (5, 9, 9, 6)
+    prompt_logprobs: Sequence[Any] | None = None
 
 
 def decode(tokens: Ints) -> str:
@@ -121,3 +122,33 @@ def test_other_tokens_than_the_trainers_are_an_error(seen: Sequence[int] | None,
 def test_an_answer_that_was_given_up_is_an_error() -> None:
     with pytest.raises(SyncError, match=r"dice:7: the rollout engine gave up an answer \(abort\)"):
         requests.finished_group(prompt(), Answer([Completion(0, [7], "abort")]), decode=decode)
+
+
+def answered(*answer: int) -> Prompt:
+    tokens = np.array([5, 9, 9, 6, *answer])
+    rollout = Rollout(tokens, np.arange(len(tokens)) >= 4, np.zeros(len(tokens), np.float32), "", "stop", 3)
+    return requests.with_answer(prompt(), rollout)
+
+
+def scored(*tokens: int) -> Answer:
+    """What vLLM says of a prompt: nothing of the first token, and perhaps more than the log-prob of each other one."""
+    scores = [None, *({token: Logprob(-float(token)), 999: Logprob(0.0)} for token in tokens[1:])]
+    return Answer([Completion(0, [1])], tokens, scores)
+
+
+def test_an_answer_is_scored_as_the_end_of_a_prompt() -> None:
+    whole = answered(7, 2)
+    assert requests.engine_prompt(whole, PIXELS)["prompt_token_ids"] == [5, 9, 6, 7, 2]
+    assert len(whole.media) == 1
+    assert requests.scoring_parameters()["prompt_logprobs"] == 0
+    found = requests.prompt_logprobs(whole, scored(5, 9, 9, 6, 7, 2), first=4)
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
+    assert found.dtype == np.float32
+
+
+def test_an_answer_that_was_read_otherwise_or_not_scored_is_an_error() -> None:
+    with pytest.raises(SyncError, match="dice:7: vLLM read 5 tokens where the trainer reads 6"):
+        requests.prompt_logprobs(answered(7, 2), scored(5, 9, 6, 7, 2), first=4)
+    unscored = Answer([Completion(0, [1])], (5, 9, 9, 6, 7))
+    with pytest.raises(SyncError, match="dice:7: vLLM scored 0 of the 5 tokens"):
+        requests.prompt_logprobs(answered(7), unscored, first=4)

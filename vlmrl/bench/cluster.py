@@ -1,13 +1,13 @@
-"""`vlmrl bench`: measurements that a user can repeat on another machine and compare. One JSON object per line."""
+"""`vlmrl bench publish` and `vlmrl bench rollout`: weights on their way to the engines, and how fast engines answer."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from vlmrl.bench.lines import say
 from vlmrl.cluster.device_path import DevicePath, check_devices
 from vlmrl.cluster.placement import Role, plan
 from vlmrl.cluster.roles import RemoteEngines
@@ -51,7 +51,7 @@ def publish(config: PublishBench) -> None:
                 learner, version=number, max_bytes=int(config.vllm.bucket_mib * 2**20), vision_changed=True
             )
             seconds = time.perf_counter() - started
-            _print(
+            _say(
                 machines,
                 bench="publish",
                 model=config.actor.model_name_or_path,
@@ -88,7 +88,7 @@ def rollout(config: RolloutBench) -> None:
                 groups = engines.generate(drawn, sampling)
                 seconds = time.perf_counter() - started
                 tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
-                _print(
+                _say(
                     machines,
                     bench="rollout",
                     model=config.actor.model_name_or_path,
@@ -137,6 +137,5 @@ def _engines(
     return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
 
 
-def _print(machines: Session, **fields: Any) -> None:
-    device = f"{sum(machines.slots)} x {machines.unit}"
-    print(json.dumps(fields | {"device": device}), flush=True)
+def _say(machines: Session, **fields: Any) -> None:
+    say(**fields, device=f"{sum(machines.slots)} x {machines.unit}")

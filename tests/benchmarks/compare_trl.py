@@ -1,0 +1,181 @@
+r"""One whole GRPO step (rollout, log-probs, update, publish) of vlmrl against one of TRL 1.16, in turn, on one machine.
+
+    .venv/bin/python tests/benchmarks/compare_trl.py --steps 5
+
+The workload: a Qwen2.5-VL of 13M random weights in fp32, images of 392x392 pixels (196 tokens), 8 prompts with 8
+answers of 64 tokens. Both sides get the same prompts in the same order, the same reward, loss, optimizer and learning
+rate, and take turns in one run: while one makes its step, the other waits. Answers end where the model ends them, which
+random weights do once in some thousands of tokens: nearly all have 64, and both sides' mean is printed. The first step
+of each side is a warm-up and does not count.
+
+vlmrl runs as `vlmrl rl` does: Ray, a vLLM engine, DeepSpeed, real publishes with their proof. trl_process.py says how
+TRL is set up. TRL is installed into a folder of its own when it is not there (`--trl`), and uses this environment for
+the rest. Each step is one JSON line on stdout, and the last line holds the medians; the table goes to stderr.
+
+Much of a step on CPU is the kernel clearing pages that glibc's malloc gave back and takes again. Both sides inherit
+this script's environment, so that they can be compared without that too; TRL then wants larger micro-batches:
+
+    MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 \
+        .venv/bin/python tests/benchmarks/compare_trl.py --steps 5 --micro-batch 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from run_by_steps import Measured, medians, rounded, run_by_steps, table
+
+from vlmrl import startup
+from vlmrl.config.dump import dump_yaml
+from vlmrl.config.load import load
+from vlmrl.config.run import RlConfig
+from vlmrl.models import tiny
+
+HERE = Path(__file__).parent
+TRL = "trl==1.16.0"
+QUESTION = "How many circles?"
+PHASES = ("rollout_s", "logprob_s", "update_s", "publish_s")
+SHOWN = (
+    *("seconds", "data_s", "reward_s", *PHASES),
+    *("prompt/tokens_mean", "response/tokens_mean", "pack/tokens", "vision/tower_calls", "sync/logprob_diff_max"),
+)
+"""What is printed of a step, where a side knows it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side, after one that warms up")
+    parser.add_argument("--micro-batch", type=int, default=2, help="TRL's per_device_train_batch_size")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks/compare_trl"), help="folder for all it writes"
+    )
+    parser.add_argument("--trl", type=Path, help="folder that holds TRL, or will; by default OUT/environment")
+    parser.add_argument("--only", choices=("vlmrl", "trl"), help="measure one side alone")
+    parser.add_argument("settings", nargs="*", help="more settings for vlmrl, after --: -- --train.layout packed")
+    arguments = parser.parse_args()
+    startup.prepare()
+    out = arguments.out.absolute()
+    model = out / "model"
+    if not model.exists():
+        tiny.build("qwen2_5_vl", model, size="small")
+    config = load(RlConfig, [*workload(model, out, arguments.steps + 2), *arguments.settings])
+    dump_yaml(config, out / "config.yaml")
+    measured: dict[str, list[Measured]] = defaultdict(list)
+    with ExitStack() as stack:
+        sides = {}
+        if arguments.only != "vlmrl":
+            where = install(arguments.trl or out / "environment")
+            # One step more than are asked for: at its end TRL would tidy up while vlmrl makes its last step.
+            sides["trl"] = stack.enter_context(trl_steps(where, out, arguments.steps + 2, arguments.micro_batch))
+        if arguments.only != "trl":
+            sides["vlmrl"] = stack.enter_context(run_by_steps(config))
+        for step in range(arguments.steps + 1):
+            # In turn, and each side as often before the other as after it.
+            for side in list(sides) if step % 2 else list(reversed(sides)):
+                found = next(sides[side])
+                shown = {name: value for name, value in found.items() if name in SHOWN}
+                print(json.dumps({"side": side, "step": step, "warm_up": step == 0} | rounded(shown)), flush=True)
+                if step:
+                    measured[side].append(found)
+    tell(measured)
+
+
+def workload(model: Path, out: Path, steps: int) -> list[str]:
+    """The settings of vlmrl's side."""
+    settings = {
+        "actor.model_name_or_path": model,
+        "actor.adam.lr": 1e-6,
+        "actor.lr_scheduler": "constant",
+        "data.prompt_dataset": f"visual_math?families=count&difficulty=1&pixels=392&size={8 * steps}",
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 8,
+        "rollout.max_new_tokens": 64,
+        "reward.remote_url": f"{HERE / 'letters.py'}:share_of_letters",
+        "train.batch_size": 64,
+        "train.colocate_all": "true",
+        "train.sight_check_steps": -1,
+        "ds.param_dtype": "fp32",
+        "ckpt.output_dir": out / "vlmrl",
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def install(folder: Path) -> Path:
+    """TRL alone, in a folder of its own: the environment of this repository stays as it is."""
+    if not (folder / "trl").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), TRL]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return folder
+
+
+@contextmanager
+def trl_steps(trl: Path, out: Path, steps: int, micro_batch: int) -> Iterator[Iterator[Measured]]:
+    """An iterator that makes one step each time it is asked, in TRL's process."""
+    path = os.pathsep.join([str(trl.absolute()), os.environ["PYTHONPATH"]])
+    command = [
+        sys.executable,
+        str(HERE / "trl_process.py"),
+        "--config",
+        str(out / "config.yaml"),
+        "--question",
+        QUESTION,
+    ]
+    command += ["--steps", str(steps), "--micro-batch", str(micro_batch), "--out", str(out / "trl")]
+    log = out / "trl.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        )
+
+    def answer() -> Measured:
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"TRL's process has ended (exit code {process.wait()}); its last words are in {log}")
+        return json.loads(line)
+
+    def make() -> Iterator[Measured]:
+        while True:
+            process.stdin.write("step\n")
+            process.stdin.flush()
+            yield answer()
+
+    try:
+        answer()
+        yield make()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def tell(steps: dict[str, list[Measured]]) -> None:
+    """The medians, as the last JSON line and as a table."""
+    found = {side: medians(measured, ("seconds", *PHASES)) for side, measured in steps.items()}
+    last: dict[str, Any] = {"medians": {side: rounded(row) for side, row in found.items()}}
+    last["steps"] = {side: len(measured) for side, measured in steps.items()}
+    if len(found) == 2:
+        last["ratio"] = round(found["trl"]["seconds"] / found["vlmrl"]["seconds"], 2)
+    print(json.dumps(last), flush=True)
+    table(
+        ("median s", "step", *(name.removesuffix("_s") for name in PHASES)),
+        [(k, *v.values()) for k, v in found.items()],
+    )
+    if "ratio" in last:
+        print(f"vlmrl's step is {last['ratio']} times as fast as TRL's", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The sight check with a real vLLM on CPU: a healthy run passes by every path, a blind engine does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl import plugins
+from vlmrl.config.data import Columns
+from vlmrl.config.run import RlConfig
+from vlmrl.config.vllm import Vllm
+from vlmrl.data.media import Blank, InlineMedia
+from vlmrl.errors import SyncError
+from vlmrl.rollout import requests
+from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.run import train_rl
+from vlmrl.sight import check
+from vlmrl.types import Floats, Group, Prompt
+
+COLUMNS = Columns(max_pixels=200 * 200)
+BOUND = 1e-3
+
+
+@dataclass
+class Engine:
+    """An engine and the event loop that it lives in."""
+
+    engine: RolloutEngine
+    tools: plugins.Processor
+    runner: asyncio.Runner
+
+    def prompt(self, index: int) -> Prompt:
+        assert self.tools.resize_factor is not None
+        sizes = [
+            (self.tools.resize_factor * (4 + index + i), self.tools.resize_factor * 4) for i in range(1 + index % 2)
+        ]
+        rng = np.random.default_rng(index)
+        media = tuple(
+            InlineMedia(f"{index}.{i}", (w, h), rng.integers(0, 255, (h, w, 3), dtype=np.uint8))
+            for i, (w, h) in enumerate(sizes)
+        )
+        text = self.tools.render("how many dots?", num_images=len(media), columns=COLUMNS)
+        tokens, request = self.tools.encode(text, sizes)
+        return Prompt(index, f"test:{index}", text, tokens, request, label=None, media=media)
+
+    def answers(self) -> list[Group]:
+        sampling = Sampling(n=2, temperature=1.0, top_p=0.9, max_new_tokens=12, seed=0)
+
+        async def ask() -> list[Group]:
+            return list(await asyncio.gather(*(self.engine.generate(self.prompt(i), sampling) for i in range(3))))
+
+        return self.runner.run(ask())
+
+    def score(self, groups: Sequence[Group]) -> list[Floats]:
+        async def ask() -> list[list[Floats]]:
+            return list(await asyncio.gather(*(self.engine.score(group) for group in groups)))
+
+        return [row for rows in self.runner.run(ask()) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
+    model = tiny_model("qwen2_5_vl", size="micro")
+    engine = RolloutEngine(
+        model=model,
+        vllm=Vllm(cpu_kv_cache_gib=0.25),
+        columns=COLUMNS,
+        trust_remote_code=False,
+        dtype="fp32",
+        max_model_len=640,
+        top_p=0.9,
+        name="engine-0",
+    )
+    tools = plugins.processor(model, min_pixels=COLUMNS.min_pixels, max_pixels=COLUMNS.max_pixels)
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        yield Engine(engine, tools, runner)
+        runner.run(engine.shutdown())
+
+
+def test_an_engine_scores_answers_as_it_did_when_it_made_them(engine: Engine) -> None:
+    # Below top_p 1 the log-probs of rollouts are the model's own, like those of a score.
+    groups = engine.answers()
+    rows = iter(engine.score(groups))
+    for group in groups:
+        for rollout in group.rollouts:
+            np.testing.assert_allclose(next(rows), rollout.logprobs, atol=5e-5)
+    found = check(groups, paths={"engine": engine.score}, bound=BOUND)
+    assert found["sight/engine_care"] > 0.05
+    assert found["sight/engine_gap"] < 5e-5
+
+
+def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = requests.engine_prompt
+
+    def blinded(prompt: Prompt, engine_kwargs: Any) -> dict[str, Any]:
+        grey = tuple(Blank(f"grey {media.hash}", media.size) for media in prompt.media)
+        return sound(replace(prompt, media=grey), engine_kwargs)
+
+    monkeypatch.setattr(requests, "engine_prompt", blinded)
+    with pytest.raises(SyncError, match="path engine is blind"):
+        check(engine.answers(), paths={"engine": engine.score}, bound=BOUND)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    # A frozen tower's features are kept: the second look at the old log-probs is at what the first one left.
+    actor = {"freeze_visual_encoder": True, "freeze_projector": True}
+    config = {
+        "actor": {"model_name_or_path": tiny_model("qwen2_5_vl", size="micro")} | actor,
+        "data": {"prompt_dataset": "visual_math?families=count&difficulty=1&pixels=56&size=16", "max_len": 128},
+        "reward": {"functions": {"exact": 1.0}},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 6, "temperature": 0.8},
+        "algo": {"kl": {"init_coef": 0.01}},
+        "train": {"batch_size": 8, "max_steps": 2, "colocate_all": True},
+        "vllm": {"cpu_kv_cache_gib": 0.25},
+        "ds": {"param_dtype": "fp32"},
+        "ckpt": {"output_dir": str(tmp_path / "run")},
+    }
+    train_rl(RlConfig.model_validate(config))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, second = (line for line in lines if "policy/loss" in line)
+    alike = ("old", "old_again", "padded", "update")
+    assert all(first[f"sight/{name}_care"] > 0.01 for name in ("engine", *alike, "reference")), first
+    assert all(first[f"sight/{name}_gap"] < 1e-4 for name in alike), first
+    assert first["time/sight_s"] > 0
+    assert not [name for name in second if name.startswith("sight/")]

@@ -1,0 +1,323 @@
+"""Passes of packs: images are kept while they may be, and only then; who asked gets what they asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.packing import FILLER, Pack, cut, make_pack
+from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.learning import forward as module
+from vlmrl.learning.forward import Forward
+from vlmrl.models import tiny
+from vlmrl.models.attention import implementation
+from vlmrl.models.load import freeze, load_model
+from vlmrl.models.scorer import Scorer
+from vlmrl.observe.metrics import Sum
+from vlmrl.plugins import Processor, processor
+from vlmrl.types import Floats, Layout, Sample
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+FAMILIES: list[tiny.Family] = ["qwen2_5_vl", "qwen3_vl"]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Family], tuple[PreTrainedModel, Processor]]:
+    """A fresh model with larger weights than a new one has, so that images matter, and its processor."""
+    kept: dict[str, tuple[PreTrainedModel, Processor]] = {}
+
+    def make(family: tiny.Family) -> tuple[PreTrainedModel, Processor]:
+        if family not in kept:
+            folder = str(tiny.build(family, tmp_path_factory.mktemp(family), size="micro"))
+            net = load_model(folder, dtype=torch.float32, attn_implementation=implementation("auto", CPU))
+            torch.manual_seed(1)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            kept[family] = net, processor(folder, min_pixels=3136, max_pixels=100_000)
+        net, read = kept[family]
+        return copy.deepcopy(net), read
+
+    return make
+
+
+class Watched:
+    """A pass, and how many images each call of its vision tower got."""
+
+    def __init__(
+        self,
+        made: tuple[PreTrainedModel, Processor],
+        *,
+        frozen: bool = True,
+        cache_bytes: int = GIB,
+        **how: Any,
+    ) -> None:
+        self.net, self.read = made
+        freeze(self.net, self.read, vision=frozen, projector=frozen)
+        self.calls: list[int] = []
+        tower: Any = self.net.base_model.visual
+        tower.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.forward = Forward(
+            Scorer(self.net), self.read, temperature=0.7, bans=True, device=CPU, cache_bytes=cache_bytes, **how
+        )
+
+    def _count(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.calls.append(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]))
+
+    def logprobs(self, packs: Sequence[Pack], **how: bool) -> list[Floats]:
+        found = dict(self.forward.logprobs(packs, **how))
+        return [found[i] for i in sorted(found)]
+
+    def gradients(self, pack: Pack) -> dict[str, torch.Tensor]:
+        self.net.zero_grad()
+        out = self.forward(pack)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        return {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
+
+
+def counts(passes: Forward) -> tuple[float, ...]:
+    """Images that went through the tower, and images that were known, since this was last asked."""
+    found = passes.take_counts()
+    assert list(found) == ["vision/tower_calls", "vision/cache_hits"]
+    return tuple(count.value for count in found.values() if isinstance(count, Sum))
+
+
+def batch(read: Processor, seed: int = 0) -> list[Sample]:
+    """Two answers each to prompts with one image, none, two, and the first one's again."""
+    rng = np.random.default_rng(seed)
+    side = read.resize_factor or 1
+    media = [
+        InlineMedia(f"{seed}.{i}", (w * side, h * side), rng.integers(0, 256, (h * side, w * side, 3), dtype=np.uint8))
+        for i, (w, h) in enumerate([(2, 2), (3, 2), (1, 2)])
+    ]
+    samples = []
+    for group, shown in enumerate([media[:1], [], media[1:], media[:1]]):
+        text = f"{group}: {'<|vision_start|><|image_pad|><|vision_end|>' * len(shown)}?"
+        prompt, _ = read.encode(text, [item.size for item in shown])
+        for length in (2 + group, 5):
+            tokens = np.concatenate([prompt, rng.integers(97, 122, length)])
+            samples.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), tuple(shown), group, f"test:{group}"))
+    return samples
+
+
+def packs(samples: Sequence[Sample], layout: Layout = "shared", max_tokens: int = 10_000) -> list[Pack]:
+    return cut(
+        samples,
+        range(len(samples)),
+        layout=layout,
+        max_tokens=max_tokens,
+        max_samples=None,
+        image_cost=lambda image: 0.0,
+    )
+
+
+def assert_equal(ours: Sequence[Floats], theirs: Sequence[Floats], tolerance: float = 5e-6) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=tolerance)
+
+
+# ---------------------------------------------------------------- images are kept
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_go_through_a_frozen_tower_once_in_a_run(made: Any, family: tiny.Family) -> None:
+    fresh, kept = Watched(made(family), cache_bytes=0), Watched(made(family))
+    samples = batch(kept.read)
+    expected = fresh.logprobs(packs(samples))
+    assert fresh.calls == [3]
+    # One pack, then many: in every layout, with and without gradients. Three images, and never again.
+    assert_equal(kept.logprobs(packs(samples)), expected)
+    assert counts(kept.forward) == (3, 0)
+    for layout in ("shared", "packed", "padded"):
+        cuts = packs(samples, layout, max_tokens=30)  # type: ignore[arg-type]
+        assert len(cuts) > 2
+        assert_equal(kept.logprobs(cuts), expected, 1e-5)
+        assert counts(kept.forward) == (0, sum(len(pack.media) for pack in cuts))
+    assert_equal(kept.logprobs(packs(samples), gradient=True), expected)
+    assert kept.calls == [3]
+    # New images beside known ones.
+    kept.logprobs(packs([*samples, *batch(kept.read, seed=1)]))
+    assert kept.calls == [3, 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_fresh_features(made: Any, family: tiny.Family) -> None:
+    fresh, kept = Watched(made(family), cache_bytes=0), Watched(made(family))
+    (pack,) = packs(batch(kept.read))
+    expected = fresh.gradients(pack)
+    assert expected
+    assert not any("visual" in name for name in expected)
+    for _ in range(2):
+        found = kept.gradients(pack)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            scale = float(expected[name].abs().max().clamp(min=1.0))
+            torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=1e-5)
+    assert kept.calls == [3]
+
+
+def test_every_level_of_the_tower_is_kept(made: Any) -> None:
+    kept = Watched(made("qwen3_vl"))
+    kept.logprobs(packs(batch(kept.read)))
+    held = kept.forward._cache._held  # type: ignore[union-attr]
+    assert [len(features.deepstack) for features in held.values()] == [1, 1, 1]
+    # Without them the model does not say the same.
+    expected = kept.logprobs(packs(batch(kept.read)))
+    for name, features in list(held.items()):
+        held[name] = features._replace(deepstack=tuple(torch.zeros_like(level) for level in features.deepstack))
+    assert np.abs(kept.logprobs(packs(batch(kept.read)))[0] - expected[0]).max() > 1e-3
+
+
+def test_a_cache_that_holds_one_image_at_a_time_changes_nothing(made: Any) -> None:
+    fresh = Watched(made("qwen2_5_vl"), cache_bytes=0)
+    # The largest image has six tokens of 64 numbers.
+    small = Watched(made("qwen2_5_vl"), cache_bytes=6 * 64 * 4)
+    samples = batch(small.read)
+    for _ in range(2):
+        assert_equal(small.logprobs(packs(samples)), fresh.logprobs(packs(samples)))
+        assert small.forward._cache.num_bytes <= 6 * 64 * 4  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"vision\.cache_gib .* holds not even one image"):
+        Watched(made("qwen2_5_vl"), cache_bytes=6 * 64 * 4 - 1).logprobs(packs(samples))
+
+
+# ---------------------------------------------------------------- and only while they may be
+
+
+def test_zero_keeps_nothing(made: Any) -> None:
+    passes = Watched(made("qwen2_5_vl"), cache_bytes=0)
+    for _ in range(2):
+        passes.logprobs(packs(batch(passes.read)))
+        assert counts(passes.forward) == (3, 0)
+    assert passes.calls == [3, 3]
+
+
+@pytest.mark.parametrize("part", ["visual.blocks", "visual.merger"])
+def test_nothing_is_kept_while_tower_or_projector_trains(made: Any, part: str) -> None:
+    net, read = made("qwen2_5_vl")
+    net.base_model.visual.requires_grad_(False)
+    for name, parameter in net.named_parameters():
+        if part in name:
+            parameter.requires_grad_(True)
+    passes = Forward(Scorer(net), read, temperature=1.0, bans=True, device=CPU, cache_bytes=GIB)
+    for _ in range(2):
+        passes.logprobs(packs(batch(read)))
+    assert counts(passes) == (6, 0)
+
+
+def test_nothing_is_kept_under_an_adapter(made: Any) -> None:
+    from peft import LoraConfig
+
+    net, read = made("qwen2_5_vl")
+    net.add_adapter(LoraConfig(r=2, target_modules=["qkv", "q_proj"]))
+    passes = Forward(Scorer(net), read, temperature=1.0, bans=True, device=CPU, cache_bytes=GIB)
+    for _ in range(2):
+        passes.logprobs(packs(batch(read)))
+    assert counts(passes) == (6, 0)
+
+
+def test_a_tower_that_thaws_under_the_cache_is_refused(made: Any) -> None:
+    passes = Watched(made("qwen2_5_vl"))
+    passes.logprobs(packs(batch(passes.read)))
+    freeze(passes.net, passes.read, vision=True, projector=False)
+    with pytest.raises(VlmrlError, match="kept while the vision tower or projector trains"):
+        passes.logprobs(packs(batch(passes.read)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_that_outlives_its_tower_is_a_fault_and_forgetting_mends_it(made: Any, family: tiny.Family) -> None:
+    passes = Watched(made(family))
+    before = passes.logprobs(packs(batch(passes.read)))
+    with torch.no_grad():
+        for parameter in passes.net.base_model.visual.parameters():  # type: ignore[union-attr]
+            parameter.mul_(1.1)
+    stale = passes.logprobs(packs(batch(passes.read)))
+    assert_equal(stale, before)
+    passes.forward.forget()
+    assert passes.forward._cache.num_bytes == 0  # type: ignore[union-attr]
+    fresh = passes.logprobs(packs(batch(passes.read)))
+    gaps = [float(np.abs(mine - other).max()) for mine, other in zip(stale, fresh, strict=True)]
+    sees = [bool(sample.media) for sample in batch(passes.read)]
+    assert all(gap > 1e-3 if has_image else gap < 1e-6 for gap, has_image in zip(gaps, sees, strict=True)), gaps
+
+
+def test_text_models_have_nothing_to_keep(made: Any) -> None:
+    net, read = made("qwen3")
+    passes = Forward(Scorer(net), read, temperature=1.0, bans=True, device=CPU, cache_bytes=GIB)
+    rows = passes.logprobs([make_pack([Sample(np.arange(5) + 65, np.arange(5) > 1)], [0], "shared")])
+    assert [(i, len(row)) for i, row in rows] == [(0, 5)]
+    assert counts(passes) == (0, 0)
+
+
+# ---------------------------------------------------------------- ranks that move together
+
+
+@pytest.mark.parametrize(("others", "calls"), [(0, []), (1, [1])])
+def test_a_rank_that_knows_all_its_images_runs_the_tower_when_another_must(
+    made: Any, monkeypatch: pytest.MonkeyPatch, others: int, calls: list[int]
+) -> None:
+    asked = []
+
+    def reduce(tensor: torch.Tensor, op: Any) -> None:
+        asked.append(int(tensor))
+        tensor.clamp_(min=others)
+
+    monkeypatch.setattr(module.torch.distributed, "all_reduce", reduce)
+    passes = Watched(made("qwen2_5_vl"), ranks_move_together=True)
+    (pack,) = packs(batch(passes.read))
+    expected = passes.logprobs([pack])
+    assert passes.calls == [3]
+    passes.calls.clear()
+    assert_equal(passes.logprobs([pack]), expected)
+    # The smallest of the three.
+    assert passes.calls == calls
+    assert asked == [3, 0]
+    assert counts(passes.forward) == (3 + len(calls), 3 - len(calls))
+
+
+# ---------------------------------------------------------------- who asked gets what they asked for
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_fillers_are_left_out_and_change_nothing(made: Any, layout: Layout) -> None:
+    passes = Watched(made("qwen2_5_vl"), frozen=False)
+    samples = batch(passes.read)[2:4]
+    blank = passes.read.dummy_sample()
+    assert blank is not None
+    alone = passes.forward.logprobs([make_pack(samples, [7, 4], layout)])
+    filled = passes.forward.logprobs([make_pack([*samples, blank], [7, 4, FILLER], layout)])
+    assert [i for i, _ in filled] == [i for i, _ in alone] == [7, 4]
+    assert_equal([row for _, row in filled], [row for _, row in alone], 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_a_tower_that_trains_sits_out_no_pass_with_a_gradient(made: Any, layout: Layout) -> None:
+    passes = Watched(made("qwen2_5_vl"), frozen=False)
+    text = make_pack(batch(passes.read)[2:4], [0, 1], layout)
+    without = passes.logprobs([text])
+    assert passes.calls == []
+    found = passes.gradients(text)
+    assert passes.calls == [1]
+    assert passes.forward(text).logprobs.shape == text.shape
+    assert all(not found[name].any() for name in found if "visual" in name)
+    assert any("visual" in name for name in found)
+    assert_equal(passes.logprobs([text], gradient=True), without, 1e-5)
+
+
+def test_a_pass_as_in_an_update_leaves_no_trace(made: Any) -> None:
+    passes = Watched(made("qwen2_5_vl"), frozen=False)
+    passes.net.train()
+    cuts = packs(batch(passes.read), max_tokens=30)
+    assert_equal(passes.logprobs(cuts, gradient=True), passes.logprobs(cuts), 1e-6)
+    assert all(parameter.grad is None for parameter in passes.net.parameters())
+    assert passes.net.training
+    assert torch.is_grad_enabled()

@@ -1,0 +1,63 @@
+"""Made-up samples for a benchmark: random tokens and random pixels, in the shapes that the settings ask for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlmrl.config.bench import Samples
+from vlmrl.config.data import Columns
+from vlmrl.data.media import InlineMedia
+from vlmrl.errors import ConfigError
+from vlmrl.plugins import Processor
+from vlmrl.types import Experience, Floats, Ints, Sample
+
+
+def make_samples(processor: Processor, vocabulary: int, sizes: Samples, *, seed: int) -> list[Sample]:
+    """G answers to each prompt, group by group. Images come first in a prompt, text fills it up.
+
+    Raises ConfigError when the images do not fit into the prompt, or when the model takes none.
+    """
+    rng = np.random.default_rng(seed)
+    words = np.setdiff1d(np.arange(vocabulary), processor.banned_tokens)
+    lengths = sizes.response_tokens
+    samples: list[Sample] = []
+    for group in range(sizes.groups):
+        media = _images(processor, sizes, rng, group) if sizes.image_size else ()
+        seen = _image_tokens(processor, media)
+        if len(seen) >= sizes.prompt_tokens:
+            raise ConfigError(
+                f"bench.prompt_tokens {sizes.prompt_tokens} leaves no room for text behind the {len(seen)} tokens of "
+                f"{len(media)} images of bench.image_size {sizes.image_size}: raise it"
+            )
+        prompt = np.concatenate([seen, rng.choice(words, sizes.prompt_tokens - len(seen))])
+        for _ in range(sizes.n_samples_per_prompt):
+            answer = rng.choice(words, lengths[len(samples) % len(lengths)])
+            tokens = np.concatenate([prompt, answer])
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            samples.append(Sample(tokens=tokens, sampled=sampled, media=media, group=group, source=f"bench:{group}"))
+    return samples
+
+
+def make_experience(samples: list[Sample], old_logprobs: list[Floats], *, seed: int) -> Experience:
+    """The samples with random advantages, as if the policy of now had sampled them."""
+    rng = np.random.default_rng(seed)
+    advantages = [(rng.standard_normal() * sample.sampled).astype(np.float32) for sample in samples]
+    return Experience(samples=samples, advantages=advantages, old_logprobs=old_logprobs, rollout_logprobs=old_logprobs)
+
+
+def _images(processor: Processor, sizes: Samples, rng: np.random.Generator, group: int) -> tuple[InlineMedia, ...]:
+    factor = processor.resize_factor
+    if factor is None:
+        raise ConfigError(f"bench.image_size {sizes.image_size}: the model takes no images, leave it out")
+    side = max(1, round(sizes.image_size / factor)) * factor
+    return tuple(
+        InlineMedia(f"bench:{group}:{i}", (side, side), rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        for i in range(sizes.images_per_prompt)
+    )
+
+
+def _image_tokens(processor: Processor, media: tuple[InlineMedia, ...]) -> Ints:
+    if not media:
+        return np.zeros(0, dtype=np.int64)
+    text = processor.render("<image>" * len(media), num_images=len(media), columns=Columns(apply_chat_template=False))
+    return processor.encode(text, [item.size for item in media])[0]
