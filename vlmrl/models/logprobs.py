@@ -17,8 +17,8 @@ from torch import Tensor, nn
 BAN = -100.0
 """Added to the logits of banned tokens, before the temperature: what the rollout engine's `logit_bias` does."""
 
-SLICE = 2**25
-"""Logits that exist at the same time, at most."""
+SLICE = {"cpu": 2**23, "cuda": 2**25}
+"""Logits that exist at the same time, at most: on CPU as many as its caches hold, on a GPU enough to keep it busy."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -60,15 +60,16 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     banned: tuple[int, ...] = (),
-    slice_size: int = SLICE,
+    slice_size: int | None = None,
 ) -> TokenLogprobs:
     """Score `targets` [T] under softmax((hidden W' + bias + bans) / temperature), for hidden [T, D] and weight [V, D].
 
     Gradients reach hidden, weight and bias, from the log-probabilities and from the entropy alike. At most `slice_size`
-    logits (or one row, or one column of them) exist at a time. Sums run in fp32, whatever the inputs are.
+    logits (or one row, or one column of them) exist at a time; by default what suits the device. Sums run in fp32,
+    whatever the inputs are.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, banned, slice_size
+        hidden, weight, bias, targets, temperature, banned, slice_size or SLICE.get(hidden.device.type, 2**25)
     )
     return TokenLogprobs(logprobs, entropy)
 
