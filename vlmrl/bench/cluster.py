@@ -16,6 +16,7 @@ from vlmrl.cluster.store import created_bytes
 from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
 
@@ -37,6 +38,7 @@ def publish(config: PublishBench) -> None:
                 "ds": config.ds,
                 "loop": Loop(),
                 "columns": Columns(),
+                "vision": Vision(),
                 "total_steps": 1,
                 "loss": None,
                 "temperature": 1.0,
