@@ -196,11 +196,11 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
     new: dict[tuple[str, ...], Group] = {}
     old: list[Group] = []
     for group in groups:
-        rollouts = [_shortened(rollout) for rollout in group.rollouts if rollout.num_sampled][:_NUM_ANSWERS]
-        if not group.prompt.media or not rollouts:
+        rollouts = [rollout for rollout in group.rollouts if rollout.num_sampled] if group.prompt.media else []
+        if not rollouts:
             continue
         hashes = tuple(media.hash for media in group.prompt.media)
-        short = Group(group.prompt, tuple(rollouts))
+        short = Group(group.prompt, tuple(_shortened(rollout) for rollout in rollouts[:_NUM_ANSWERS]))
         if new.setdefault(hashes, short) is not short:
             old.append(short)
     return [*new.values(), *old][:_NUM_PROMPTS]

@@ -133,11 +133,13 @@ class WorkerGroup:
         results: list[Any] = self._get(self.submit(method, *args, **kwargs))
         return results
 
-    def each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """Call `method` on worker i with `arguments[i]`; the answers in order."""
+    def each(self, method: str, arguments: Sequence[Any], **kwargs: Any) -> list[Any]:
+        """Call `method` on worker i with `arguments[i]`, and with `kwargs` on all; the answers in order."""
         if len(arguments) != len(self._workers):
             raise ValueError(f"{len(arguments)} arguments for {len(self._workers)} workers of {self.name}")
-        calls = [worker.call.remote(method, item) for worker, item in zip(self._workers, arguments, strict=True)]
+        calls = [
+            worker.call.remote(method, item, **kwargs) for worker, item in zip(self._workers, arguments, strict=True)
+        ]
         results: list[Any] = self._get(calls)
         return results
 

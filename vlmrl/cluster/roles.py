@@ -248,8 +248,7 @@ class RemoteReference:
         """One array of [T] per sample; `layout` is that of the run unless another is asked for."""
         packs = self._cut.spread(samples, len(self._group), max_tokens=self._max_tokens, layout=layout)
         found: dict[int, Floats] = {}
-        shares = [self._group.submit_to(rank, "logprobs", packs[rank], **how) for rank in range(len(self._group))]
-        for answers, counts in self._group.wait(shares):
+        for answers, counts in self._group.each("logprobs", packs, **how):
             found.update(answers)
             self._tally.add(counts)
         return [found[number] for number in range(len(samples))]

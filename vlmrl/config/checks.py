@@ -113,13 +113,12 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     found = []
     if ds.adam_offload and ds.zero_stage == 0:
         found.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
-    if ds.packing_samples is not None and is_given(train, "layout"):
-        packs = train.layout != "padded"
-        if packs != ds.packing_samples:
-            flag, meant = str(ds.packing_samples).lower(), layout(ds.packing_samples)
-            found.append(
-                f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
-            )
+    packs = train.layout != "padded"
+    if is_given(train, "layout") and ds.packing_samples not in (None, packs):
+        flag, meant = str(ds.packing_samples).lower(), layout(not packs)
+        found.append(
+            f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
+        )
     if train.layout == "shared" and ds.packing_samples is not False and ds.attn_implementation in ("sdpa", "eager"):
         found.append(
             f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that answers share: set "

@@ -112,13 +112,8 @@ class Pack:
 
     @cached_property
     def media(self) -> dict[str, Media]:
-        """Its images by content hash, each once, in the order in which they are first read."""
-        found: dict[str, Media] = {}
-        for row in self.rows:
-            for branch in row:
-                for i in branch.members:
-                    found |= {item.hash: found.get(item.hash, item) for item in self.samples[i].media}
-        return found
+        """Its images by content hash, each once."""
+        return {item.hash: item for sample in self.samples for item in sample.media}
 
 
 def make_pack(samples: Sequence[Sample], ids: Sequence[int], layout: Layout) -> Pack:

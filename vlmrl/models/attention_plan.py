@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Rows:
-    """Some rows of a flat tensor [T, ...], as a batch [n, m, ...]."""
+    """Some rows of a flat tensor [T, ...] on CPU, as a batch [n, m, ...]."""
 
     def __init__(self, rows: Ints) -> None:
         self.shape = rows.shape
@@ -36,13 +36,13 @@ class Rows:
         # Neighbours in order need no copy, and no index.
         is_run = bool((np.diff(flat) == 1).all())
         self._run = slice(int(flat[0]), int(flat[-1]) + 1) if is_run else None
-        self._index = None if is_run else torch.from_numpy(flat)
+        self._index = torch.from_numpy(flat)
 
     def take(self, flat: Tensor) -> Tensor:
         """[T, ...] -> [n, m, ...]"""
         if self._run is not None:
             return flat[self._run].reshape(*self.shape, *flat.shape[1:])
-        return flat.index_select(0, self._on(flat)).reshape(*self.shape, *flat.shape[1:])
+        return flat.index_select(0, self._index).reshape(*self.shape, *flat.shape[1:])
 
     def add(self, flat: Tensor, values: Tensor) -> None:
         """Add [n, m, ...] to the rows, in place; a row that occurs twice receives both."""
@@ -50,7 +50,7 @@ class Rows:
         if self._run is not None:
             flat[self._run] += values
         else:
-            flat.index_add_(0, self._on(flat), values)
+            flat.index_add_(0, self._index, values)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
         """Write [n, m, ...] into the rows, in place; no row may occur twice."""
@@ -58,11 +58,7 @@ class Rows:
         if self._run is not None:
             flat[self._run] = values
         else:
-            flat.index_copy_(0, self._on(flat), values)
-
-    def _on(self, flat: Tensor) -> Tensor:
-        assert self._index is not None
-        return self._index.to(flat.device)
+            flat.index_copy_(0, self._index, values)
 
 
 class Look(NamedTuple):
@@ -81,7 +77,7 @@ class Look(NamedTuple):
     def without_stand_ins(self, values: Tensor) -> Tensor:
         """[n, m, ...] -> [number of queries, ...]"""
         flat = values.flatten(0, 1)
-        return flat if self.is_own is None else flat[self.is_own.to(flat.device)]
+        return flat if self.is_own is None else flat[self.is_own]
 
 
 @dataclass(frozen=True, eq=False)

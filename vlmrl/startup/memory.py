@@ -13,7 +13,7 @@ _LARGEST = 32 * 2**20
 def keep_memory() -> bool:
     """Tell glibc, for this process, to reuse large blocks instead of handing them back; whether it took the order.
 
-    Measured on two cores: an optimizer step of a 13M model with eight images took 3.0 s instead of 4.9 s.
+    Measured on two cores: an optimizer step of a 13M model with eight images took about 3 s instead of 4.9 s.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

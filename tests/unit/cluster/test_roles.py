@@ -1,24 +1,18 @@
 """What the driver does beside calling ranks: cuts, sums of counts, answers back in the order of the question."""
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vlmrl.cluster.roles import Cut, RemotePolicy, RemoteReference, Tally, count, experience_of, minibatches
+from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
-from vlmrl.types import Experience, Floats, Layout, Pixels, Sample
+from vlmrl.types import Experience, Floats, Layout, Sample
 
-
-@dataclass(frozen=True)
-class Dot:
-    hash: str = "dot"
-    size: tuple[int, int] = (28, 28)
-
-    def fetch(self) -> Pixels:
-        return np.zeros((28, 28, 3), dtype=np.uint8)
+dot = partial(Blank, size=(28, 28))
 
 
 def sample(group: int, length: int = 3, sampled: int = 2) -> Sample:
@@ -55,6 +49,9 @@ class Echo:
             rows += [(i, s.tokens.astype(np.float32)) for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
         counts: dict[str, Metric] = {"vision/tower_calls": Sum(len(packs))}
         return rows[::-1], counts
+
+    def each(self, method: str, given: list[Any], **how: Any) -> list[Any]:
+        return [self.submit_to(rank, method, item, **how) for rank, item in enumerate(given)]
 
     def wait(self, answers: list[Any]) -> list[Any]:
         return answers
@@ -109,7 +106,7 @@ def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
 
 
 def test_an_image_counts_towards_the_budget() -> None:
-    shown = [Sample(np.arange(3), np.arange(3) > 1, (Dot(str(n)),), n) for n in range(2)]
+    shown = [Sample(np.arange(3), np.arange(3) > 1, (dot(str(n)),), n) for n in range(2)]
     for max_tokens, number in ((26, 1), (25, 2)):
         (packs,) = cut(max_tokens=max_tokens).spread(shown, 1)
         assert len(packs) == number

@@ -1,23 +1,17 @@
 """Samples over ranks: nobody lost, equal numbers of packs, equal cost, what is shared on one rank."""
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from vlmrl.data.balance import spread
+from vlmrl.data.media import Blank
 from vlmrl.data.packing import FILLER, Branch, Pack
-from vlmrl.types import Pixels, Sample
+from vlmrl.types import Sample
 
-
-@dataclass(frozen=True)
-class Dot:
-    hash: str = "dot"
-    size: tuple[int, int] = (28, 28)
-
-    def fetch(self) -> Pixels:
-        return np.zeros((28, 28, 3), dtype=np.uint8)
+dot = partial(Blank, size=(28, 28))
 
 
 def text(length: int, group: int = 0) -> Sample:
@@ -25,7 +19,7 @@ def text(length: int, group: int = 0) -> Sample:
 
 
 def image(length: int, group: int = 0, name: str = "dot") -> Sample:
-    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(Dot(name),), group=group)
+    return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(dot(name),), group=group)
 
 
 def answer(prompt: int, length: int, group: int) -> Sample:
@@ -34,7 +28,7 @@ def answer(prompt: int, length: int, group: int) -> Sample:
     return Sample(tokens=whole, sampled=whole >= prompt, group=group)
 
 
-BLANK = Sample(tokens=np.arange(3), sampled=np.zeros(3, dtype=np.bool_), media=(Dot(),))
+BLANK = Sample(tokens=np.arange(3), sampled=np.zeros(3, dtype=np.bool_), media=(dot("dot"),))
 
 
 def run(samples: list[Sample], **changes: Any) -> list[list[Pack]]:

@@ -1,27 +1,22 @@
 """Packs: where tokens go, where they come back to, what lies once, and how a batch is cut into a budget."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from vlmrl.data.media import Blank
 from vlmrl.data.packing import FILLER, Branch, Pack, collect, cut, make_pack, place, units, weigh
 from vlmrl.errors import DataError
-from vlmrl.types import Layout, Media, Pixels, Sample
+from vlmrl.types import Layout, Media, Sample
 
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared")
 
 
-@dataclass(frozen=True)
-class Dot:
-    hash: str = "dot"
-    size: tuple[int, int] = (28, 28)
-
-    def fetch(self) -> Pixels:
-        return np.zeros((28, 28, 3), dtype=np.uint8)
+dot = partial(Blank, size=(28, 28))
 
 
 def text(length: int, first: int = 0, group: int = 0) -> Sample:
@@ -137,7 +132,7 @@ def test_a_pack_that_loses_a_sample_is_refused() -> None:
 
 
 def test_the_images_of_a_pack_are_named_once_in_reading_order() -> None:
-    one, two = Dot("one"), Dot("two")
+    one, two = dot("one"), dot("two")
     samples = [answer([1], [2], 0, [two]), answer([3, 4], [5], 1, [one, two]), answer([3, 4], [6], 1, [one, two])]
     assert list(make_pack(samples, range(3), "shared").media) == ["two", "one"]
     assert list(make_pack(samples[1:], range(2), "padded").media) == ["one", "two"]
@@ -190,9 +185,9 @@ def test_a_group_that_does_not_share_its_prompt_is_an_error_that_names_it(source
         make_pack([*members, strange], range(3), layout)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("others", [(), (Dot("other"),), (Dot(), Dot())])
-def test_a_group_that_does_not_share_its_images_is_an_error_that_names_it(others: tuple[Dot, ...]) -> None:
-    members = [answer([1, 2], [3], 0, media, "charts:5") for media in ((Dot(),), others)]
+@pytest.mark.parametrize("others", [(), (dot("other"),), (dot("dot"), dot("dot"))])
+def test_a_group_that_does_not_share_its_images_is_an_error_that_names_it(others: tuple[Blank, ...]) -> None:
+    members = [answer([1, 2], [3], 0, media, "charts:5") for media in ((dot("dot"),), others)]
     with pytest.raises(DataError, match="to charts:5 do not share its images"):
         make_pack(members, range(2), "shared")
 
@@ -201,7 +196,7 @@ def test_a_group_that_does_not_share_its_images_is_an_error_that_names_it(others
 
 
 def test_cost_by_hand_in_every_layout() -> None:
-    samples = [answer([1, 2, 3], [4, 5], 0, [Dot()]), answer([1, 2, 3], [6], 0, [Dot()]), text(4, group=1)]
+    samples = [answer([1, 2, 3], [4, 5], 0, [dot("dot")]), answer([1, 2, 3], [6], 0, [dot("dot")]), text(4, group=1)]
     # 5, 4 and 4 tokens; one image of 10.
     wanted = {"padded": 3 * 5 + 10, "packed": 5 + 4 + 4 + 10, "shared": 3 + 2 + 1 + 4 + 10}
     for layout in LAYOUTS:
@@ -210,7 +205,7 @@ def test_cost_by_hand_in_every_layout() -> None:
 
 
 def test_each_image_of_several_costs_its_own_once() -> None:
-    media = {"small": Dot("small", (28, 28)), "large": Dot("large", (56, 56))}
+    media = {"small": Blank("small", (28, 28)), "large": Blank("large", (56, 56))}
     samples = [answer([1], [2], 0, [media["small"]]), answer([1, 1], [2], 1, [media["large"], media["small"]])]
     assert weigh(samples, "shared", lambda image: image.size[0] / 28) == 2 + 3 + 1 + 2
 
@@ -250,21 +245,21 @@ def test_a_shared_prompt_counts_once_towards_the_budget() -> None:
 
 @pytest.mark.parametrize(("layout", "tokens"), [("packed", 2 + 3), ("padded", 3 + 3), ("shared", 2 + 3)])
 def test_images_count_towards_the_budget_of_every_layout(layout: str, tokens: int) -> None:
-    samples = [answer([1], [2], 0, [Dot("one")]), answer([1, 1], [2], 1, [Dot("two")])]
+    samples = [answer([1], [2], 0, [dot("one")]), answer([1, 1], [2], 1, [dot("two")])]
     budget = {"layout": layout, "image_cost": lambda image: 100.0}
     assert ids_of(cut_up(samples, max_tokens=tokens + 200, **budget)) == [(0, 1)]
     assert ids_of(cut_up(samples, max_tokens=tokens + 199, **budget)) == [(0,), (1,)]
 
 
 def test_what_sees_the_same_image_goes_into_one_pack() -> None:
-    one, two = [Dot("one")], [Dot("two")]
+    one, two = [dot("one")], [dot("two")]
     samples = [answer([1], [2], group, media) for group, media in enumerate([one, two, one, two])]
     # Each image is 4, each sample 2: two prompts with the same image are 8.
     assert ids_of(cut_up(samples, max_tokens=8, image_cost=lambda image: 4.0)) == [(0, 2), (1, 3)]
 
 
 def test_where_an_image_is_too_much_for_one_pack_its_groups_stay_whole() -> None:
-    samples = [answer([1, 2], [3], group, [Dot()]) for group in (0, 1, 0, 1, 2)]
+    samples = [answer([1, 2], [3], group, [dot("dot")]) for group in (0, 1, 0, 1, 2)]
     # 4 for the image and 2 + 1 + 1 for a group of two: 8 holds one group; the last one is 4 + 3.
     packs = cut_up(samples, layout="shared", max_tokens=8, image_cost=lambda image: 4.0)
     assert ids_of(packs) == [(0, 2), (1, 3), (4,)]
@@ -293,7 +288,7 @@ def test_nothing_is_cut_into_nothing() -> None:
 
 
 def test_units_are_images_groups_or_samples() -> None:
-    media = [Dot("one")], [Dot("two")], [Dot("one")], (), ()
+    media = [dot("one")], [dot("two")], [dot("one")], (), ()
     samples = [answer([1], [2], group, dots) for group, dots in zip((5, 4, 3, 2, 2), media, strict=True)]
     assert units(samples, "image") == [[2, 0], [1], [3, 4]]
     assert units(samples, "group") == [[0], [1], [2], [3, 4]]
@@ -306,7 +301,7 @@ def test_any_batch_is_cut_into_packs_that_hold_each_sample_once(layout: Layout, 
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(8):
-        prompt, media = rng.integers(0, 9, int(rng.integers(0, 12))), [Dot(str(rng.integers(4)))] * int(rng.integers(2))
+        prompt, media = rng.integers(0, 9, int(rng.integers(0, 12))), [dot(str(rng.integers(4)))] * int(rng.integers(2))
         lengths = rng.integers(1, 9, int(rng.integers(1, 5)))
         samples += [answer(prompt, rng.integers(0, 9, length), group, media) for length in lengths]
     order = rng.permutation(len(samples))
