@@ -1,0 +1,312 @@
+"""What one rank does in test_learning.py: works through the tasks of a job and leaves its findings. A script."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.config.actor import Model
+from vlmrl.config.data import Columns
+from vlmrl.config.ds import Ds
+from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
+from vlmrl.data.balance import spread
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.packing import FILLER, Pack, make_pack
+from vlmrl.types import Experience, Floats, Sample, Totals
+
+SHARED = {"layout": "shared", "max_tokens": 10_000}
+PACKED = {"layout": "packed", "max_tokens": 10_000}
+PADDED = {"layout": "padded", "max_tokens": 1}
+"""Every sample is a micro-batch of its own."""
+
+
+def policy(
+    model: str,
+    *,
+    stage: int = 0,
+    dtype: str = "fp32",
+    offload: bool = False,
+    loss: dict[str, Any] | None = None,
+    cache_gib: float = 1.0,
+    **actor: Any,
+) -> Any:
+    from vlmrl.learning.policy import Policy
+
+    # A large epsilon makes Adam's step follow the gradient; with a small one it is its sign, rounding noise included.
+    adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
+    return Policy(
+        actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | actor),
+        ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload),  # type: ignore[arg-type]
+        loop=Loop(timeout_s=120),
+        columns=Columns(),
+        vision=Vision(cache_gib=cache_gib),
+        total_steps=10,
+        loss=PolicyLoss(**({"aggregation": "token", "max_new_tokens": 8} | (loss or {}))),
+        temperature=0.7,
+        bans=True,
+    )
+
+
+def samples(tools: Any) -> list[Sample]:
+    """Five groups of ragged samples, with no image, one and two; in one of them the policy spoke twice."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group, grids in enumerate([[], [(2, 2)], [(2, 3), (1, 2)], [], [(3, 2)]]):
+        side = tools.resize_factor
+        sizes = [(w * side, h * side) for w, h in grids] if side else []
+        media = tuple(
+            InlineMedia(f"{group}.{i}", size, rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+            for i, size in enumerate(sizes)
+        )
+        text = tools.render("what is this? " * (1 + group % 2), num_images=len(media), columns=Columns())
+        prompt, _ = tools.encode(text, sizes)
+        for _ in range(2):
+            length = int(rng.integers(2, 9))
+            tokens = np.concatenate([prompt, rng.integers(97, 122, length)])
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            if group == 4:
+                sampled[len(prompt) + 1] = False
+            rows.append(Sample(tokens.astype(np.int64), sampled, media, group, f"test:{group}"))
+    return rows
+
+
+def packs_of(learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int) -> list[Pack]:
+    tools = learner._processor
+    shares = spread(
+        rows,
+        num_ranks=torch.distributed.get_world_size(),
+        layout=layout,  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        max_samples=None,
+        image_cost=lambda image: float(math.prod(tools.grid(image.size))),
+        filler=tools.dummy_sample(),
+    )
+    return shares[torch.distributed.get_rank()]
+
+
+def totals(rows: Sequence[Sample]) -> Totals:
+    return Totals(num_tokens=int(sum(s.sampled.sum() for s in rows)), num_samples=len(rows))
+
+
+def experience(pack: Pack, column: Callable[[int, int], Floats]) -> Experience:
+    """`column(c, i)` is column c of sample i."""
+
+    def rows(c: int) -> list[Floats]:
+        blank = [np.zeros(len(s.tokens), dtype=np.float32) for s in pack.samples]
+        return [column(c, i) if i >= 0 else blank[n] for n, i in enumerate(pack.ids)]
+
+    return Experience(
+        pack.samples, advantages=rows(0), old_logprobs=rows(1), rollout_logprobs=rows(1), ref_logprobs=rows(2)
+    )
+
+
+def weights(learner: Any) -> dict[str, np.ndarray]:
+    from vlmrl.models.weights import unpack_bucket
+
+    # Small enough that there are many buckets, and that one tensor is larger than a bucket.
+    buckets = [learner.bucket(i) for i in range(learner.num_buckets(30_000))]
+    assert all((b is None) == (torch.distributed.get_rank() > 0) for b in buckets)
+    return {n: t.float().numpy().copy() for b in buckets if b is not None for n, t in unpack_bucket(b)}
+
+
+def score(out: Path, *, model: str) -> None:
+    """Log-probs under the starting weights: what the experiences of all other tasks are made of."""
+    from vlmrl.learning.reference import Reference
+
+    learner = policy(model)
+    rows = samples(learner._processor)
+    found: dict[str, np.ndarray] = {}
+    for name, cut in (("shared", SHARED), ("packed", PACKED), ("padded", PADDED)):
+        for i, values in learner.logprobs(packs_of(learner, rows, **cut))[0]:
+            found[f"{name}.{i}"] = values
+    reference = Reference(
+        actor=Model(model_name_or_path=model),
+        ds=Ds(param_dtype="fp32"),
+        loop=Loop(),
+        columns=Columns(),
+        vision=Vision(),
+        temperature=0.7,
+        bans=True,
+    )
+    # The second time, a frozen tower has nothing left to do.
+    for name, calls in (("reference", 4), ("again", 0)):
+        scored, counts = reference.logprobs(packs_of(learner, rows, **SHARED))
+        found |= {f"{name}.{i}": values for i, values in scored}
+        assert counts["vision/tower_calls"].value == (calls if learner._processor.resize_factor else 0)
+    np.savez(out.with_suffix(".npz"), **found)
+
+
+def update(
+    out: Path,
+    *,
+    model: str,
+    old: str,
+    cut: dict[str, Any],
+    steps: int = 2,
+    save: str | None = None,
+    look: bool = False,
+    warm: bool = False,
+    **settings: Any,
+) -> None:
+    """Two optimizer steps: weights and metrics to `out`, the model to `save`.
+
+    With `look`, after passes that an update would make and that are thrown away. With `warm`, after one in which rank 0
+    has met all the images that it will meet again, and the others none of theirs.
+    """
+    learner = policy(model, **settings)
+    rows = samples(learner._processor)
+    if look:
+        quiet, _ = learner.logprobs(packs_of(learner, rows, **cut))
+        recorded, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
+        for (i, mine), (n, other) in zip(quiet, recorded, strict=True):
+            assert i == n
+            np.testing.assert_allclose(mine, other, atol=2e-6)
+    if warm:
+        packs = packs_of(learner, rows, **cut)
+        if torch.distributed.get_rank() > 0:
+            packs = [make_pack([learner._processor.dummy_sample()], [FILLER], "shared")] * len(packs)
+        learner.logprobs(packs)
+    metrics = _train(learner, old, cut, steps)
+    _write(out, learner, metrics)
+    if save:
+        learner.save_model(Path(save))
+
+
+def supervise(out: Path, *, model: str, cut: dict[str, Any], **settings: Any) -> None:
+    learner = policy(model, **settings)
+    rows = samples(learner._processor)
+    packs = packs_of(learner, rows, **cut)
+    _write(out, learner, [learner.fit(packs, totals(rows)) for _ in range(3)])
+
+
+def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
+    """Two steps, a checkpoint, two more."""
+    learner = policy(model, **settings)
+    _train(learner, old, SHARED, 2)
+    _draw()
+    learner.save_checkpoint(Path(folder), {"step": 2, "note": "é"})
+    _train(learner, old, PADDED, 2)
+    _write_state(out, learner, {})
+
+
+def continued(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
+    """The two more, from the checkpoint."""
+    learner = policy(model, **settings)
+    _draw()
+    extra = learner.load_checkpoint(Path(folder))
+    _train(learner, old, PADDED, 2)
+    _write_state(out, learner, extra)
+
+
+def fails(out: Path, *, task: str, **arguments: Any) -> None:
+    """The error of another task."""
+    from vlmrl.errors import VlmrlError
+
+    try:
+        TASKS[task](out, **arguments)
+    except VlmrlError as error:
+        out.with_suffix(".json").write_text(json.dumps([type(error).__name__, str(error)]))
+
+
+def poisoned(out: Path, *, model: str, where: str, stage: int) -> None:
+    """A third step whose loss, or whose gradient alone, is not a number."""
+    learner = policy(model, stage=stage)
+    rows = samples(learner._processor)
+    packs = packs_of(learner, rows, **PACKED)
+    learner.fit(packs, totals(rows))
+    learner.fit(packs, totals(rows))
+    if where == "loss":
+        learner.update(
+            [[(p, experience(p, lambda c, i: np.full(len(rows[i].tokens), np.nan, "f")))] for p in packs],
+            [totals(rows)],
+        )
+    parameter = next(p for p in learner._net.parameters() if p.requires_grad)
+    parameter.register_hook(lambda g: g * float("nan"))
+    learner.fit(packs, totals(rows))
+
+
+def _train(learner: Any, old: str, cut: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    rows = samples(learner._processor)
+    kept = np.load(old)
+    rng = np.random.default_rng(1)
+    # Far enough from the log-probs of now that some tokens are clipped.
+    columns = [
+        [rng.normal(size=len(s.tokens)).astype(np.float32) for s in rows],
+        [
+            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
+            for i, s in enumerate(rows)
+        ],
+        [
+            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
+            for i, s in enumerate(rows)
+        ],
+    ]
+    packs = packs_of(learner, rows, **cut)
+    work = [(p, experience(p, lambda c, i: columns[c][i])) for p in packs]
+    return list(learner.update([work] * steps, [totals(rows)] * steps))
+
+
+def _write(out: Path, learner: Any, metrics: Sequence[dict[str, Any]]) -> None:
+    from vlmrl.observe.metrics import reduce
+
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, metrics)
+    tensors = weights(learner)
+    if torch.distributed.get_rank() == 0:
+        np.savez(out.with_suffix(".npz"), **tensors)
+        steps = [reduce([rank[step] for rank in every]) for step in range(len(metrics))]
+        state = sum(
+            t.numel() for s in learner._engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
+        )
+        out.with_suffix(".json").write_text(
+            json.dumps({"steps": steps, "table": learner.table(), "state": state}, default=list)
+        )
+
+
+def _write_state(out: Path, learner: Any, extra: dict[str, Any]) -> None:
+    digest = {name: hashlib.sha256(t.tobytes()).hexdigest() for name, t in weights(learner).items()}
+    state: dict[str, str] = {}
+    _digest(learner._engine.optimizer.state_dict(), "", state)
+    rates = learner._engine.get_lr()
+    draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+    found = {"weights": digest, "optimizer": state, "rates": rates, "draws": draws, "extra": extra}
+    out.with_suffix(f".{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+def _digest(value: Any, name: str, into: dict[str, str]) -> None:
+    if torch.is_tensor(value):
+        into[name] = hashlib.sha256(value.detach().float().numpy().tobytes()).hexdigest()
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _digest(inner, f"{name}/{key}", into)
+    elif isinstance(value, list | tuple):
+        for key, inner in enumerate(value):
+            _digest(inner, f"{name}/{key}", into)
+
+
+def _draw() -> None:
+    random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+
+
+TASKS = {f.__name__: f for f in (score, update, supervise, unbroken, continued, fails, poisoned)}
+
+
+def main(job: str) -> None:
+    torch.set_num_threads(1)
+    for task in json.loads(Path(job).read_text()):
+        TASKS[task["do"]](Path(task["out"]), **task["arguments"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
