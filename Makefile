@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check lint unit bench coverage map clean
+.PHONY: help setup quickstart quickstart-qlora test check lint unit bench coverage map clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup:  ## .venv with everything for this machine (CPU or GPU), then vlmrl doctor; nothing to do the second time
 	@$(PYTHON) vlmrl/startup/install.py
 
 quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft, then GRPO, in minutes
 	@$(BIN)/python -m vlmrl.quickstart
+
+quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that train beside it
+	@$(BIN)/python -m vlmrl.quickstart qlora
 
 test: setup  ## every test: unit, and end to end on the real stack
 	$(BIN)/python -m pytest -q

@@ -27,15 +27,16 @@ Reinforcement learning of language and vision-language models.
   bench rollout  how fast the engines answer
   bench step     what one optimizer step costs in each layout
   bench logprobs what scoring tokens costs with and without [T, V] logits
-  doctor         what this machine has, what works on it, and how to mend what does not
+  merge          adapter and base to a model that loads by itself
+  doctor         what this machine has, what works on it, and how to mend what does not;
+                 with --config FILE.yaml: what the roles of a run take of memory, and whether they fit
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
-Not built yet: rm, dpo, merge, serve-rm."""
+Not built yet: rm, dpo, serve-rm."""
 
 _NOT_BUILT = {
     "rm": "training reward models is not built yet; reward.functions and reward.remote_url score answers",
     "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
-    "merge": "merging adapters is not built yet, for there are none: vlmrl rl and sft write a whole model to model/",
     "serve-rm": "serving reward models is not built yet; reward.remote_url takes a Python file",
 }
 
@@ -162,16 +163,52 @@ def _bench_logprobs(words: list[str]) -> int:
     return 0
 
 
+def _merge(words: list[str]) -> int:
+    from vlmrl.config.run import MergeConfig
+
+    if (asked := _ask(MergeConfig, words)) is not None:
+        from vlmrl.models.merge import merge
+
+        merge(asked.config)
+    return 0
+
+
+_DOCTOR_HELP = """\
+usage: vlmrl doctor [--json]
+       vlmrl doctor --config FILE.yaml ... [--section.setting VALUE ...] [--json]
+
+What this machine has, what works on it, and how to mend what does not. With the settings of rl or sft: what the roles
+of that run take of memory, estimated from the model's configuration; exit code 2 when this machine has less."""
+
+
 def _doctor(words: list[str]) -> int:
     if words in (["--help"], ["-h"]):
-        print("usage: vlmrl doctor [--json]\n\nWhat this machine has, what works on it, and how to mend what does not.")
+        print(_DOCTOR_HELP)
         return 0
-    if words not in ([], ["--json"]):
-        raise ConfigError(f"takes no settings but --json, not {' '.join(words)}")
+    as_json = "--json" in words
+    words = [word for word in words if word != "--json"]
+    if words and "--config" not in words:
+        raise ConfigError(f"takes --json, and --config FILE.yaml with other settings of the run, not {' '.join(words)}")
+    if words:
+        return _memory_plan(words, as_json=as_json)
     startup.prepare()
     from vlmrl import doctor
 
-    return doctor.main(as_json=bool(words))
+    return doctor.main(as_json=as_json)
+
+
+def _memory_plan(words: list[str], *, as_json: bool) -> int:
+    from vlmrl.config.run import RlConfig, SftConfig
+    from vlmrl.config.sources import read
+
+    only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
+    given = read(words, RlConfig.settings(), RlConfig.sections()).given
+    kind: type[RlConfig] | type[SftConfig] = RlConfig if given.keys() & only_of_rl else SftConfig
+    if (asked := _ask(kind, words)) is not None:
+        from vlmrl.models.memory_plan import show
+
+        return show(asked.config, as_json=as_json)
+    return 0
 
 
 _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
@@ -185,6 +222,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft,
     "eval": _eval,
     "bench": _bench,
+    "merge": _merge,
     "doctor": _doctor,
 }
 

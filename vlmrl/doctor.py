@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ from typing import Any
 
 import vlmrl
 from vlmrl import startup
+from vlmrl.startup.pins import Version, versions
 
 GIB = 2**30
 INSTALL = "run `make setup`, or `pip install 'vlmrl[cpu]'` (`vlmrl[gpu]` where there is a GPU)"
@@ -60,16 +62,6 @@ class Finding:
     mend: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A package that the project pins or wants."""
-
-    package: str
-    installed: str | None
-    wanted: str
-    ok: bool
-
-
 # --- what the machine has: no library takes part -------------------------------------------------------------------
 
 
@@ -79,7 +71,16 @@ def has_gpu() -> bool:
 
 
 def memory() -> str:
-    """Free main memory, inside a container's limit where there is one. 4 GiB is the least that a tiny run needs."""
+    """Free main memory. 4 GiB is the least that a tiny run needs."""
+    free, total = free_memory()
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if free < 4 * GIB:
+        raise ProbeError(found)
+    return found
+
+
+def free_memory() -> tuple[int, int]:
+    """(free, all) bytes of main memory, inside a container's limit where there is one."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     total, free = (int(fields[key]) * 1024 for key in ("MemTotal", "MemAvailable"))
     group = Path("/sys/fs/cgroup")
@@ -88,10 +89,7 @@ def memory() -> str:
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[0])
         total = min(total, int(limit))
         free = min(free, total - int((group / "memory.current").read_text()) + cached)
-    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
-    if free < 4 * GIB:
-        raise ProbeError(found)
-    return found
+    return free, total
 
 
 def shared_memory() -> str:
@@ -204,6 +202,7 @@ def ray_works() -> str:
 def bitsandbytes_works() -> str:
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from bitsandbytes.optim import AdamW8bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
@@ -211,7 +210,17 @@ def bitsandbytes_works() -> str:
     # Rounding normal numbers to the 16 levels of NF4 costs 9 % of their size.
     if not error < 0.15:
         raise ProbeError(f"NF4 on {device} is off by {error:.0%}")
-    return f"NF4 to and fro on {device}, off by {error:.0%}"
+    found = f"NF4 to and fro on {device}, off by {error:.0%}"
+    if device == "cpu":
+        return f"{found}; its optimizers need CUDA"
+    moved = torch.nn.Parameter(weight.clone())
+    moved.grad = torch.ones_like(weight)
+    AdamW8bit([moved], lr=0.5, weight_decay=0.0).step()
+    # Adam's first step is as long as its learning rate.
+    if not torch.allclose(weight - moved, torch.full_like(weight, 0.5), rtol=0.05):
+        raise ProbeError("a step of its 8-bit Adam is wrong")
+    plugin = "is there" if importlib.util.find_spec("vllm_bnb_plugin") else "is not, for vllm.qlora_base bitsandbytes"
+    return f"{found}; 8-bit Adam steps; vllm-bnb-plugin {plugin}"
 
 
 def _probe(function: Callable[[], str]) -> str:
@@ -314,30 +323,6 @@ def _shorten(text: str, limit: int = 160) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-# --- versions ------------------------------------------------------------------------------------------------------
-
-
-def versions() -> list[Version]:
-    """What vlmrl's own metadata pins for this kind of machine, beside what is installed."""
-    extra = "gpu" if has_gpu() else "cpu"
-    pattern = re.compile(r"""^([A-Za-z0-9._-]+)\s*([^;]*?)\s*(?:;.*extra == ["'](\w+)["'].*)?$""")
-    found = []
-    for line in metadata.requires("vlmrl") or []:
-        match = pattern.match(line)
-        if match is None or match[1] == "vlmrl" or match[3] not in (None, "stack", extra):
-            continue
-        package, wanted = match[1], match[2].strip("() ")
-        try:
-            installed: str | None = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed = None
-        # A local suffix (+cpu) does not make it another version.
-        exact = wanted.removeprefix("==") if wanted.startswith("==") else None
-        ok = installed is not None and (exact is None or installed.split("+")[0] == exact)
-        found.append(Version(package, installed, wanted, ok))
-    return sorted(found, key=lambda version: (version.ok, version.package.lower()))
-
-
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +335,7 @@ def examine(checks: Sequence[Check] = CHECKS) -> list[Finding]:
 def main(as_json: bool = False, *, checks: Sequence[Check] = CHECKS) -> int:
     """Print the report. Returns 1 when something without which nothing trains does not work, else 0."""
     try:
-        installed = versions()
+        installed = versions("gpu" if has_gpu() else "cpu")
     except metadata.PackageNotFoundError:
         # Imported from a folder that was never installed: the checks still say what works.
         installed = []

@@ -10,9 +10,12 @@ from rich.table import Table
 
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
+from vlmrl.cluster.publish import check_publication
 from vlmrl.cluster.session import Session, local_session
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, SftConfig, StepBench
 from vlmrl.data.source import Source
+from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
+from vlmrl.plugins import ParameterGroup, Processor
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -24,7 +27,7 @@ def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> di
     shared: list[frozenset[str]] = []
     if not isinstance(config, EvalConfig):
         roles.append(_trained("actor", config.actor.num_nodes, config.actor.num_gpus_per_node))
-    if isinstance(config, RlConfig) and config.algo.kl.init_coef > 0:
+    if isinstance(config, RlConfig) and config.has_reference:
         roles.append(_trained("ref", config.ref.num_nodes, config.ref.num_gpus_per_node))
     if not isinstance(config, SftConfig):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
@@ -34,6 +37,30 @@ def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> di
         elif config.train.colocate_actor_ref:
             shared.append(frozenset({"actor", "ref"}))
     return {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
+
+
+def plan_of(config: RlConfig | SftConfig | PublishBench | StepBench, tools: Processor) -> AdapterPlan | None:
+    """The adapter that the settings ask for; None when the model itself trains.
+
+    Raises:
+        ConfigError: the model has no such layers, or they are frozen, or the engines cannot take what the settings say.
+    """
+    if config.ds.lora.rank == 0:
+        return None
+    freezing: dict[ParameterGroup, bool] = {
+        "vision": config.actor.freeze_visual_encoder,
+        "projector": config.actor.freeze_projector,
+    }
+    plan = plan_adapter(
+        config.ds.lora,
+        path=config.actor.model_name_or_path,
+        processor=tools,
+        frozen=[group for group, is_frozen in freezing.items() if is_frozen],
+        trust_remote_code=config.actor.trust_remote_code,
+    )
+    if isinstance(config, RlConfig):
+        check_publication(plan, ds=config.ds, vllm=config.vllm)
+    return plan
 
 
 def _trained(name: str, num_nodes: int, per_node: int) -> Role:

@@ -1,5 +1,6 @@
 """`make quickstart`: a tiny Qwen2.5-VL learns visual math through real Ray, vLLM and DeepSpeed, on two CPU cores.
 
+`make quickstart-qlora` is the same with a base of 4 bits, whose adapters alone are trained and sent to the engine.
 Its last line is one JSON object: held-out accuracy before and after, seconds, peak memory.
 """
 
@@ -9,37 +10,55 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from vlmrl import cli, startup
 from vlmrl.errors import VlmrlError
 
-FOLDER = Path("runs/quickstart")
-_MODEL = FOLDER / "start"
+_RUNS = Path("runs")
+_RECIPES = {"quickstart": "quickstart_rl", "quickstart_qlora": "quickstart_qlora"}
+"""Folder of the results -> the example that reinforcement learning follows."""
+_NEXT = {
+    "quickstart": ".venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8",
+    "quickstart_qlora": ".venv/bin/vlmrl merge --merge.adapter runs/quickstart_qlora/rl/adapter --merge.output "
+    "runs/quickstart_qlora/merged",
+}
+_WARM_UP = "quickstart_sft"
 
 
-def main() -> int:
-    """Build the model, warm it up, train it, say what happened."""
+def main(argv: Sequence[str] = ()) -> int:
+    """Build the model, warm it up, train it, say what happened. `argv` is empty, or `qlora`."""
+    if list(argv) not in ([], ["qlora"]):
+        print(f"vlmrl.quickstart takes nothing, or qlora, not {' '.join(argv)}", file=sys.stderr)
+        return 2
+    name = "_".join(["quickstart", *argv])
+    folder, recipe = _RUNS / name, _RECIPES[name]
     startup.prepare()
     started = time.monotonic()
-    _set_aside(FOLDER)
+    _set_aside(folder)
     memory = _PeakMemory()
-    print(f"1/3  a Qwen2.5-VL of 1.6M random weights -> {_MODEL}", flush=True)
+    model = folder / "start"
+    print(f"1/3  a Qwen2.5-VL of 1.6M random weights -> {model}", flush=True)
     from vlmrl.models import tiny
 
     try:
-        tiny.build("qwen2_5_vl", _MODEL)
+        tiny.build("qwen2_5_vl", model)
     except VlmrlError as error:
         print(f"vlmrl: {error}", file=sys.stderr)
         return 2
-    for number, (verb, what) in enumerate(
-        (("sft", "supervised warm-up"), ("rl", "reinforcement learning, GRPO")), start=2
-    ):
-        print(f"\n{number}/3  {what}: vlmrl {verb} --config examples/quickstart_{verb}.yaml", flush=True)
-        code = cli.main([verb, "--config", f"examples/quickstart_{verb}.yaml"])
+    # The plain quickstart's places stand in its example.
+    places = ["--actor.model_name_or_path", str(model), "--ckpt.output_dir", str(folder / "sft")] if argv else []
+    stages = (
+        ("supervised warm-up", ["sft", "--config", f"examples/{_WARM_UP}.yaml", *places]),
+        ("reinforcement learning, GRPO", ["rl", "--config", f"examples/{recipe}.yaml"]),
+    )
+    for number, (what, words) in enumerate(stages, start=2):
+        print(f"\n{number}/3  {what}: vlmrl {' '.join(words)}", flush=True)
+        code = cli.main(words)
         if code:
             return code
-    accuracies = _accuracies(FOLDER / "rl" / "metrics.jsonl")
+    accuracies = _accuracies(folder / "rl" / "metrics.jsonl")
     result = {
         "before": accuracies[0],
         "after": accuracies[-1],
@@ -47,9 +66,9 @@ def main() -> int:
         "peak_memory_gib": round(memory.stop(), 2),
     }
     print(f"\nHeld-out questions answered exactly: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
-    print(f"Curves:   {FOLDER / 'rl' / 'curves.png'}")
-    print(f"Answers:  {FOLDER / 'rl' / 'rollouts'}")
-    print("Try next: .venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8")
+    print(f"Curves:   {folder / 'rl' / 'curves.png'}")
+    print(f"Answers:  {folder / 'rl' / 'rollouts'}")
+    print(f"Try next: {_NEXT[name]}")
     print(json.dumps(result), flush=True)
     return 0
 
@@ -103,4 +122,4 @@ class _PeakMemory:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import plan
+from vlmrl.cluster.publish import described
 from vlmrl.cluster.roles import RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference
 from vlmrl.cluster.session import session
 from vlmrl.config.ckpt import Logger
@@ -19,11 +18,13 @@ from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.learning.folders import checkpoints, prune, remove_partial
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor
-from vlmrl.preflight import check_data, describe, roles_of
+from vlmrl.preflight import check_data, describe, plan_of, roles_of
+from vlmrl.probe import Probe, question, sampling_of, told
 from vlmrl.rewards.combine import check_functions
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.sight import SightCheck
@@ -41,24 +42,31 @@ _EVALUATION_SEED = 1_000_003
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     """`vlmrl rl`."""
     folder, tools = _prepare(config)
+    adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
         rewarder = stage.rewarder(config)
-        # Engines and learners start at the same time: each spends most of its start waiting for imports and files.
-        engines, (policy, reference) = together(
-            lambda: stage.engines(config, report),
-            lambda: stage.learners(config, tools, num_rows=prompts.num_rows, say=report.say),
+        engines, policy, reference = stage.players(
+            config, tools, adapter=adapter, num_rows=prompts.num_rows, report=report
         )
-        policy.engines = engines
         done = _restore(config, folder, prompts, policy)
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         sets = prompts.evaluation()
         policy.publish(done)
+        probe = adapter_probe(config, tools, engines, policy, adapter)
         sight = sight_check(config, engines, policy, reference)
+
+        def check_publish(version: int) -> Metrics:
+            if probe is None:
+                return {}
+            with report.phase("probe"):
+                metrics = probe.check(version)
+            policy.drop_counts()
+            return metrics
 
         def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
             if not sight.is_due(step, groups):
@@ -84,6 +92,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             is_due = step == last or (config.eval.steps > 0 and step % config.eval.steps == 0)
             return evaluate_now(step) if is_due else {}
 
+        if adapter is not None:
+            report.say(described(adapter, ds=config.ds, vllm=config.vllm))
+            report.say(told(check_publish(done)))
         if done == 0:
             report.evaluation(0, evaluate_now(0))
         train(
@@ -95,22 +106,24 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             reference=reference,
             report=report,
             check_sight=check_sight,
+            check_publish=check_publish,
             after_step=after_step,
             save=partial(_save, config, folder, prompts, policy, report),
             first_step=done + 1,
             last_step=last,
         )
-        _finish(folder, policy, report)
+        _finish(folder, policy, report, adapter)
 
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     """`vlmrl sft`."""
     folder, tools = _prepare(config)
+    adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        policy, _ = stage.learners(config, tools, num_rows=prompts.num_rows, say=report.say)
+        policy, _ = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say)
         done = _restore(config, folder, prompts, policy)
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
@@ -124,7 +137,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             first_step=done + 1,
             last_step=last,
         )
-        _finish(folder, policy, report)
+        _finish(folder, policy, report, adapter)
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
@@ -167,6 +180,22 @@ def sight_check(
     return SightCheck(config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=foreign)
 
 
+def adapter_probe(
+    config: RlConfig, tools: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
+) -> Probe | None:
+    """The check of what every publish of adapters did; None where there are none."""
+    if adapter is None:
+        return None
+    return Probe(
+        engines=engines,
+        learner=policy,
+        question=partial(question, processor=tools, data=config.data),
+        sampling=sampling_of(config.rollout, seed=config.train.seed),
+        bound=largest_gap(config),
+        is_apart=adapter.fits_engine,
+    )
+
+
 def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
     rows = policy.table()
     save_table(folder.parameters, rows)
@@ -202,18 +231,12 @@ def _save(
             prune(folder.checkpoints, keep=config.ckpt.max_num)
 
 
-def _finish(folder: RunFolder, policy: RemotePolicy, report: RunReport) -> None:
+def _finish(folder: RunFolder, policy: RemotePolicy, report: RunReport, adapter: AdapterPlan | None) -> None:
+    what, path = ("model", folder.model) if adapter is None else ("adapter", folder.adapter)
     with report.phase("save"):
-        policy.save_model(folder.model)
-    for what, path in (("model", folder.model), ("curves", folder.curves), ("numbers", folder.metrics)):
-        report.say(f"{what}: {path}")
-
-
-def together(*starts: Callable[[], Any]) -> list[Any]:
-    """Run the starts side by side and return what they made, in order. Raises the first error once all have ended."""
-    with ThreadPoolExecutor(len(starts)) as pool:
-        futures = [pool.submit(start) for start in starts]
-    return [future.result() for future in futures]
+        policy.save_model(path)
+    for name, file in ((what, path), ("curves", folder.curves), ("numbers", folder.metrics)):
+        report.say(f"{name}: {file}")
 
 
 def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:

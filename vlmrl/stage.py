@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.publish import publication
 from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder, Tally
 from vlmrl.cluster.session import Session
+from vlmrl.config.actor import Model
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
-from vlmrl.observe.report import RunReport
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.plugins import Processor
+
+
+class Progress(Protocol):
+    """Whoever is told what happens."""
+
+    def say(self, what: str) -> None:
+        """Something that stays on the screen."""
+
+    def generated(self, done: int, total: int) -> None:
+        """How many of a step's prompts are answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,10 @@ class Stage:
         self.stack.callback(rewarder.close)
         return rewarder
 
-    def engines(self, config: RlConfig | EvalConfig, report: RunReport) -> RemoteEngines:
+    def engines(
+        self, config: RlConfig | EvalConfig, report: Progress, adapter: AdapterPlan | None = None
+    ) -> RemoteEngines:
+        """The engines; they prepare for an adapter that they can apply themselves."""
         settings = {
             "model": config.actor.model_name_or_path,
             "vllm": config.vllm,
@@ -77,6 +94,7 @@ class Stage:
             "max_model_len": config.data.max_len + config.rollout.max_new_tokens,
             "top_p": config.rollout.top_p,
             "name": "vllm",
+            "adapter": adapter if adapter is not None and adapter.fits_engine else None,
         }
         group = self.group(
             "vllm",
@@ -95,8 +113,32 @@ class Stage:
         self.stack.callback(engines.shutdown)
         return engines
 
+    def players(
+        self,
+        config: RlConfig,
+        tools: Processor,
+        *,
+        adapter: AdapterPlan | None,
+        num_rows: int,
+        report: Progress,
+    ) -> tuple[RemoteEngines, RemotePolicy, RemoteReference | None]:
+        """Engines, policy and reference, joined; nothing is published yet."""
+        # They start at the same time: each spends most of its start waiting for imports and files.
+        engines, (policy, reference) = together(
+            lambda: self.engines(config, report, adapter),
+            lambda: self.learners(config, tools, adapter=adapter, num_rows=num_rows, say=report.say),
+        )
+        policy.engines = engines
+        return engines, policy, reference
+
     def learners(
-        self, config: RlConfig | SftConfig, tools: Processor, *, num_rows: int, say: Callable[[str], None]
+        self,
+        config: RlConfig | SftConfig,
+        tools: Processor,
+        *,
+        adapter: AdapterPlan | None,
+        num_rows: int,
+        say: Callable[[str], None],
     ) -> tuple[RemotePolicy, RemoteReference | None]:
         """The policy, and the reference when a KL penalty wants one."""
         loop, is_rl = config.train, isinstance(config, RlConfig)
@@ -115,6 +157,7 @@ class Stage:
         learner = {
             "total_steps": optimizer_steps(config, num_rows),
             "loss": policy_loss(config) if isinstance(config, RlConfig) else None,
+            "adapter": adapter,
         }
         ranks = self.group(
             "actor", "vlmrl.learning.policy.Policy", shared | learner, timeout_s=loop.timeout_s, distributed=True
@@ -140,11 +183,22 @@ class Stage:
             batch_size=loop.batch_size,
             epochs=loop.max_epochs if is_rl else 1,
             seed=loop.seed,
-            bucket_bytes=int((config.vllm.bucket_mib if isinstance(config, RlConfig) else 512) * 2**20),
-            vision_trains=not (config.actor.freeze_visual_encoder and config.actor.freeze_projector),
+            publication=publication(
+                adapter,
+                ds=config.ds,
+                vllm=config.vllm if isinstance(config, RlConfig) else Vllm(),
+                vision_trains=vision_trains(config.actor, adapter),
+            ),
         )
         if not isinstance(config, RlConfig) or config.algo.kl.init_coef == 0:
             return policy, None
+        if config.reference_is_base:
+            without = config.actor.adapter_name_or_path
+            say(
+                f"reference: the policy with its adapters off, which is {config.actor.model_name_or_path}"
+                f"{f' without {without}' if without else ''}"
+            )
+            return policy, RemoteReference(ranks, cut, max_tokens=without_gradient, tally=tally, adapter=False)
         path = config.ref.model_name_or_path or config.actor.model_name_or_path
         reference = self.group(
             "ref",
@@ -154,6 +208,20 @@ class Stage:
             distributed=True,
         )
         return policy, RemoteReference(reference, cut, max_tokens=without_gradient, tally=tally)
+
+
+def together(*starts: Callable[[], Any]) -> list[Any]:
+    """Run the starts side by side and return what they made, in order. Raises the first error once all have ended."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        futures = [pool.submit(start) for start in starts]
+    return [future.result() for future in futures]
+
+
+def vision_trains(actor: Model, adapter: AdapterPlan | None) -> bool:
+    """Whether an update changes what the model sees in an image. Under adapters they alone train."""
+    if adapter is not None:
+        return adapter.groups != {"language"}
+    return not (actor.freeze_visual_encoder and actor.freeze_projector)
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:

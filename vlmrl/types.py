@@ -177,5 +177,7 @@ class Totals:
 
 
 Layout = Literal["padded", "packed", "shared"]
+Part = Literal["whole", "base", "adapter"]
+"""What of a model is sent: all of it, adapters merged in; all of it without them; or its adapters alone."""
 Metrics = dict[str, float]
 """`area/quantity` -> value, one step's worth."""

@@ -13,8 +13,7 @@ from vlmrl.cluster.placement import plan
 from vlmrl.cluster.session import session
 from vlmrl.config.run import RlConfig
 from vlmrl.plugins import processor
-from vlmrl.preflight import roles_of
-from vlmrl.run import together
+from vlmrl.preflight import plan_of, roles_of
 from vlmrl.stage import Stage, last_step
 from vlmrl.trainer import train
 
@@ -24,7 +23,7 @@ Measured = dict[str, float]
 
 @contextmanager
 def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
-    """The parts that `vlmrl rl` puts together, without evaluation, sight check, files and screen.
+    """The parts that `vlmrl rl` puts together, without evaluation, checks, files and screen.
 
     Several runs may be open at once; they share a Ray session, and each has engines and learners of its own.
     """
@@ -36,11 +35,9 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
         tools = processor(
             config.actor.model_name_or_path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
         )
-        engines, (policy, reference) = together(
-            lambda: stage.engines(config, clock),
-            lambda: stage.learners(config, tools, num_rows=prompts.num_rows, say=_say),
+        engines, policy, reference = stage.players(
+            config, tools, adapter=plan_of(config, tools), num_rows=prompts.num_rows, report=clock
         )
-        policy.engines = engines
         policy.publish(0)
 
         def steps() -> Iterator[Measured]:
@@ -55,6 +52,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     reference=reference,
                     report=clock,
                     check_sight=lambda step, groups: {},
+                    check_publish=lambda version: {},
                     after_step=lambda step, judged: {
                         "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)
                     },
@@ -78,6 +76,9 @@ class _Clock:
         started = time.perf_counter()
         yield
         self._found[f"{name}_s"] = time.perf_counter() - started
+
+    def say(self, what: str) -> None:
+        _say(what)
 
     def generated(self, done: int, total: int) -> None:
         """Nothing is shown."""

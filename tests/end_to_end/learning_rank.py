@@ -1,4 +1,4 @@
-"""What one rank does in test_learning.py: works through the tasks of a job and leaves its findings. A script."""
+"""What one rank does in test_learning*.py: works through the tasks of a job and leaves its findings. A script."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
+from vlmrl.config.lora import Lora
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
@@ -39,6 +40,8 @@ def policy(
     offload: bool = False,
     loss: dict[str, Any] | None = None,
     cache_gib: float = 1.0,
+    lora: dict[str, Any] | None = None,
+    four_bit: bool = False,
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.policy import Policy
@@ -47,7 +50,7 @@ def policy(
     adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
     return Policy(
         actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | actor),
-        ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload),  # type: ignore[arg-type]
+        ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload, load_in_4bit=four_bit),  # type: ignore[arg-type]
         loop=Loop(timeout_s=120),
         columns=Columns(),
         vision=Vision(cache_gib=cache_gib),
@@ -55,6 +58,20 @@ def policy(
         loss=PolicyLoss(**({"aggregation": "token", "max_new_tokens": 8} | (loss or {}))),
         temperature=0.7,
         bans=True,
+        adapter=None if lora is None else plan(model, lora, actor),
+    )
+
+
+def plan(model: str, lora: dict[str, Any], actor: dict[str, Any]) -> Any:
+    from vlmrl.models.adapter_plan import plan_adapter
+    from vlmrl.plugins import processor
+
+    frozen = {"vision": "freeze_visual_encoder", "projector": "freeze_projector"}
+    return plan_adapter(
+        Lora.model_validate({"rank": 4, "alpha": 8.0} | lora),
+        path=model,
+        processor=processor(model, min_pixels=3136, max_pixels=100_000),
+        frozen=[part for part, flag in frozen.items() if actor.get(flag)],  # type: ignore[misc]
     )
 
 
@@ -111,11 +128,11 @@ def experience(pack: Pack, column: Callable[[int, int], Floats]) -> Experience:
     )
 
 
-def weights(learner: Any) -> dict[str, np.ndarray]:
+def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
     from vlmrl.models.weights import unpack_bucket
 
     # Small enough that there are many buckets, and that one tensor is larger than a bucket.
-    buckets = [learner.bucket(i) for i in range(learner.num_buckets(30_000))]
+    buckets = [learner.bucket(i) for i in range(learner.num_buckets(30_000, part))]
     assert all((b is None) == (torch.distributed.get_rank() > 0) for b in buckets)
     return {n: t.float().numpy().copy() for b in buckets if b is not None for n, t in unpack_bucket(b)}
 
@@ -188,6 +205,46 @@ def supervise(out: Path, *, model: str, cut: dict[str, Any], **settings: Any) ->
     rows = samples(learner._processor)
     packs = packs_of(learner, rows, **cut)
     _write(out, learner, [learner.fit(packs, totals(rows)) for _ in range(3)])
+
+
+def adapt(
+    out: Path,
+    *,
+    model: str,
+    old: str,
+    cut: dict[str, Any],
+    steps: int = 2,
+    save: str | None = None,
+    **settings: Any,
+) -> None:
+    """Steps of an adapter: what it and its base say before and after, what is published of it, the folder."""
+    from vlmrl.observe.metrics import reduce
+
+    learner = policy(model, **settings)
+    rows = samples(learner._processor)
+    packs = packs_of(learner, rows, **cut)
+    parts = {f"{part} at first": weights(learner, part) for part in ("base", "whole")}
+    found = {"start": learner.logprobs(packs)[0], "start_off": learner.logprobs(packs, adapter=False)[0]}
+    was_zero = learner.adapter_is_zero()
+    metrics = _train(learner, old, cut, steps)
+    found["on"], counts = learner.logprobs(packs)
+    found["off"], others = learner.logprobs(packs, adapter=False)
+    parts |= {part: weights(learner, part) for part in ("base", "whole", "adapter")}
+    fingerprint, num_bytes = learner.published()
+    zero = [was_zero, learner.adapter_is_zero()]
+    if save:
+        learner.save_model(Path(save))
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, (found, [*metrics, counts, others]))
+    told = {"table": learner.table(), "cost": learner.traits()[0]}
+    if torch.distributed.get_rank() == 0:
+        for name, tensors in parts.items():
+            np.savez(out.with_name(f"{out.name}.{name.replace(' ', '_')}.npz"), **tensors)
+        rows_of = {f"{kind}.{i}": row for rank, _ in every for kind, values in rank.items() for i, row in values}
+        np.savez(out.with_name(f"{out.name}.logprobs.npz"), **rows_of)
+        passes = [reduce([of_rank[i] for _, of_rank in every]) for i in range(len(metrics) + 2)]
+        told |= {"zero": zero, "fingerprint": fingerprint, "bytes": num_bytes, "passes": passes}
+        out.with_suffix(".json").write_text(json.dumps(told, default=list))
 
 
 def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
@@ -299,7 +356,7 @@ def _draw() -> None:
     random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
 
 
-TASKS = {f.__name__: f for f in (score, update, supervise, unbroken, continued, fails, poisoned)}
+TASKS = {f.__name__: f for f in (score, update, adapt, supervise, unbroken, continued, fails, poisoned)}
 
 
 def main(job: str) -> None:

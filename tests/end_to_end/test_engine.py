@@ -7,31 +7,32 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from engine_pair import (
+    COLUMNS,
+    EXACT,
+    SAMPLING,
+    Engines,
+    Pair,
+    Trainer,
+    engine_processes,
+    publish,
+    rollout_engine,
+)
 
 from vlmrl import plugins
-from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ClusterError, ConfigError, DataError, SyncError
-from vlmrl.models import tiny
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout
-
-COLUMNS = Columns(max_pixels=200 * 200)
-TEMPERATURE = 0.7
-SAMPLING = Sampling(n=3, temperature=TEMPERATURE, top_p=1.0, max_new_tokens=12, seed=0)
-EXACT = 5e-5
-"""fp32 noise of small random models is 1e-6; the smallest real fault below is 1e-3."""
+from vlmrl.types import Group, Prompt
 
 MODELS = [
     *[("qwen3", True), ("qwen3", False)],
@@ -39,147 +40,6 @@ MODELS = [
     *[("qwen2_5_vl", True), ("qwen2_5_vl", False)],
 ]
 """Family, and whether the embeddings are tied. The last is the one that the other tests go on with."""
-
-
-def rollout_engine(model: Path | str, **vllm: Any) -> RolloutEngine:
-    return RolloutEngine(
-        model=str(model),
-        vllm=Vllm(**({"cpu_kv_cache_gib": 0.25} | vllm)),
-        columns=COLUMNS,
-        trust_remote_code=False,
-        dtype="fp32",
-        max_model_len=640,
-        top_p=1.0,
-        name="engine-0",
-    )
-
-
-class Trainer:
-    """The trainer's side, in its plainest form: a Transformers model, one forward pass per answer."""
-
-    def __init__(self, model: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-        self.tools = plugins.processor(str(model), min_pixels=COLUMNS.min_pixels, max_pixels=COLUMNS.max_pixels)
-        factory: Any = AutoModelForCausalLM if self.tools.resize_factor is None else AutoModelForImageTextToText
-        self.net = factory.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
-
-    def prompt(self, index: int, question: str, *, images: int = 0, tools: plugins.Processor | None = None) -> Prompt:
-        """A prompt whose images follow from `index`: asked again, it is the same prompt with the same image hashes."""
-        tools = tools or self.tools
-        rng = np.random.default_rng(index)
-        side = tools.resize_factor or 0
-        sizes = [(side * (4 + i), side * 4) for i in range(images)] if side else []
-        media = tuple(
-            InlineMedia(f"{index}.{i}", (w, h), rng.integers(0, 255, (h, w, 3), dtype=np.uint8))
-            for i, (w, h) in enumerate(sizes)
-        )
-        text = tools.render(question, num_images=len(media), columns=COLUMNS)
-        tokens, request = tools.encode(text, sizes)
-        return Prompt(index, f"test:{index}", text, tokens, request, label=None, media=media)
-
-    def prompts(self) -> list[Prompt]:
-        return [self.prompt(i, "how many dots?", images=n) for i, n in enumerate((1, 0, 3))]
-
-    @torch.no_grad()
-    def logprobs(self, group: Group, rollout: Rollout) -> Floats:
-        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(rollout.tokens)[None]}
-        if group.prompt.media:
-            inputs |= self.tools.pixel_inputs(group.prompt.media)
-            inputs["mm_token_type_ids"] = torch.from_numpy(self.tools.token_types(rollout.tokens))[None]
-        logits = self.net(**inputs).logits[0]
-        logits[:, list(self.tools.banned_tokens)] -= 100.0
-        seen = torch.log_softmax(logits[:-1] / TEMPERATURE, dim=-1)
-        found = seen.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
-        return np.concatenate([[0.0], found.numpy()]) * rollout.sampled
-
-    def difference(self, groups: Sequence[Group]) -> float:
-        """The largest difference between the engine's log-probs and ours."""
-        pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
-        return max(float(np.abs(self.logprobs(g, r) - r.logprobs).max()) for g, r in pairs)
-
-    @torch.no_grad()
-    def change(self, part: str, *, by: float = 0.1) -> bool:
-        """Add noise to `vision`, `projector`, `language` layers, `embeddings` or `everything`. Whether anything
-        matched.
-        """
-        found = False
-        for name, parameter in self.net.named_parameters():
-            is_embedding = "embed_tokens" in name or "lm_head" in name
-            group = "embeddings" if is_embedding else self.tools.parameter_group(name)
-            if part in (group, "everything"):
-                found = True
-                parameter.add_(torch.randn_like(parameter) * by * max(float(parameter.std()), 0.01))
-        return found
-
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.net.named_parameters())
-
-
-@dataclasses.dataclass
-class Pair:
-    """An engine and a trainer of the same model, and the event loop that the engine lives in."""
-
-    engine: RolloutEngine
-    trainer: Trainer
-    runner: asyncio.Runner
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(work)
-
-    def answers(self, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[Group]:
-        async def ask() -> list[Group]:
-            return await asyncio.gather(*(self.engine.generate(prompt, sampling) for prompt in prompts))
-
-        return self.run(ask())
-
-    def difference(self) -> float:
-        return self.trainer.difference(self.answers(self.trainer.prompts()))
-
-    def publish(self, *, version: int | None = None, vision_changed: bool = True, skip: str = "") -> str:
-        """Send all weights, in three buckets, but for those whose name ends in `skip`."""
-        weights = [(name, w) for name, w in self.trainer.weights() if not (skip and name.endswith(skip))]
-        return self.run(
-            publish(self.engine, weights, version or self.engine.version + 1, vision_changed=vision_changed)
-        )
-
-
-async def publish(engine: RolloutEngine, weights: Any, version: int, *, vision_changed: bool = True) -> str:
-    await engine.begin_update(version)
-    third = -(-len(weights) // 3)
-    for start in range(0, len(weights), third):
-        await engine.load_bucket(pack_bucket(weights[start : start + third]))
-    return await engine.finish_update(vision_changed=vision_changed)
-
-
-class Engines:
-    """One engine at a time: asked for another, it stops the one before."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._key: tuple[str, bool] | None = None
-        self._pair: Pair | None = None
-
-    def folder(self, family: Any, tied: bool = False) -> Path:
-        out = self._root / f"{family}-{tied}"
-        return out if out.exists() else tiny.build(family, out, tied=tied, size="micro")
-
-    def pair(self, family: str, tied: bool = False) -> Pair:
-        if self._pair is None or self._key != (family, tied):
-            self.stop()
-            torch.manual_seed(0)
-            model = self.folder(family, tied)
-            pair = Pair(rollout_engine(model), Trainer(model), asyncio.Runner())
-            pair.run(pair.engine.start())
-            self._key, self._pair = (family, tied), pair
-        return self._pair
-
-    def stop(self) -> None:
-        pair, self._pair = self._pair, None
-        if pair is not None:
-            pair.run(pair.engine.shutdown())
-            pair.runner.close()
-            assert not engine_processes(psutil.Process()), "an engine that was shut down left a process"
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +137,8 @@ def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_answers(vision:
 def test_a_request_in_flight_survives_a_publish_and_says_its_older_version(vision: Pair) -> None:
     before = vision.engine.version
     prompts = [vision.trainer.prompt(80 + i, "go on", images=1) for i in range(4)]
+    # Their images are in the prefix cache when they begin, and are not when they begin again.
+    vision.answers(prompts)
     long = dataclasses.replace(SAMPLING, max_new_tokens=400)
     vision.trainer.change("everything")
 
@@ -463,16 +325,6 @@ def test_an_engine_that_dies_says_so(engines: Engines) -> None:
 def segments() -> set[str]:
     """Shared memory with a name: vLLM's (psm_) and ours. Other programs of the machine may come and go beside it."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm", "vlmrl"))}
-
-
-def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """What `parent` started for an engine: not Ray, which other tests of this session may have left running."""
-    return [
-        process
-        for child in parent.children()
-        if any(word in " ".join(child.cmdline()) for word in ("multiprocessing.spawn", "VLLM"))
-        for process in (child, *child.children(recursive=True))
-    ]
 
 
 async def be_busy(model: str) -> None:

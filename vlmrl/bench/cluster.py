@@ -17,19 +17,35 @@ from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.plugins import processor
+from vlmrl.preflight import plan_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
+from vlmrl.types import Part
 
 
 def publish(config: PublishBench) -> None:
-    """`vlmrl bench publish`: seconds and bytes of handing all weights to all engines; the first is a warm-up."""
+    """`vlmrl bench publish`: seconds and bytes of handing weights to all engines; the first time is a warm-up.
+
+    With `ds.lora.rank` the base and the adapters go in turn.
+    """
     roles = [
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
         Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
     ]
     with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
         check_devices(config.vllm, machines, stage.places)
-        engines = _engines(stage, config, Columns(), max_model_len=256)
+        columns = Columns()
+        tools = processor(
+            config.actor.model_name_or_path,
+            min_pixels=columns.min_pixels,
+            max_pixels=columns.max_pixels,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
+        adapter = plan_of(config, tools)
+        travels_alone = adapter is not None and adapter.fits_engine
+        engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
         learner = stage.group(
             "actor",
             "vlmrl.learning.policy.Policy",
@@ -43,29 +59,37 @@ def publish(config: PublishBench) -> None:
                 "loss": None,
                 "temperature": 1.0,
                 "bans": True,
+                "adapter": adapter,
             },
             timeout_s=3600,
             distributed=True,
         )
+        parts: tuple[Part, ...] = ("base", "adapter") if travels_alone else ("whole",)
         for number in range(config.bench.repeats + 1):
-            started = time.perf_counter()
-            num_bytes = engines.load(
-                learner, version=number, max_bytes=int(config.vllm.bucket_mib * 2**20), vision_changed=True
-            )
-            seconds = time.perf_counter() - started
-            _say(
-                machines,
-                bench="publish",
-                model=config.actor.model_name_or_path,
-                repeat=number,
-                warm_up=number == 0,
-                ranks=len(learner),
-                engines=config.vllm.num_engines,
-                zero_stage=config.ds.zero_stage,
-                seconds=round(seconds, 4),
-                bytes=num_bytes,
-                gib_per_s=round(num_bytes / 2**30 / seconds, 4),
-            )
+            for part in parts:
+                started = time.perf_counter()
+                num_bytes = engines.load(
+                    learner,
+                    version=number,
+                    max_bytes=int(config.vllm.bucket_mib * 2**20),
+                    vision_changed=True,
+                    part=part,
+                )
+                seconds = time.perf_counter() - started
+                _say(
+                    machines,
+                    bench="publish",
+                    model=config.actor.model_name_or_path,
+                    part=part,
+                    repeat=number,
+                    warm_up=number == 0,
+                    ranks=len(learner),
+                    engines=config.vllm.num_engines,
+                    zero_stage=config.ds.zero_stage,
+                    seconds=round(seconds, 4),
+                    bytes=num_bytes,
+                    gib_per_s=round(num_bytes / 2**30 / seconds, 4),
+                )
 
 
 def rollout(config: RolloutBench) -> None:
@@ -117,7 +141,12 @@ def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, S
 
 
 def _engines(
-    stage: Stage, config: PublishBench | RolloutBench, columns: Columns, *, max_model_len: int
+    stage: Stage,
+    config: PublishBench | RolloutBench,
+    columns: Columns,
+    *,
+    max_model_len: int,
+    adapter: AdapterPlan | None = None,
 ) -> RemoteEngines:
     group = stage.group(
         "vllm",
@@ -131,6 +160,7 @@ def _engines(
             "max_model_len": max_model_len,
             "top_p": 1.0,
             "name": "vllm",
+            "adapter": adapter,
         },
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,

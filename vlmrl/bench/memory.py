@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from vlmrl.startup.memory import give_back_memory, keep_memory
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 """What Linux takes, written to clear_refs, for an order to forget the peak (proc_pid_clear_refs(5))."""
@@ -19,8 +21,9 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
     """Run `work` and return the most bytes that it held at once, above what was held before.
 
     On CUDA, PyTorch counts what it allocates. On CPU it is the process's resident memory, which the kernel counts: what
-    `malloc` keeps for later is given back first. It is slow to take anew, so what is measured here should not be timed.
-    None where the kernel does not tell.
+    `malloc` keeps for later is given back first, and while this measures it keeps nothing. Memory is slow to take anew,
+    so what is measured here should not be timed; afterwards the process keeps memory as a worker does. None where the
+    kernel does not tell.
     """
     gc.collect()
     if where.type == "cuda":
@@ -33,7 +36,11 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
         work()
         return None
     before = _resident("VmRSS")
-    work()
+    give_back_memory()
+    try:
+        work()
+    finally:
+        keep_memory()
     return max(0, _resident("VmHWM") - before)
 
 

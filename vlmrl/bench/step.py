@@ -8,8 +8,9 @@ How its numbers come about:
   PyTorch's FlopCounterMode while a pass runs, so padding counts. Attention is derived from the lengths: 4 H d per layer
   and pair of a token and one that it may look at, three times that with the backward pass. The attention of the vision
   tower, which is the same in all layouts, is left out.
-* **memory** is taken in steps of their own, which are not timed: see `bench.memory`.
-* **differences** are those of log-probs and gradients from the first layout's, before the first optimizer step. The
+* **memory** is taken in steps of their own, which are not timed: see `bench.memory`. That of the rank is all that it
+  takes from before the model is read to the end of a first step with the first layout.
+* **differences** are those of log-probs and gradients from the first layout's, after that step. The
   gradients are of the sum over tokens of log-prob times advantage, plus entropy, over the number of tokens.
 """
 
@@ -38,10 +39,13 @@ from vlmrl.config.train import Layout
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import Pack, place
+from vlmrl.learning.engine import device
 from vlmrl.learning.forward import Forward
 from vlmrl.learning.policy import Policy, PolicyLoss
 from vlmrl.models.cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
+from vlmrl.plugins import processor
+from vlmrl.preflight import plan_of
 from vlmrl.types import Experience, Floats, Totals
 
 PARTS = ("forward", "backward", "optimizer")
@@ -88,11 +92,10 @@ class Comparison(NamedTuple):
 
 def step(config: StepBench) -> None:
     """`vlmrl bench step`."""
-    policy = _TimedPolicy(config)
-    samples = make_samples(policy.processor, policy.vocabulary, config.bench, seed=config.train.seed)
-    old = policy.own_logprobs(policy.cut(samples, config.bench.layouts[0], config))
-    experience = make_experience(samples, [old[i] for i in range(len(samples))], seed=config.train.seed)
-    found = {layout: Measured(policy.cut(samples, layout, config)) for layout in config.bench.layouts}
+    made: list[Bench] = []
+    # From before the model is read to after its first step: all that a rank ever holds.
+    rank_peak = peak_bytes(lambda: made.append(_begin(config)), device())
+    policy, experience, found = made[0]
     first = found[config.bench.layouts[0]]
     for measured in found.values():
         policy.compare(measured, experience, first)
@@ -101,24 +104,52 @@ def step(config: StepBench) -> None:
             policy.time(found[layout], experience, warms_up=number == 0)
     for measured in found.values():
         measured.peak_bytes = peak_bytes(partial(policy.step, measured, experience), policy.device)
-    _tell(config, found, policy)
+    _tell(config, found, policy, rank_peak)
+
+
+class Bench(NamedTuple):
+    """What is measured."""
+
+    policy: _TimedPolicy
+    experience: Experience
+    found: dict[Layout, Measured]
+
+
+def _begin(config: StepBench) -> Bench:
+    """The policy, having made its first step, with the first layout."""
+    policy = _TimedPolicy(config)
+    samples = make_samples(policy.processor, policy.vocabulary, config.bench, seed=config.train.seed)
+    found = {layout: Measured(policy.cut(samples, layout, config)) for layout in config.bench.layouts}
+    first = found[config.bench.layouts[0]]
+    old = policy.own_logprobs(first.packs)
+    experience = make_experience(samples, [old[i] for i in range(len(samples))], seed=config.train.seed)
+    policy.step(first, experience)
+    return Bench(policy, experience, found)
 
 
 class _TimedPolicy(Policy):
     """The policy that training uses, with a clock in its update, alone in this process."""
 
     def __init__(self, config: StepBench) -> None:
+        columns = Columns()
+        tools = processor(
+            config.actor.model_name_or_path,
+            min_pixels=columns.min_pixels,
+            max_pixels=columns.max_pixels,
+            trust_remote_code=config.actor.trust_remote_code,
+        )
         super().__init__(
             actor=config.actor.model_copy(update={"lr_scheduler": "constant"}),
             ds=config.ds,
             loop=config.train,
-            columns=Columns(),
+            columns=columns,
             # Every pass is to work through its images.
             vision=Vision(cache_gib=0.0),
-            total_steps=len(config.bench.layouts) * (config.bench.repeats + 2),
+            total_steps=len(config.bench.layouts) * (config.bench.repeats + 2) + 1,
             loss=PolicyLoss(aggregation="token", max_new_tokens=max(config.bench.response_tokens)),
             temperature=1.0,
             bans=True,
+            adapter=plan_of(config, tools),
         )
         self.processor = self._processor
         self.device = self._device
@@ -248,8 +279,9 @@ def against(measured: Measured, first: Measured) -> Comparison:
     )
 
 
-def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy) -> None:
+def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy, rank_peak: int | None) -> None:
     first = config.bench.layouts[0]
+    rank_mib = None if rank_peak is None else round(rank_peak / 2**20, 1)
     rows = []
     for layout, measured in found.items():
         ratios = against(measured, found[first])
@@ -271,6 +303,7 @@ def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy
             **{f"{part}_s": round(measured.median(part), 5) for part in PARTS},
             **{f"{part}_s_each": [round(repeat[part], 5) for repeat in measured.seconds] for part in PARTS},
             peak_mib=peak,
+            rank_peak_mib=rank_mib,
             tower_calls=measured.tower_calls,
             logprob_diff_max=ratios.logprob_diff,
             gradient_diff_max=measured.gradient_diff,
@@ -292,6 +325,10 @@ def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy
         *("log-prob diff", "gradient diff (relative)"),
     )
     table(header, rows)
+    if rank_mib is not None:
+        table(
+            (f"most that the rank held, from before it read the model to its first step's end: {rank_mib:.0f} MiB",), ()
+        )
 
 
 def _rotated(layouts: Sequence[Layout], number: int) -> list[Layout]:

@@ -14,12 +14,13 @@ import ray
 
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.publish import Publication, send
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import ImageCost, Pack
-from vlmrl.errors import ClusterError, SyncError
+from vlmrl.errors import ClusterError
 from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Floats, Group, Layout, Media, Metrics, Prompt, Sample, Score, Totals
+from vlmrl.types import Experience, Floats, Group, Layout, Media, Metrics, Part, Prompt, Sample, Score, Totals
 
 _STOP_S = 60.0
 
@@ -154,6 +155,18 @@ class RemoteEngines:
             self._group.call("sleep")
         return [row for rows in answers for row in rows]
 
+    def answer_each(
+        self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
+    ) -> list[list[Group]]:
+        """What every engine answers to one prompt, in their order: with the adapter or as the base would, in turn."""
+        if self._sleeps:
+            self._group.call("wake")
+        asked = [self._group.submit("generate", prompt, sampling, adapter=each) for each in adapter]
+        groups: list[list[Group]] = [self._group.wait(answers, self._timeout_s) for answers in asked]
+        if self._sleeps:
+            self._group.call("sleep")
+        return groups
+
     def _dispatch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         load = [0] * len(self._group)
         # Deep enough to keep every engine's batch full, shallow enough that a slow engine gets fewer.
@@ -183,35 +196,21 @@ class RemoteEngines:
                 self._on_progress(len(answers), len(prompts))
         return [answers[number] for number in range(len(prompts))]
 
-    def load(self, learner: WorkerGroup, *, version: int, max_bytes: int, vision_changed: bool) -> int:
-        """Publish the learner's weights to every engine and prove that they arrived; returns the bytes sent.
-
-        Raises:
-            SyncError: an engine holds something else than what was sent.
-        """
+    def load(
+        self, learner: WorkerGroup, *, version: int, max_bytes: int, vision_changed: bool, part: Part = "whole"
+    ) -> int:
+        """Publish a part of the learner's model to every engine, with proof: see `publish.send`."""
         if self._sleeps:
             self._group.call("wake")
-        if self._device_path is not None:
-            self._device_path.open(learner)
-        num_buckets = learner.call("num_buckets", max_bytes)[0]
-        self._group.call("begin_update", version)
-        for number in range(num_buckets):
-            if self._device_path is not None:
-                self._device_path.send(number)
-                continue
-            # The bucket goes from the learner's node to the engines' through the object store, not through the driver.
-            bucket = learner.submit("bucket", number)
-            self._group.wait(self._group.submit("load_bucket", bucket[0]))
-            learner.wait(bucket[1:])
-        wanted, num_bytes = learner.call("published")[0]
-        held = self._group.call("finish_update", vision_changed=vision_changed)
-        for engine, fingerprint in enumerate(held):
-            if fingerprint != wanted:
-                raise SyncError(
-                    f"engine {engine} holds other weights than the trainer sent for version {version} "
-                    f"(fingerprint {fingerprint[:12]}, sent {wanted[:12]}): a tensor was lost or changed on the way"
-                )
-        return int(num_bytes)
+        return send(
+            self._group,
+            learner,
+            version=version,
+            max_bytes=max_bytes,
+            vision_changed=vision_changed,
+            part=part,
+            device_path=self._device_path,
+        )
 
     def status(self) -> list[dict[str, Any]]:
         statuses: list[dict[str, Any]] = self._group.call("status")
@@ -236,10 +235,12 @@ class Tally:
 
 
 class RemoteReference:
-    """A frozen model over ranks."""
+    """A frozen model over ranks; or the policy's own ranks, asked with `adapter=False`."""
 
-    def __init__(self, group: WorkerGroup, cut: Cut, *, max_tokens: int, tally: Tally) -> None:
+    def __init__(self, group: WorkerGroup, cut: Cut, *, max_tokens: int, tally: Tally, **how: bool) -> None:
+        """`how` goes along with every question."""
         self._group = group
+        self._how = how
         self._cut = cut
         self._max_tokens = max_tokens
         self._tally = tally
@@ -248,7 +249,7 @@ class RemoteReference:
         """One array of [T] per sample; `layout` is that of the run unless another is asked for."""
         packs = self._cut.spread(samples, len(self._group), max_tokens=self._max_tokens, layout=layout)
         found: dict[int, Floats] = {}
-        for answers, counts in self._group.each("logprobs", packs, **how):
+        for answers, counts in self._group.each("logprobs", packs, **(self._how | how)):
             found.update(answers)
             self._tally.add(counts)
         return [found[number] for number in range(len(samples))]
@@ -273,8 +274,7 @@ class RemotePolicy(RemoteReference):
         batch_size: int,
         epochs: int,
         seed: int,
-        bucket_bytes: int,
-        vision_trains: bool,
+        publication: Publication,
     ) -> None:
         super().__init__(group, cut, max_tokens=max_tokens, tally=tally)
         self._batch_size = batch_size
@@ -282,8 +282,8 @@ class RemotePolicy(RemoteReference):
         self._seed = seed
         self.engines: RemoteEngines | None = None
         """Where `publish` sends the weights; set once both sides have started."""
-        self._bucket_bytes = bucket_bytes
-        self._vision_trains = vision_trains
+        self._publication = publication
+        self._has_published = False
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         rng = np.random.default_rng([self._seed, step])
@@ -311,10 +311,12 @@ class RemotePolicy(RemoteReference):
 
     def publish(self, version: int) -> Metrics:
         assert self.engines is not None
-        moved = self.engines.load(
-            self._group, version=version, max_bytes=self._bucket_bytes, vision_changed=self._vision_trains
-        )
-        return {"sync/version": float(version), "sync/bytes": float(moved)}
+        is_first, self._has_published = not self._has_published, True
+        return self._publication.send(self._group, self.engines, version=version, is_first=is_first)
+
+    def adapter_is_zero(self) -> bool:
+        """Whether the adapter changes nothing yet."""
+        return bool(self._group.call("adapter_is_zero")[0])
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         self._group.call("save_checkpoint", folder, extra)

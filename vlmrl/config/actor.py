@@ -13,6 +13,8 @@ class Model(Optimized):
 
     model_name_or_path: Text
     """Local folder or Hub id of the model."""
+    adapter_name_or_path: Text | None = None
+    """Folder of an adapter of this model to go on from, as a run with `ds.lora.rank` leaves it in adapter/."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
     num_nodes: PositiveInt = 1
@@ -43,10 +45,11 @@ class Actor(Model):
 
 
 class Ref(Section):
-    """The reference model: the actor's starting weights. Exists only when `algo.kl.init_coef` is above 0."""
+    """The reference model. Exists only when `algo.kl.init_coef` is above 0."""
 
     model_name_or_path: Text | None = None
-    """Another model as the reference; by default the actor's own starting weights."""
+    """Another model as the reference. By default it is the actor's starting weights; under `ds.lora.rank` the actor
+    itself with its adapters off, which takes no memory of its own."""
     num_nodes: PositiveInt = 1
     """Machines the reference runs on."""
     num_gpus_per_node: PositiveInt = 1

@@ -98,8 +98,13 @@ def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
     return found
 
 
-def unread_of_vision(model: Model, *, has_reference: bool) -> Unread:
-    if has_reference or (model.freeze_visual_encoder and model.freeze_projector):
+def unread_of_vision(model: Model, *, reached_by_adapters: bool | None, has_reference: bool) -> Unread:
+    """`reached_by_adapters` is None where there are none, and the model itself trains."""
+    if has_reference or reached_by_adapters is False:
+        return {}
+    if reached_by_adapters:
+        return {"vision.cache_gib": "ds.lora.target_modules reach the tower, so what it makes changes"}
+    if model.freeze_visual_encoder and model.freeze_projector:
         return {}
     reason = "actor.freeze_visual_encoder and actor.freeze_projector are not both on, so what the tower makes changes"
     return {"vision.cache_gib": reason}

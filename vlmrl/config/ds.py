@@ -3,6 +3,7 @@
 from typing import Literal
 
 from vlmrl.config.base import Section
+from vlmrl.config.lora import Lora
 
 
 class Ds(Section):
@@ -12,6 +13,13 @@ class Ds(Section):
     """What is sharded over ranks: 1 optimizer state, 2 and gradients, 3 and weights."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of weights and activations."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
+    load_in_4bit: bool = False
+    """Hold the base in 4 bits (NF4 with double quantisation, arXiv:2305.14314) and train adapters: needs
+    `ds.lora.rank`. Vision tower, projector and output layer stay as they are."""
+    quant_storage: Literal["auto", "uint8", "bf16", "fp32"] = "auto"
+    """How a 4-bit weight is stored: bytes, but for ZeRO-3, which shards `ds.param_dtype` alone. auto knows."""
     adam_offload: bool = False
     """Keep the optimizer state in CPU memory."""
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen"] = "auto"

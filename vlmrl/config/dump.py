@@ -52,6 +52,8 @@ def _resolved(config: Run, name: str) -> object:
     meanings = {
         "algo.loss_agg": config.algo.aggregation,
         "rollout.max_tokens_per_gpu": config.train.max_tokens_per_gpu,
-        "ref.model_name_or_path": config.actor.model_name_or_path,
+        "ref.model_name_or_path": "the actor, adapters off"
+        if config.reference_is_base
+        else config.actor.model_name_or_path,
     }
     return meanings.get(name)

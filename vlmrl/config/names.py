@@ -29,10 +29,13 @@ def settings(section: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def all_but(section: type[Section], name: str, *kept: str) -> frozenset[str]:
-    """Full names of a section's settings without some of them: `all_but(Ckpt, "ckpt", "output_dir")`."""
+    """Full names of a section's settings without some of them: `all_but(Ckpt, "ckpt", "output_dir")`.
+
+    A section within it is kept as a whole: `all_but(Ds, "ds", "lora")`.
+    """
     unknown = set(kept) - section.model_fields.keys()
     assert not unknown, f"{name} has no {unknown}"
-    return frozenset(settings(section, f"{name}.")) - {f"{name}.{setting}" for setting in kept}
+    return frozenset(full for full in settings(section, f"{name}.") if full.split(".")[1] not in kept)
 
 
 def value(config: Section, name: str) -> Any:

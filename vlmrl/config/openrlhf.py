@@ -3,7 +3,6 @@
 _PPO = "not built yet: PPO with a critic; algo.advantage.estimator group_norm, dr_grpo and rloo do without"
 _REWARD_MODEL = "not built yet: reward models; answers are scored by reward.functions and by reward.remote_url"
 _MUON = "not built yet: the Muon optimizer; the optimizer is AdamW, actor.adam.*"
-_LORA = "not built yet: LoRA and QLoRA; all weights are trained, or those that actor.freeze_* leaves"
 _ASYNC = "not built yet: asynchronous rollouts; engines and trainer take turns"
 _CORRECTION = "not built yet: rollout correction; a gap above vllm.max_logprob_diff stops the run"
 _ADAPTIVE_KL = "not built yet: the adaptive KL controller; algo.kl.init_coef stays as it is"
@@ -58,11 +57,6 @@ REFUSED: dict[str, str] = {
     "train.dynamic_batch_enable": "replaced by train.max_tokens_per_gpu: micro-batches are always cut by tokens",
     "rollout.micro_batch_size": "replaced by rollout.max_tokens_per_gpu: passes without gradient are cut by tokens",
     "rollout.vllm_generate_batch_size": "replaced by rollout.batch_size: the engines get all prompts of a step at once",
-    "ds.lora.rank": _LORA,
-    "ds.lora.alpha": _LORA,
-    "ds.lora.target_modules": _LORA,
-    "ds.lora.dropout": _LORA,
-    "ds.load_in_4bit": _LORA,
     "ds.enable_sleep": "not built yet: a trainer that sleeps; engines do, with vllm.enable_sleep",
     "ds.zpg": "not built yet: ZeRO++ partitions; ds.zero_stage 3 shards over all ranks",
     "ds.deepcompile": "not built yet: compiled DeepSpeed passes",

@@ -25,8 +25,8 @@ class Adam(Section):
 class Optimized(Section):
     """The settings that every trained model has."""
 
-    optim: Literal["adam"] = "adam"
-    """Optimizer."""
+    optim: Literal["adam", "adam_8bit", "adam_paged", "adam_8bit_paged"] = "adam"
+    """Optimizer: AdamW, or bitsandbytes' with a state of 8 bits, paged to CPU memory, or both (CUDA)."""
     adam: Adam = Adam()
     """AdamW's settings."""
     lr_scheduler: Literal["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"] = "cosine_with_min_lr"

@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from vlmrl.config import checks
+from vlmrl.config import adapter_checks, checks
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Section
@@ -14,6 +14,7 @@ from vlmrl.config.checks import Unread
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
+from vlmrl.config.merge import Merge
 from vlmrl.config.names import all_but, is_given, settings
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, HeldOut, Rollout
@@ -25,6 +26,7 @@ _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 _EVERY_RUN = ("seed", "timeout_s")
 _PUBLISH = ("bucket_mib", "sync_backend")
 _TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
+_ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
 
 
 class Run(Section):
@@ -73,21 +75,31 @@ class Training(Run):
     logger: Logger = Logger()
 
     def unread(self) -> Unread:
+        lora = self.ds.lora
         return (
             checks.unread_of_model(self.actor)
             | checks.unread_of_columns(self.data)
             | checks.unread_of_output(self.ckpt, self.logger)
             | checks.unread_of_ds(self.ds)
-            | checks.unread_of_vision(self.actor, has_reference=self.has_reference)
+            | adapter_checks.unread_of_adapters(self.ds)
+            | checks.unread_of_vision(
+                self.actor,
+                reached_by_adapters=adapter_checks.reaches_vision(self.actor, lora) if lora.rank else None,
+                has_reference=self.has_reference,
+            )
         )
 
     @property
     def has_reference(self) -> bool:
-        """A frozen model is asked for log-probs too."""
+        """A frozen model of its own is asked for log-probs too."""
         return False
 
     def conflicts(self) -> list[str]:
-        return [*checks.conflicts_of_data(self.data), *checks.conflicts_of_ds(self.ds, self.train)]
+        return [
+            *checks.conflicts_of_data(self.data),
+            *checks.conflicts_of_ds(self.ds, self.train),
+            *adapter_checks.conflicts_of_adapters(self.actor, self.ds),
+        ]
 
     @model_validator(mode="after")
     def resolve_layout(self) -> Self:
@@ -123,17 +135,25 @@ class RlConfig(Training):
             | checks.unread_of_user_reward(self.reward)
             | checks.unread_of_reward(self.reward)
             | checks.unread_of_eval(self.eval)
+            | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
+            | (adapter_checks.unread_of_adapter_reference() if self.reference_is_base else {})
         )
 
     @property
     def has_reference(self) -> bool:
-        return self.algo.kl.init_coef > 0
+        return self.algo.kl.init_coef > 0 and not self.reference_is_base
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The reference is the actor with its adapters off: the same weights, and no model of its own."""
+        return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     def conflicts(self) -> list[str]:
         return [
             *checks.conflicts_of_batch(self.rollout, self.train, self.algo),
             *checks.conflicts_of_sampling(self.rollout, self.reward),
             *checks.conflicts_of_placement(self.vllm, self.train),
+            *adapter_checks.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
             *super().conflicts(),
         ]
 
@@ -153,7 +173,7 @@ class EvalConfig(Run):
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE))
+        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE, "qlora_base"))
         | all_but(Loop, "train", *_EVERY_RUN)
         | all_but(Ds, "ds", "param_dtype")
         | all_but(Ckpt, "ckpt", "output_dir")
@@ -180,13 +200,19 @@ class PublishBench(Run):
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
         | frozenset(f"vllm.{name}" for name in _TRAINER_BESIDE)
-        | all_but(Ds, "ds", "param_dtype", "zero_stage")
+        | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
     )
 
     actor: Model
     vllm: Vllm = Vllm()
     ds: Ds = Ds()
     bench: Repeats = Repeats()
+
+    def unread(self) -> Unread:
+        return adapter_checks.unread_of_adapters(self.ds) | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
+
+    def conflicts(self) -> list[str]:
+        return adapter_checks.conflicts_of_adapters(self.actor, self.ds)
 
 
 class RolloutBench(Run):
@@ -197,7 +223,7 @@ class RolloutBench(Run):
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
-        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE))
+        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE, "qlora_base"))
         | all_but(Loop, "train", *_EVERY_RUN)
         | all_but(Ds, "ds", "param_dtype")
     )
@@ -224,7 +250,7 @@ class StepBench(Run):
     omits: ClassVar[frozenset[str]] = (
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
-        | frozenset({"ds.packing_samples", "ds.overlap_comm"})
+        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm"})
         | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
     )
 
@@ -234,7 +260,10 @@ class StepBench(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        return {} if self.bench.image_size else {"bench.images_per_prompt": "bench.image_size 0 means no images"}
+        found = adapter_checks.unread_of_adapters(self.ds)
+        if not self.bench.image_size:
+            found["bench.images_per_prompt"] = "bench.image_size 0 means no images"
+        return found
 
     def conflicts(self) -> list[str]:
         found = []
@@ -247,7 +276,24 @@ class StepBench(Run):
             )
         if len(set(self.bench.layouts)) < len(self.bench.layouts):
             found.append(f"bench.layouts {' '.join(self.bench.layouts)} names one twice")
-        return [*found, *checks.conflicts_of_ds(self.ds, self.train.model_copy(update={"layout": "padded"}))]
+        if self.ds.lora.dropout:
+            found.append("ds.lora.dropout draws anew in every pass, and bench step compares passes: leave it out")
+        loop = self.train.model_copy(update={"layout": "padded"})
+        return [
+            *found,
+            *checks.conflicts_of_ds(self.ds, loop),
+            *adapter_checks.conflicts_of_adapters(self.actor, self.ds),
+        ]
+
+
+class MergeConfig(Run):
+    """Adapter and base to a model that loads by itself."""
+
+    verb: ClassVar[str] = "merge"
+    omits: ClassVar[frozenset[str]] = all_but(Ds, "ds", "param_dtype", "load_in_4bit")
+
+    merge: Merge
+    ds: Ds = Ds()
 
 
 class LogprobsBench(Run):
@@ -259,6 +305,6 @@ class LogprobsBench(Run):
 
 
 VERBS: tuple[type[Run], ...] = (
-    *(RlConfig, SftConfig, EvalConfig),
+    *(RlConfig, SftConfig, EvalConfig, MergeConfig),
     *(PublishBench, RolloutBench, StepBench, LogprobsBench),
 )

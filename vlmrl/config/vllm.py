@@ -29,6 +29,10 @@ class Vllm(Section):
     sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
     """How weights reach the engines: shared memory (shm) is proven on CPU; nccl, between GPUs, and ipc, within a GPU
     (train.colocate_all), need CUDA and have not run on a GPU yet."""
+    qlora_base: Literal["dequantized", "original", "bitsandbytes"] = "dequantized"
+    """What the engines hold under the adapters when the trainer holds 4 bits (`ds.load_in_4bit`). `dequantized`: the
+    4-bit values written out, so that rollouts and training are the same function. `original`: the model's own files.
+    `bitsandbytes`: 4 bits in the engine too, on CUDA."""
     bucket_mib: PositiveFloat = 512.0
     """Weights are published in messages of this size, in MiB."""
     max_logprob_diff: PositiveFloat | None = None

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,41 +16,68 @@ from transformers import PreTrainedModel
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.folders import begin, finish, partial, prune
-from vlmrl.learning.weights import full_shape, saved_tensors, whole_tensors
+from vlmrl.learning.weights import NamedTensors, full_shape, saved_tensors, whole_tensors
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
 from vlmrl.plugins import Processor
 
-__all__ = ["load_state", "prune", "save_model", "save_state"]
+__all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 
 _TAG = "deepspeed"
 _GATHER_BYTES = 1 << 30
 """Most bytes of shards that are made whole at a time while a model is saved."""
 
 
-def save_state(engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds, extra: dict[str, Any]) -> None:
-    """Write weights, optimizer, schedule and random numbers of all ranks, and `extra`. A collective."""
+class Adapted(NamedTuple):
+    """A model of which an adapter alone trains."""
+
+    plan: AdapterPlan
+    base: Base
+
+
+def save_state(
+    engine: Any,
+    net: PreTrainedModel,
+    folder: Path,
+    *,
+    ds: Ds,
+    extra: dict[str, Any],
+    adapted: Adapted | None = None,
+) -> None:
+    """Write weights, optimizer, schedule and random numbers of all ranks, and `extra`. A collective.
+
+    Of an adapted model the base is not written: it is where it was.
+    """
 
     def write(path: Path) -> None:
-        engine.save_checkpoint(str(path), tag=_TAG)
+        # Of a base in 4 bits DeepSpeed leaves the bits out, and would write what they are decoded with.
+        hook = engine.module.register_state_dict_post_hook(_drop_frozen) if adapted is not None else None
+        engine.save_checkpoint(str(path), tag=_TAG, exclude_frozen_parameters=adapted is not None)
+        if hook is not None:
+            hook.remove()
         torch.save(_random_state(), _random_file(path))
         if torch.distributed.get_rank() == 0:
-            (path / "identity.json").write_text(json.dumps(_identity(net, ds), indent=1))
+            (path / "identity.json").write_text(json.dumps(_identity(net, ds, adapted), indent=1))
             (path / "extra.json").write_text(json.dumps(extra))
 
     _write_whole(folder, write)
 
 
-def load_state(engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds) -> dict[str, Any]:
+def load_state(
+    engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds, adapted: Adapted | None = None
+) -> dict[str, Any]:
     """Undo `save_state` and return its `extra`. A collective.
 
-    Raises ConfigError when the folder holds no checkpoint, or one of another model, ranks, stage or precision.
+    Raises ConfigError when the folder holds no checkpoint, or one of another model, base, ranks, stage or precision.
     """
     try:
         identity = json.loads((folder / "identity.json").read_text())
         extra: dict[str, Any] = json.loads((folder / "extra.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{folder} is not a checkpoint that can be read: {error}; delete it or start anew") from error
-    _check_identity(identity, _identity(net, ds), folder)
-    path, _ = engine.load_checkpoint(str(folder), tag=_TAG)
+    _check_identity(identity, _identity(net, ds, adapted), folder)
+    load = None if adapted is None else _adapter_loader(folder)
+    path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
         raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
     _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
@@ -69,6 +96,17 @@ def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None
     _write_whole(folder, write)
 
 
+def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
+    """Write the adapter as PEFT and vLLM read it. A collective."""
+
+    def write(path: Path) -> None:
+        weights = list(whole_tensors(net, _adapter_tensors(net), max_bytes=_GATHER_BYTES))
+        if torch.distributed.get_rank() == 0:
+            write_adapter(path, adapted.plan, weights, base=adapted.base)
+
+    _write_whole(folder, write)
+
+
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Have all ranks write into a folder that comes to be at once, when the last of them is done."""
     is_first = torch.distributed.get_rank() == 0
@@ -82,18 +120,67 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     torch.distributed.barrier()
 
 
-def _identity(net: PreTrainedModel, ds: Ds) -> dict[str, Any]:
+def _adapter_loader(folder: Path) -> Callable[..., None]:
+    """How DeepSpeed is to load the weights of a checkpoint without the base: none of the adapters' may be missing."""
+
+    def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
+        lost = sorted(name for name, p in dst.named_parameters() if p.requires_grad and name not in src)
+        if lost:
+            raise ConfigError(
+                f"{folder} lacks the adapter tensor {lost[0]}: delete it and continue from an older checkpoint"
+            )
+        dst.load_state_dict(src, strict=False)
+
+    return load
+
+
+def _drop_frozen(module: torch.nn.Module, state: dict[str, Any], *_: Any) -> None:
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in state.keys() - trained:
+        del state[name]
+
+
+def _adapter_tensors(net: PreTrainedModel) -> NamedTensors:
+    return list(adapter_tensors(net))
+
+
+def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str, Any]:
     """What must be equal for a checkpoint to fit."""
-    return {
-        "model": {name: list(full_shape(tensor)) for name, tensor in saved_tensors(net)},
+    tensors = saved_tensors(net) if adapted is None else _adapter_tensors(net)
+    identity: dict[str, Any] = {
+        "model": {name: list(full_shape(tensor)) for name, tensor in tensors},
         "trained": [name for name, parameter in net.named_parameters() if parameter.requires_grad],
+        "base": None if adapted is None else adapted.base.fingerprint,
         "ranks": torch.distributed.get_world_size(),
         "ds.zero_stage": ds.zero_stage,
         "ds.param_dtype": ds.param_dtype,
+        "ds.load_in_4bit": ds.load_in_4bit,
+        "ds.lora.rank": 0,
     }
+    if adapted is not None:
+        identity |= {
+            "ds.lora.rank": adapted.plan.rank,
+            "ds.lora.alpha": adapted.plan.alpha,
+            "ds.lora.use_rslora": adapted.plan.is_rank_stabilized,
+            "ds.lora.use_dora": adapted.plan.has_magnitude,
+        }
+    return identity
 
 
 def _check_identity(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
+    for name, now in wanted.items():
+        # What is not there was written before there were adapters.
+        was = found.get(name, 0)
+        if name not in ("model", "trained", "base") and was != now:
+            raise ConfigError(
+                f"{folder} was written with {name} {was}, this run has {now}: "
+                f"set it back, or give the run another --ckpt.output_dir"
+            )
+    if found.get("base") != wanted["base"]:
+        raise ConfigError(
+            f"{folder} is a checkpoint of an adapter on other weights than those of actor.model_name_or_path: "
+            f"give the run the model it was started with, or another --ckpt.output_dir"
+        )
     if found["model"] != wanted["model"]:
         differ = [
             name
@@ -108,12 +195,6 @@ def _check_identity(found: dict[str, Any], wanted: dict[str, Any], folder: Path)
         raise ConfigError(
             f"{folder} is a checkpoint of a run that trained other parts of the model: freeze the same ones"
         )
-    for name in ("ranks", "ds.zero_stage", "ds.param_dtype"):
-        if found[name] != wanted[name]:
-            raise ConfigError(
-                f"{folder} was written with {name} {found[name]}, this run has {wanted[name]}: "
-                f"set it back, or give the run another --ckpt.output_dir"
-            )
 
 
 def _random_file(folder: Path) -> Path:

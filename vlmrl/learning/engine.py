@@ -1,8 +1,9 @@
-"""Starts DeepSpeed: process group, optimizer, schedule, ZeRO. The only file that knows its settings."""
+"""Starts DeepSpeed: process group, ZeRO, precision. The only file that knows its settings."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import resource
@@ -18,14 +19,14 @@ import torch
 import torch.distributed
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from torch import nn
-from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.learning.weights import full_shape
+from vlmrl.learning.optimizers import optimizer, schedule
+from vlmrl.models.quantize import true_shape
 
 # Its own code calls what the PyTorch it is installed with has renamed.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
@@ -38,6 +39,9 @@ if not torch.cuda.is_available():
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """`ds.param_dtype` -> dtype of weights and activations."""
+
+_LARGEST_BUCKET = 500_000_000
+"""Numbers. What DeepSpeed takes by itself."""
 
 
 def init_distributed(timeout_s: float) -> None:
@@ -97,9 +101,10 @@ def peak_bytes() -> dict[str, int]:
 def sharded_loading(ds: Ds) -> Iterator[None]:
     """Within the context, Transformers loads models straight into ZeRO-3 shards; nothing for the other stages.
 
-    So no rank ever holds all weights of a model that is sharded because it does not fit.
+    So no rank ever holds all weights of a model that is sharded because it does not fit. One in 4 bits is an exception:
+    its weights are quantised whole, and are sharded when DeepSpeed starts.
     """
-    if ds.zero_stage != 3:
+    if ds.zero_stage != 3 or ds.load_in_4bit:
         yield
         return
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -120,44 +125,14 @@ def start(module: nn.Module, *, actor: Model, ds: Ds, total_steps: int) -> Any:
     """
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigError("every parameter of the model is frozen, so there is nothing to train: thaw a part of it")
-    optimizer = torch.optim.AdamW(
-        parameter_groups(module, weight_decay=actor.adam.weight_decay),
-        lr=actor.adam.lr,
-        betas=actor.adam.betas,
-        eps=actor.adam.eps,
-    )
     engine, _, _, _ = deepspeed.initialize(
         model=module,
-        optimizer=optimizer,
+        optimizer=optimizer(module, actor=actor, where=device()),
         lr_scheduler=lambda inner: schedule(inner, actor=actor, total_steps=total_steps),
         config=settings(module, actor=actor, ds=ds),
         dist_init_required=False,
     )
     return engine
-
-
-def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters; biases and norms, which have one dimension, are not decayed."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if len(full_shape(p)) > 1]
-    vectors = [p for p in trainable if len(full_shape(p)) <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:
-    """The learning rate over the run: a linear rise over the warm-up's share of it, then `actor.lr_scheduler`.
-
-    The share is rounded down, so that a run of a few steps has no warm-up: its first step would have a rate of 0.
-    """
-    has_floor = actor.lr_scheduler == "cosine_with_min_lr"
-    return get_scheduler(
-        actor.lr_scheduler,
-        optimizer,
-        num_warmup_steps=int(actor.lr_warmup_ratio * total_steps),
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs={"min_lr_rate": actor.min_lr_ratio} if has_floor else None,
-    )
 
 
 def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
@@ -171,6 +146,8 @@ def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
     # Without sharding, DeepSpeed sums bf16 gradients in bf16. Stage 1 takes the same steps and sums in fp32.
     stage = 1 if ds.zero_stage == 0 and ds.param_dtype == "bf16" else ds.zero_stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": ds.overlap_comm}
+    # DeepSpeed allocates the bucket whole, in which it sums gradients: adapters need no two gigabytes.
+    zero["reduce_bucket_size"] = min(_LARGEST_BUCKET, _num_trainable(module))
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if ds.zero_stage == 3:
@@ -199,6 +176,10 @@ def is_plain(ds: Ds) -> bool:
     return ds.zero_stage == 0 and ds.param_dtype == "fp32"
 
 
+def _num_trainable(module: nn.Module) -> int:
+    return sum(math.prod(true_shape(p)) for p in module.parameters() if p.requires_grad)
+
+
 def _largest_vector(module: nn.Module) -> int:
-    shapes = [full_shape(p) for p in module.parameters()]
+    shapes = [true_shape(p) for p in module.parameters()]
     return max((shape[0] for shape in shapes if len(shape) == 1), default=0)

@@ -20,6 +20,7 @@ from vlmrl.models.attention import implementation
 from vlmrl.models.inputs import model_inputs
 from vlmrl.models.liger import apply_liger
 from vlmrl.models.load import load_model
+from vlmrl.models.quantize import four_bit
 from vlmrl.models.scorer import Scorer, ScorerOutput
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.observe.metrics import Metric, Sum
@@ -29,20 +30,21 @@ from vlmrl.types import Floats, Sample
 
 def read_model(actor: Model, *, ds: Ds, columns: Columns, where: torch.device) -> tuple[PreTrainedModel, Processor]:
     """The model that the settings name and its processor. Raises ConfigError when there is no such model."""
-    net = load_model(
-        actor.model_name_or_path,
-        dtype=DTYPES[ds.param_dtype],
-        attn_implementation=implementation(ds.attn_implementation, where),
-        trust_remote_code=actor.trust_remote_code,
-    )
-    if ds.use_liger_kernel:
-        apply_liger(net, where)
     reader = processor(
         actor.model_name_or_path,
         min_pixels=columns.min_pixels,
         max_pixels=columns.max_pixels,
         trust_remote_code=actor.trust_remote_code,
     )
+    net = load_model(
+        actor.model_name_or_path,
+        dtype=DTYPES[ds.param_dtype],
+        attn_implementation=implementation(ds.attn_implementation, where),
+        trust_remote_code=actor.trust_remote_code,
+        four_bit=four_bit(ds, reader),
+    )
+    if ds.use_liger_kernel:
+        apply_liger(net, where)
     return net, reader
 
 

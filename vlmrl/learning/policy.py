@@ -1,10 +1,10 @@
-"""The model that learns: scores samples, takes optimizer steps, hands out its weights."""
+"""The model that learns: scores samples, takes optimizer steps, and is saved."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,23 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack, place
-from vlmrl.errors import VlmrlError
-from vlmrl.learning.checkpoint import load_state, save_model, save_state
+from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.learning.checkpoint import Adapted, load_state, save_adapter, save_model, save_state
 from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
 from vlmrl.learning.forward import Forward, Scored, read_model
-from vlmrl.learning.weights import checkpoint_names, cut, gathered, saved_tensors
-from vlmrl.models.checksum import device_digest
+from vlmrl.learning.publisher import Publisher
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapters import Base, adapters_off, base_fingerprint, check_base, inject, read_adapter, set_tensors
 from vlmrl.models.cost import patch_cost
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.models.scorer import Scorer
-from vlmrl.models.weights import Bucket, digest, fingerprint, pack_bucket
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.types import Experience, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
 
-class Policy:
+class Policy(Publisher):
     """One per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in the same order.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
@@ -56,17 +56,21 @@ class Policy:
         loss: PolicyLoss | None,
         temperature: float,
         bans: bool,
+        adapter: AdapterPlan | None = None,
     ) -> None:
         """`total_steps` is the number of optimizer steps of the whole run; `loss` is None for supervised training.
 
-        With `bans`, the log-probs are of the distribution without the tokens that the engines never sample.
+        With `bans`, the log-probs are of the distribution without the tokens that the engines never sample. With an
+        `adapter` it alone trains, and goes on from `actor.adapter_name_or_path` where that is given.
         """
         init_distributed(loop.timeout_s)
         seed(loop.seed, deterministic=loop.full_determinism_enable)
         where = device()
         with sharded_loading(ds):
-            self._net, self._processor = read_model(actor, ds=ds, columns=columns, where=where)
-        freeze(self._net, self._processor, vision=actor.freeze_visual_encoder, projector=actor.freeze_projector)
+            net, self._processor = read_model(actor, ds=ds, columns=columns, where=where)
+            freeze(net, self._processor, vision=actor.freeze_visual_encoder, projector=actor.freeze_projector)
+            self._adapted = None if adapter is None else _adapt(net, adapter, actor, ds)
+        super().__init__(net, adapter)
         self._table = trainable_table(self._net, self._processor)
         if actor.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=actor.gradient_checkpointing_reentrant)
@@ -84,18 +88,15 @@ class Policy:
             ranks_move_together=ds.zero_stage == 3 and self._world_size > 1,
         )
         self._actor, self._ds, self._loss, self._device = actor, ds, loss, where
-        self._buckets: list[list[tuple[str, Tensor]]] = []
-        self._digests: dict[str, str] = {}
-        self._num_bytes = 0
-        self._sender: Any = None
-        self._is_first = torch.distributed.get_rank() == 0
 
-    def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False) -> Scored:
+    def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True) -> Scored:
         """(id, [T]) of each sample with an id of 0 or more, under the weights of now, and what it took.
 
-        With `gradient` they come from the passes that an update makes, which change nothing.
+        With `gradient` they come from the passes that an update makes, which change nothing. Without `adapter` they are
+        those of the base: the reference of a policy that is nothing but an adapter on it.
         """
-        return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
+        with nullcontext() if adapter else adapters_off(self._net):
+            return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
 
     def traits(self) -> tuple[float, bool]:
         """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""
@@ -131,61 +132,9 @@ class Policy:
         ]
         return merge([*shares, self._step()])
 
-    def num_buckets(self, max_bytes: int) -> int:
-        """How many buckets the weights go into when none holds more than `max_bytes`, single tensors apart.
-
-        Begins a publish: `published` tells of the buckets since.
-        """
-        self._digests = {}
-        self._num_bytes = 0
-        self._buckets = cut(saved_tensors(self._net), max_bytes=max_bytes)
-        return len(self._buckets)
-
-    def bucket(self, i: int) -> Bucket | None:
-        """The weights of bucket `i` under the names of the checkpoint, on rank 0; None on the others."""
-        run = self._buckets[i]
-        with gathered(run):
-            if not self._is_first:
-                return None
-            tensors = checkpoint_names(self._net, run)
-            self._digests |= {name: digest(name, tensor) for name, tensor in tensors}
-            bucket = pack_bucket(tensors)
-        self._num_bytes += bucket.num_bytes
-        return bucket
-
-    def connect(self, sender: str, **settings: Any) -> None:
-        """Make the sender with which `offer` and `send` bring weights to the engines without leaving the device.
-
-        `sender` is the dotted path of its class, one of those of `rollout.device_transfer`, which this package must not
-        know. Over NCCL this waits for the engines.
-        """
-        module, name = sender.rsplit(".", 1)
-        self._sender = getattr(import_module(module), name)(rank=torch.distributed.get_rank(), **settings)
-
-    def offer(self, i: int) -> dict[str, Any]:
-        """Take bucket `i` onto the device, in place of the one before; what the engines must know of it."""
-        run = self._buckets[i]
-        with gathered(run):
-            tensors = checkpoint_names(self._net, run)
-            if self._is_first:
-                self._digests |= {name: device_digest(name, tensor) for name, tensor in tensors}
-                self._num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-            offer: dict[str, Any] = self._sender.offer(tensors)
-        return offer
-
-    def send(self) -> None:
-        """Send what was offered; the engines must be receiving it at the same time."""
-        self._sender.send()
-
-    def published(self) -> tuple[str, int]:
-        """Fingerprint and bytes of all buckets since `num_buckets`, on rank 0: what the engines must hold now."""
-        if self._sender is not None:
-            self._sender.release()
-        return fingerprint(self._digests), self._num_bytes
-
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         """Everything that `load_checkpoint` needs to go on as if nothing had happened; `extra` is plain JSON."""
-        save_state(self._engine, self._net, Path(folder), ds=self._ds, extra=extra)
+        save_state(self._engine, self._net, Path(folder), ds=self._ds, extra=extra, adapted=self._adapted)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Go on from a checkpoint, random numbers included; returns its `extra`.
@@ -193,11 +142,17 @@ class Policy:
         Raises ConfigError when it is not a checkpoint of this model, these ranks and this ZeRO stage.
         """
         self._forward.forget()
-        return load_state(self._engine, self._net, Path(folder), ds=self._ds)
+        return load_state(self._engine, self._net, Path(folder), ds=self._ds, adapted=self._adapted)
 
     def save_model(self, folder: Path) -> None:
-        """A folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor."""
-        save_model(self._net, self._processor, Path(folder))
+        """A folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor.
+
+        With an adapter, one that PEFT and vLLM load: the adapter alone.
+        """
+        if self._adapted is None:
+            save_model(self._net, self._processor, Path(folder))
+        else:
+            save_adapter(self._net, self._adapted, Path(folder))
 
     def table(self) -> list[Any]:
         """(part of the model, trainable parameters, all parameters)."""
@@ -332,6 +287,24 @@ class Policy:
         if reentrant:
             # Its backward starts from the inputs, which must want a gradient even below frozen layers.
             self._net.enable_input_require_grads()
+
+
+def _adapt(net: Any, plan: AdapterPlan, actor: Model, ds: Ds) -> Adapted:
+    """Put the adapter in, as new or as it was left."""
+    if plan.has_magnitude and ds.load_in_4bit and ds.zero_stage == 3:
+        # In each pass PEFT puts a new parameter in the place of the one that it dequantised, on CPU.
+        raise ConfigError("ds.lora.use_dora on a base in 4 bits cannot be sharded: set ds.zero_stage to 0, 1 or 2")
+    path = actor.model_name_or_path
+    inject(net, plan)
+    if actor.adapter_name_or_path is not None:
+        flag, folder = "actor.adapter_name_or_path", actor.adapter_name_or_path
+        stored = read_adapter(folder, flag=flag)
+        check_base(stored, path, folder=folder, flag=flag)
+        if stored.base.fingerprint is not None and stored.base.is_four_bit != ds.load_in_4bit:
+            was = str(stored.base.is_four_bit).lower()
+            raise ConfigError(f"{flag}: {folder} was trained with ds.load_in_4bit {was}: set it so here too")
+        set_tensors(net, plan, stored, folder=folder)
+    return Adapted(plan, Base(path=path, fingerprint=base_fingerprint(path), is_four_bit=ds.load_in_4bit))
 
 
 _HINT = "lower --actor.adam.lr, or look for what is odd in the data of that step"

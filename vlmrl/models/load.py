@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import see_all_images_at_once
 from vlmrl.models.patches import project_patches
+from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
 from vlmrl.plugins import first_line, looks_local
 
 if TYPE_CHECKING:
@@ -30,31 +32,43 @@ class Part(NamedTuple):
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, attn_implementation: str | dict[str, str] | None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | dict[str, str] | None,
+    trust_remote_code: bool = False,
+    four_bit: FourBit | None = None,
 ) -> PreTrainedModel:
-    """The model in the folder or Hub id `path`, in CPU memory: text and vision-language models alike.
+    """The model in the folder or Hub id `path`: text and vision-language models alike.
+
+    It is in CPU memory; with `four_bit`, its language model in 4 bits, it is on the GPU where there is one.
 
     Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight: a weight
     that is not in the files would be random, and nothing later would tell.
     """
-    local = Path(path).expanduser()
-    if looks_local(path) and not local.is_dir():
-        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
-    where = str(local) if local.is_dir() else path
+    where = _found(path)
+    bits: dict[str, Any] = {}
+    if four_bit is not None:
+        bits["quantization_config"] = quantization(
+            four_bit, skeleton(path, trust_remote_code=trust_remote_code), dtype=dtype
+        )
     try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        factory: Any = AutoModelForImageTextToText if _takes_images(config.model_type) else AutoModelForCausalLM
+        factory, config = _factory(where, trust_remote_code=trust_remote_code)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"actor.model_name_or_path: the weights of {path} are quantised already: "
+                f"name the model that they were made of"
+            )
         net, report = factory.from_pretrained(
             where,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **bits,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}"
-        ) from error
+        raise _unreadable(path, error) from error
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
@@ -62,13 +76,32 @@ def load_model(
             f"actor.model_name_or_path: the files of {path} lack the weight {lacking[0]}{more}: get them again"
         )
     assert isinstance(net, PreTrainedModel)
+    if four_bit is not None:
+        settle(net)
     see_all_images_at_once(net)
     project_patches(net)
     return net
 
 
+def skeleton(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model without its weights, on the meta device: names, shapes and classes, as `load_model` has them in memory.
+
+    Reads the configuration alone, so that a driver can ask what a model has before any weight is read.
+    Raises ConfigError when there is no such model.
+    """
+    try:
+        factory, config = _factory(_found(path), trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            net = factory.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unreadable(path, error) from error
+    assert isinstance(net, PreTrainedModel)
+    return net
+
+
 def freeze(net: nn.Module, processor: Processor, *, vision: bool, projector: bool) -> None:
-    """Turn gradients off for the vision tower, for the projector, or for both; everything else trains.
+    """Turn gradients off for the vision tower, for the projector, or for both; everything else trains, but for weights
+    in 4 bits, which have no gradient.
 
     Raises ConfigError when the model has no such part: the setting would do nothing.
     """
@@ -81,15 +114,14 @@ def freeze(net: nn.Module, processor: Processor, *, vision: bool, projector: boo
             raise ConfigError(f"{flag}: the model has no {part} parameters to freeze: leave it off")
     frozen = {"vision": vision, "projector": projector, "language": False}
     for name, parameter in net.named_parameters():
-        parameter.requires_grad_(not frozen[groups[name]])
+        parameter.requires_grad_(not frozen[groups[name]] and not is_four_bit(parameter))
 
 
 def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
     """Numbers that train and numbers in all, for each part that the model has. Tied weights count once."""
     totals: dict[ParameterGroup, list[int]] = {}
     for name, parameter in net.named_parameters():
-        # Under ZeRO-3 a parameter that is not gathered is empty, and knows its true size as `ds_numel`.
-        size = int(getattr(parameter, "ds_numel", parameter.numel()))
+        size = math.prod(true_shape(parameter))
         counts = totals.setdefault(processor.parameter_group(name), [0, 0])
         counts[0] += size if parameter.requires_grad else 0
         counts[1] += size
@@ -97,5 +129,20 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
     return [Part(group, *totals[group]) for group in order if group in totals]
 
 
-def _takes_images(model_type: str) -> bool:
-    return model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+def _found(path: str) -> str:
+    """A folder as such, anything else as a Hub id."""
+    local = Path(path).expanduser()
+    if looks_local(path) and not local.is_dir():
+        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
+    return str(local) if local.is_dir() else path
+
+
+def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """What makes a model of this kind, and its configuration."""
+    config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    takes_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM, config
+
+
+def _unreadable(path: str, error: Exception) -> ConfigError:
+    return ConfigError(f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}")

@@ -44,6 +44,11 @@ class RunFolder:
         return self.root / "model"
 
     @property
+    def adapter(self) -> Path:
+        """What a run that trains adapters leaves instead of `model`."""
+        return self.root / "adapter"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
@@ -61,7 +66,7 @@ class RunFolder:
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
         if resume and not has_checkpoint:
-            if self.model.exists():
+            if self.model.exists() or self.adapter.exists():
                 raise ConfigError(
                     f"ckpt.load_enable is set, but {self.root} holds a finished run without checkpoints: "
                     f"choose another --ckpt.output_dir"

@@ -13,14 +13,17 @@ from vlmrl import plugins, startup
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, DataError, SyncError
+from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import Bucket, fingerprint
 from vlmrl.rollout import requests, transfer
 from vlmrl.rollout.device_transfer import Offer
-from vlmrl.rollout.launch import LAST_WORDS_S, Launch, one_line, settings
+from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, one_line, settings
+from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -37,6 +40,9 @@ class RolloutEngine:
     Weights change between `begin_update` and `finish_update`. Requests in flight pause there and go on afterwards; what
     they had computed is computed again, and a group whose answers saw two versions carries the older. When an update
     goes wrong the engine refuses to generate, with the reason, until one goes right; its `version` stays what it was.
+
+    An engine with an adapter answers as base and adapter together or as the base alone, request by request. It has its
+    adapter once one was published on the base that it holds: a new base waits for its adapter.
     """
 
     def __init__(
@@ -50,10 +56,12 @@ class RolloutEngine:
         max_model_len: int,
         top_p: float,
         name: str,
+        adapter: AdapterPlan | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together.
+        together. Room is made for `adapter`, which must be one that `fits_engine`.
         """
+        assert adapter is None or adapter.fits_engine
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
@@ -62,12 +70,18 @@ class RolloutEngine:
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
-        self._running: set[str] = set()
+        self._running: dict[str, bool] = {}
+        """The requests under way, and whether each is for the adapter."""
         self._num_tokens = self._num_groups = self._num_mixed = 0
         self._pending: int | None = None
         """The version of the update that has begun."""
         self._broken: str | None = None
         self._digests: dict[str, str] = {}
+        self._plan = adapter
+        self._adapter: HeldAdapter | None = None
+        self._coming: AdapterPlan | None = None
+        """What the update that has begun is of; None: of the base."""
+        self._base_is_whole = True
         self._is_asleep = False
 
     @cached_property
@@ -86,8 +100,9 @@ class RolloutEngine:
         """Start vLLM and wait until it serves.
 
         Raises ClusterError when vLLM does not start, for whatever reason, or not within `vllm.start_timeout_s`;
-        ConfigError when the model is not there.
+        ConfigError when the model is not there, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`).
         """
+        check_base(self._vllm)
         if Path(self._model).is_dir():
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
@@ -119,6 +134,7 @@ class RolloutEngine:
             "name": self.name,
             "version": self.version,
             "fingerprint": fingerprint(self._digests) if self._digests else None,
+            "adapter": None if self._adapter is None else self._adapter._asdict(),
             "num_running": len(self._running),
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
@@ -129,11 +145,14 @@ class RolloutEngine:
 
     # ---- answers
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> Group:
+    async def generate(self, prompt: Prompt, sampling: Sampling, *, adapter: bool = True) -> Group:
         """Answer one prompt `sampling.n` times, as one request: its images are processed and prefilled once.
 
-        Raises SyncError when vLLM read other tokens than `prompt.tokens`, or when the weights changed for the worse
-        meanwhile; DataError when vLLM refuses the prompt; ClusterError when the engine has died.
+        An engine with an adapter answers with it, or without it as the base alone (`adapter` False).
+
+        Raises SyncError when vLLM read other tokens than `prompt.tokens`, when the weights changed for the worse
+        meanwhile, or when the adapter is missing that is asked for; DataError when vLLM refuses the prompt;
+        ClusterError when the engine has died.
         """
         parameters = requests.sampling_parameters(
             sampling,
@@ -141,28 +160,29 @@ class RolloutEngine:
             eos_token_ids=self._processor.eos_token_ids,
             banned_tokens=self._processor.banned_tokens,
         )
-        answer = await self._ask(prompt, parameters)
+        answer = await self._ask(prompt, parameters, adapter=adapter)
         group = requests.finished_group(prompt, answer, decode=self._processor.decode)
         self._num_groups += 1
         self._num_mixed += requests.is_mixed(answer)
         self._num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
         return group
 
-    async def score(self, group: Group) -> list[Floats]:
+    async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
         """Log-probs of tokens that are there already: one [T] per rollout, 0 on the prompt.
 
         They are the model's own (no bans, temperature 1), whatever the answers were sampled from, and nothing of them
         comes from the prefix cache. vLLM reads an answer only where it leaves room for one token more. Raises what
         `generate` raises.
         """
-        return list(await asyncio.gather(*(self._score(group.prompt, rollout) for rollout in group.rollouts)))
+        rows = (self._score(group.prompt, rollout, adapter=adapter) for rollout in group.rollouts)
+        return list(await asyncio.gather(*rows))
 
-    async def _score(self, prompt: Prompt, rollout: Rollout) -> Floats:
+    async def _score(self, prompt: Prompt, rollout: Rollout, *, adapter: bool) -> Floats:
         whole = requests.with_answer(prompt, rollout)
-        answer = await self._ask(whole, requests.scoring_parameters())
+        answer = await self._ask(whole, requests.scoring_parameters(), adapter=adapter)
         return requests.prompt_logprobs(whole, answer, first=len(prompt.tokens))
 
-    async def _ask(self, prompt: Prompt, parameters: dict[str, Any]) -> RequestOutput:
+    async def _ask(self, prompt: Prompt, parameters: dict[str, Any], *, adapter: bool) -> RequestOutput:
         """vLLM's answer to one request. Raises what `generate` raises."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
@@ -170,24 +190,26 @@ class RolloutEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm = self._started()
-        self._check_weights()
+        adapter = adapter and self._plan is not None
         kwargs = self._processor.engine_kwargs
         build = requests.engine_prompt
         request = await asyncio.to_thread(build, prompt, kwargs) if prompt.media else build(prompt, kwargs)
         final = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"{prompt.index}-{next(self._counter)}"
-        self._running.add(name)
+        self._check_weights(adapter=adapter)
+        lora = self._lora_request() if adapter else None
+        self._running[name] = adapter
         answer: RequestOutput | None = None
         try:
-            async for output in llm.generate(request, final, name):
+            async for output in llm.generate(request, final, name, lora_request=lora):
                 answer = output
         except EngineDeadError as error:
             raise await self._death() from error
         except (ValueError, VLLMError) as error:  # its verdict on a request: too long, too many images, ...
             raise DataError(f"{prompt.source}: vLLM refused the prompt: {one_line(error)}") from error
         finally:
-            self._running.discard(name)
-        self._check_weights()
+            del self._running[name]
+        self._check_weights(adapter=adapter)
         if answer is None:
             raise ClusterError(f"rollout engine {self.name} gave no answer to {prompt.source}")
         return answer
@@ -209,20 +231,32 @@ class RolloutEngine:
                 f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
             ) from error
 
-    async def begin_update(self, version: int) -> None:
-        """Pause generation and get ready for all the weights of `version`. A begun update that never ended is given
-        up.
+    async def begin_update(self, version: int, *, adapter: bool = False) -> None:
+        """Pause generation and get ready for all the weights of `version`: those of the model without adapters, or
+        those of its adapter. A begun update that never ended is given up.
+
+        Raises SyncError when an adapter is to come and there is no room for one, or no whole base below it.
         """
         llm = self._started()
-        self._pending = version
+        if adapter and self._plan is None:
+            raise SyncError(f"rollout engine {self.name} was sent an adapter and was started without room for one")
+        if adapter and not self._base_is_whole:
+            raise SyncError(
+                f"rollout engine {self.name} was sent an adapter, and not all of the base below it: "
+                f"{self._broken}; publish the base first"
+            )
+        self._pending, self._coming = version, self._plan if adapter else None
         # Nothing may be generated from half an update; only `finish_update` lifts this.
-        self._broken = f"the weights of version {version} have not all arrived"
+        self._broken = f"the {'adapter' if adapter else 'weights'} of version {version} have not all arrived"
         await llm.pause_generation(mode="keep", clear_cache=False)
-        self._received: dict[str, str] = {}
-        await self._call("vlmrl_begin")
+        if self._coming is not None:
+            await self._call("vlmrl_begin_adapter", announcement(self._coming))
+        else:
+            self._base_is_whole, self._adapter = False, None
+            await self._call("vlmrl_begin")
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Load some of the weights, under Hugging Face's parameter names."""
+        """Load some of the weights, under Hugging Face's parameter names, or under those of PEFT's files."""
         self._require_update()
         with transfer.shared(bucket) as ticket:
             await self._call("vlmrl_load", ticket)
@@ -235,29 +269,42 @@ class RolloutEngine:
     async def finish_update(self, *, vision_changed: bool) -> str:
         """End the update, forget what was computed from the old weights, and resume generation.
 
-        `vision_changed` says whether vision tower or projector may have changed; the engine also sees for itself.
+        `vision_changed` says whether vision tower or projector may have changed; the engine also sees for itself, and
+        knows that its adapter does not reach them.
 
-        Returns: the fingerprint of what the workers received and loaded (`models.weights.fingerprint`).
+        Returns: the fingerprint of what the workers received and loaded (`models.weights.fingerprint`), or of an
+        adapter that of what their layers hold (`models.adapter_plan.adapter_fingerprint`).
 
-        Raises SyncError when vLLM's model did not take a tensor that came, or lacks one that did not; the engine then
-        refuses to generate until a complete update, and its version stays.
+        Raises SyncError when vLLM's model did not take a tensor that came, or lacks one that did not, or when its
+        layers hold another adapter than came; the engine then refuses to generate until a complete update, and its
+        version stays.
         """
         llm, version = self._started(), self._require_update()
-        reports: list[dict[str, Any]] = await self._call("vlmrl_finish")
-        self._pending = None
-        problem = problem_of(reports)
+        reports: list[Any] = await self._call("vlmrl_finish")
+        plan = self._coming
+        problem = problem_of(reports) if plan is None else problem_of_adapter(reports, plan.scaling)
         if problem is not None:
-            self._broken = f"publishing version {version} to rollout engine {self.name} failed: {problem}"
-            await llm.abort(list(self._running))
-            raise SyncError(self._broken)
+            raise await self._refusal(version, problem)
         digests: dict[str, str] = reports[0]["digests"]
-        await llm.reset_prefix_cache(reset_running_requests=True)
-        if vision_changed or self._vision_differs(digests):
-            await self._reset_encoder_cache()
+        await self._reset_prefix_cache()
+        if plan is not None:
+            held = adapter_fingerprint(digests, reports[0]["factor"] * plan.scaling)
+            self._adapter = HeldAdapter(version, held)
+        else:
+            held = fingerprint(digests)
+            if vision_changed or self._vision_differs(digests):
+                await self._reset_encoder_cache()
+            self._digests, self._base_is_whole = digests, True
         await llm.update_weight_version(str(version))
-        self.version, self._digests, self._broken = version, digests, None
+        self.version, self._pending, self._broken = version, None, None
+        if self._adapter is None:  # what was asked of the adapter before a new base came cannot go on
+            await llm.abort([name for name, adapter in self._running.items() if adapter])
         await llm.resume_generation()
-        return fingerprint(digests)
+        return held
+
+    async def _reset_prefix_cache(self) -> None:
+        """What was computed from the old weights is thrown away, that of requests in flight too."""
+        await self._started().reset_prefix_cache(reset_running_requests=True)
 
     async def _reset_encoder_cache(self) -> None:
         """Image embeddings are kept by content hash: those of the old tower would be served for ever."""
@@ -277,19 +324,38 @@ class RolloutEngine:
             "dtype": self._dtype,
             "max_model_len": self._max_model_len,
             "trust_remote_code": self._trust_remote_code,
-        } | settings(vllm=self._vllm, columns=self._columns, processor=self._processor, top_p=self._top_p)
+        } | settings(
+            vllm=self._vllm,
+            columns=self._columns,
+            processor=self._processor,
+            top_p=self._top_p,
+            adapter=self._plan,
+        )
 
     def _started(self) -> AsyncLLM:
         if self._llm is None:
             raise ClusterError(f"rollout engine {self.name} is not running")
         return self._llm
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, *, adapter: bool) -> None:
         """While an update is under way a request may queue up: vLLM holds it back. After a failed one nothing may
-        pass.
+        pass, and without its adapter nothing that asks for it.
         """
         if self._broken is not None and self._pending is None:
             raise SyncError(self._broken)
+        if adapter and self._adapter is None:
+            raise SyncError(
+                f"rollout engine {self.name} has no adapter on its base of version {self.version}: publish one first"
+            )
+
+    def _lora_request(self) -> LoRARequest:
+        """What makes vLLM use the adapter."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._adapter is not None
+        # Nothing lies at this path, and vLLM does not look: the adapter is in place. But cached prefixes are filed by
+        # it, so that those of another version are not found, whatever is forgotten.
+        return LoRARequest("vlmrl", requests.ADAPTER_ID, f"/vlmrl/adapter/{self._adapter.version}")
 
     def _require_update(self) -> int:
         if self._pending is None:
@@ -305,29 +371,16 @@ class RolloutEngine:
         except EngineDeadError as error:
             raise await self._death() from error
         except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
-            version, self._pending = self._pending, None
-            self._broken = f"publishing version {version} to rollout engine {self.name} failed: {one_line(error)}"
-            await self._started().abort(list(self._running))
-            raise SyncError(self._broken) from error
+            raise await self._refusal(self._pending, one_line(error)) from error
         return results
+
+    async def _refusal(self, version: int | None, problem: str) -> SyncError:
+        """From here on nothing is generated, and what was under way is given up."""
+        self._pending, self._adapter = None, None
+        self._broken = f"publishing version {version} to rollout engine {self.name} failed: {problem}"
+        await self._started().abort(list(self._running))
+        return SyncError(self._broken)
 
     async def _death(self) -> ClusterError:
         await asyncio.sleep(LAST_WORDS_S)
         return ClusterError(f"rollout engine {self.name} has died{self._launch.because()}")
-
-
-def problem_of(reports: list[dict[str, Any]]) -> str | None:
-    """What was wrong with an update, by the workers' reports; None when it was complete on all of them."""
-    for report in reports:
-        if report["ignored"]:
-            return f"vLLM's model has no place for {_some(report['ignored'])}"
-        if report["missing"]:
-            return f"no weights came for {_some(report['missing'])}"
-        if report["digests"] != reports[0]["digests"]:
-            return "its workers received different weights"
-    return None
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -14,6 +14,9 @@ from vlmrl.errors import SyncError
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import FinishReason, Floats, Group, Ints, Prompt, Rollout
 
+ADAPTER_ID = 1
+"""vLLM's number of the one adapter that an engine may have."""
+
 _FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 

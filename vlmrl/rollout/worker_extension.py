@@ -20,29 +20,47 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vlmrl.models.weights import digest, unpack_bucket
-from vlmrl.rollout import device_transfer
+from vlmrl.rollout import adapter_cpu, device_transfer
+from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.reports import Announcement, Report
 from vlmrl.rollout.transfer import Ticket, opened
+from vlmrl.startup.memory import keep_memory
 
 
 class WeightReceiver:
-    """Methods that vLLM's worker inherits. One update is `begin`, any number of `load`, `finish`."""
+    """Methods that vLLM's worker inherits. One update is a `begin`, any number of `load`, `finish`."""
 
     vllm_config: VllmConfig
     model_runner: Any
     weight_transfer_engine: Any
-    vlmrl_update: WeightUpdate | None = None
+    vlmrl_update: WeightUpdate | AdapterUpdate | None = None
+    vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
 
     def vlmrl_prepare(self) -> None:
         """Call once, before the first request."""
         if self.model_runner.device.type == "cpu":
+            keep_memory()
             hold_unused_generators(self.model_runner)
+            if self.vllm_config.lora_config is not None:
+                for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+                    adapter_cpu.use(wrapper)
 
     def vlmrl_begin(self) -> None:
-        """Start an update; one that was begun before and not finished is given up."""
+        """Start an update of the model; an update that was begun before and not finished is given up."""
         with set_current_vllm_config(self.vllm_config):
-            if self.vlmrl_update is not None:
-                self.vlmrl_update.finish()
+            self._vlmrl_give_up()
             self.vlmrl_update = WeightUpdate(self.model_runner.get_model(), self.vllm_config)
+
+    def vlmrl_begin_adapter(self, announced: Announcement) -> None:
+        """Start an update of the adapter; an update that was begun before and not finished is given up."""
+        with set_current_vllm_config(self.vllm_config):
+            self._vlmrl_give_up()
+            self.vlmrl_update = self.vlmrl_adapter_update(self.model_runner.lora_manager, announced)
+
+    def _vlmrl_give_up(self) -> None:
+        if self.vlmrl_update is not None:
+            self.vlmrl_update.close()
+            self.vlmrl_update = None
 
     def vlmrl_load(self, ticket: Ticket) -> None:
         """Load the tensors of one bucket."""
@@ -56,19 +74,15 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             device_transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
 
-    def vlmrl_finish(self) -> dict[str, Any]:
-        """End the update and report it.
+    def vlmrl_finish(self) -> Report:
+        """End the update and report it (of an adapter, as an AdapterReport).
 
-        Returns: `digests`, name -> digest of every tensor that came; `ignored`, the names that vLLM's model did not
-        take; `missing`, the modules of vLLM's model that got fewer elements than they hold. The update was good when
-        the last two are empty; otherwise the model holds a mixture and must not be used until the next good update.
+        An update with something to complain of leaves a mixture, which must not be used until the next good one.
         """
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
             update, self.vlmrl_update = self.vlmrl_update, None
-            missing = update.missing()
-            update.finish()
-        return {"digests": update.digests, "ignored": update.ignored, "missing": missing}
+            return update.complete()
 
 
 class WeightUpdate:
@@ -96,6 +110,12 @@ class WeightUpdate:
             if not taken:
                 self.ignored.append(name)
 
+    def complete(self) -> Report:
+        """End the update and report it."""
+        missing = self.missing()
+        self.close()
+        return {"digests": self.digests, "ignored": self.ignored, "missing": missing}
+
     def missing(self) -> list[str]:
         """Modules whose parameters have not all been loaded, with the number of elements that are missing."""
         tied = {id(head) for head in self._tied_heads}
@@ -111,7 +131,8 @@ class WeightUpdate:
         return found
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def close(self) -> None:
+        """Make a model again of what has come, be it complete or not."""
         finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         for head in self._tied_heads:
             # A head that shares the embedding's weight is no parameter of its own, so the reload passes it by; but on

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlmrl.cluster.publish import Publication
 from vlmrl.cluster.roles import Cut, RemotePolicy, RemoteReference, Tally, count, experience_of, minibatches
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
@@ -65,7 +66,10 @@ def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReferenc
     return RemoteReference(group, cut(), max_tokens=max_tokens, tally=tally)
 
 
-def policy(group: Any, tally: Tally) -> RemotePolicy:
+WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False)
+
+
+def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
     return RemotePolicy(
         group,
         cut(),
@@ -74,8 +78,7 @@ def policy(group: Any, tally: Tally) -> RemotePolicy:
         batch_size=4,
         epochs=1,
         seed=0,
-        bucket_bytes=1,
-        vision_trains=False,
+        publication=publication,
     )
 
 
@@ -94,6 +97,32 @@ def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
     ask.logprobs(samples, layout="padded", gradient=True)
     assert rows_asked(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
     assert [how for _, _, how in group.asked] == [{}, {"gradient": True}]
+
+
+def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adapter() -> None:
+    group = Echo(1)
+    reference = RemoteReference(group, cut(), max_tokens=100, tally=Tally(), adapter=False)  # type: ignore[arg-type]
+    reference.logprobs([sample(0)])
+    reference.logprobs([sample(0)], gradient=True)
+    assert [how for _, _, how in group.asked] == [{"adapter": False}, {"adapter": False, "gradient": True}]
+
+
+class Received:
+    """Engines that note which part of a model came with which version."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, str]] = []
+
+    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
+        self.parts.append((version, part))
+        return 8
+
+
+def test_the_base_goes_once_and_the_adapter_each_time() -> None:
+    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False)), Received()
+    ranks.engines = engines  # type: ignore[assignment]
+    assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
+    assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]
 
 
 def test_passes_without_gradient_have_a_budget_of_their_own() -> None:

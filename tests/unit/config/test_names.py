@@ -1,6 +1,7 @@
 import pytest
 
 from vlmrl.config.ckpt import Ckpt
+from vlmrl.config.ds import Ds
 from vlmrl.config.names import all_but, is_given, named_in, nearest, value
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 
@@ -32,6 +33,9 @@ def test_settings_have_their_full_names_and_sections_none_of_their_own() -> None
 
 def test_all_but_leaves_what_is_kept() -> None:
     assert all_but(Ckpt, "ckpt", "output_dir") == {"ckpt.save_steps", "ckpt.max_num", "ckpt.load_enable"}
+    kept = {"ds.lora.rank", "ds.lora.alpha", "ds.param_dtype"}
+    assert not kept & all_but(Ds, "ds", "lora", "param_dtype")
+    assert "ds.zero_stage" in all_but(Ds, "ds", "lora")
     with pytest.raises(AssertionError, match="no_such"):
         all_but(Ckpt, "ckpt", "no_such")
 

@@ -99,6 +99,19 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"ds.overlap_comm": True, "ds.zero_stage": 0}, "ds.zero_stage 0"),
     ({"vision.cache_gib": 1.0}, "actor.freeze_visual_encoder and actor.freeze_projector are not both on"),
     ({"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True}, "are not both on"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("vision",)}, "reach the tower"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("all",)}, "reach the tower"),
+    ({"ds.lora.alpha": 8.0}, "ds.lora.rank is 0"),
+    ({"ds.lora.target_modules": ("all",)}, "ds.lora.rank is 0"),
+    ({"actor.adapter_name_or_path": "a"}, "ds.lora.rank is 0"),
+    ({"ds.quant_storage": "uint8", "ds.lora.rank": 8}, "ds.load_in_4bit is off"),
+    ({"vllm.qlora_base": "original", "ds.lora.rank": 8}, "ds.load_in_4bit is off"),
+    (
+        {"vllm.qlora_base": "original", "ds.lora.rank": 8, "ds.load_in_4bit": True, "ds.lora.use_dora": True},
+        "ds.lora.use_dora makes the engines hold merged weights",
+    ),
+    ({"ref.num_nodes": 1, "ds.lora.rank": 8, "algo.kl.init_coef": 0.1}, "the actor with its adapters off"),
+    ({"train.colocate_actor_ref": True, "ds.lora.rank": 8, "algo.kl.init_coef": 0.1}, "with its adapters off"),
     ({"data.output_key": "answer"}, "vlmrl rl does not have it"),
 ]
 
@@ -122,6 +135,16 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"rollout.top_p": 0.9})
     rl(**{"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True, "actor.freeze_projector": True})
     rl(**{"vision.cache_gib": 1.0, "algo.kl.init_coef": 0.1})
+    rl(**{"vision.cache_gib": 1.0, "ds.lora.rank": 8})
+    rl(**{"ds.lora.rank": 8, "ds.lora.alpha": 32.0, "actor.adapter_name_or_path": "a"})
+    rl(**{"ds.lora.rank": 8, "algo.kl.init_coef": 0.1, "ref.model_name_or_path": "m", "ref.num_nodes": 1})
+    rl(**{"ds.lora.rank": 8, "ds.load_in_4bit": True, "ds.quant_storage": "uint8", "vllm.qlora_base": "original"})
+    for_tower = {
+        "ds.lora.target_modules": ("all",),
+        "actor.freeze_visual_encoder": True,
+        "actor.freeze_projector": True,
+    }
+    rl(**{"ds.lora.rank": 8, "vision.cache_gib": 1.0, **for_tower})
     for layout in ("packed", "padded"):
         rl(**{"ds.attn_implementation": "sdpa", "train.layout": layout})
     rl(**{"ds.attn_implementation": "sdpa", "ds.packing_samples": False})

@@ -17,6 +17,8 @@ from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning import forward as module
 from vlmrl.learning.forward import Forward
 from vlmrl.models import tiny
+from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
+from vlmrl.models.adapters import adapter_tensors, adapters_off, inject
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import freeze, load_model
 from vlmrl.models.scorer import Scorer
@@ -214,15 +216,45 @@ def test_nothing_is_kept_while_tower_or_projector_trains(made: Any, part: str) -
     assert counts(passes) == (6, 0)
 
 
-def test_nothing_is_kept_under_an_adapter(made: Any) -> None:
-    from peft import LoraConfig
-
+def adapted(made: Any, targets: tuple[str, ...]) -> tuple[PreTrainedModel, Processor]:
     net, read = made("qwen2_5_vl")
-    net.add_adapter(LoraConfig(r=2, target_modules=["qkv", "q_proj"]))
+    found = choose_targets(targets, layers(net, read), frozen=())
+    inject(net, AdapterPlan(2, 16.0, 0.5, False, False, tuple(found), frozenset(found.values())))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for _, parameter in adapter_tensors(net):
+            parameter.normal_(std=0.1)
+    return net, read
+
+
+def test_nothing_is_kept_under_an_adapter_of_the_tower(made: Any) -> None:
+    net, read = adapted(made, ("vision",))
     passes = Forward(Scorer(net), read, temperature=1.0, bans=True, device=CPU, cache_bytes=GIB)
-    for _ in range(2):
-        passes.logprobs(packs(batch(read)))
+    on = dict(passes.logprobs(packs(batch(read))))
+    with adapters_off(net):
+        off = dict(passes.logprobs(packs(batch(read))))
     assert counts(passes) == (6, 0)
+    sees = [bool(sample.media) for sample in batch(read)]
+    gaps = [float(np.abs(on[i] - off[i]).max()) for i in range(len(sees))]
+    assert all(gap > 1e-3 if has_image else gap == 0 for gap, has_image in zip(gaps, sees, strict=True)), gaps
+
+
+def test_under_an_adapter_of_the_language_model_images_are_kept_with_it_on_and_off(made: Any) -> None:
+    net, read = adapted(made, ("all-linear",))
+    passes, fresh = (
+        Forward(Scorer(net), read, temperature=1.0, bans=True, device=CPU, cache_bytes=size) for size in (GIB, 0)
+    )
+    expected = [row for _, row in fresh.logprobs(packs(batch(read)))]
+    assert_equal([row for _, row in passes.logprobs(packs(batch(read)))], expected)
+    assert counts(passes) == (3, 0)
+    with adapters_off(net):
+        off = [row for _, row in fresh.logprobs(packs(batch(read)))]
+        assert_equal([row for _, row in passes.logprobs(packs(batch(read)))], off)
+    # Dropout is off in a pass that an update would make, and what the tower made is known.
+    found = passes.logprobs(packs(batch(read)), gradient=True)
+    assert_equal([row for _, row in found], expected)
+    assert counts(passes) == (0, 6)
+    assert np.abs(expected[0] - off[0]).max() > 1e-3
 
 
 def test_a_tower_that_thaws_under_the_cache_is_refused(made: Any) -> None:

@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from vlmrl.config.ds import Ds
 from vlmrl.models.cost import patch_cost
-from vlmrl.models.load import freeze
+from vlmrl.models.load import freeze, load_model
+from vlmrl.models.quantize import four_bit
 from vlmrl.models.tiny import Family
 
 Make = Callable[..., Any]
@@ -37,9 +40,10 @@ def test_a_patch_costs_what_its_matrices_do_and_a_quarter_of_the_projectors(
 
 @pytest.mark.parametrize(
     ("vision", "projector", "shares"),
-    [(True, False, (1 / 3, 1)), (False, True, (1, 1 / 3)), (True, True, (1 / 3, 1 / 3))],
+    # Through a frozen projector the gradient goes on to a tower that trains.
+    [(True, False, (1 / 3, 1)), (False, True, (1, 2 / 3)), (True, True, (1 / 3, 1 / 3))],
 )
-def test_what_does_not_train_costs_a_third(
+def test_what_does_not_train_costs_a_third_or_two_below_what_does(
     net: Make, reader: Make, vision: bool, projector: bool, shares: tuple[float, float]
 ) -> None:
     model, read = net("qwen2_5_vl"), reader("qwen2_5_vl")
@@ -54,6 +58,25 @@ def test_a_frozen_model_costs_what_it_would_in_training_for_all_parts_alike(net:
     training = patch_cost(model, read)
     model.requires_grad_(False)
     assert patch_cost(model, read) == pytest.approx(training)
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_base_under_adapters_costs_two_thirds_and_the_adapters_all_of_theirs(
+    folder: Make, reader: Make, bits: bool
+) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    read = reader("qwen2_5_vl")
+    how = four_bit(Ds(load_in_4bit=bits), read)
+    model = load_model(str(folder("qwen2_5_vl")), dtype=torch.float32, attn_implementation="sdpa", four_bit=how)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v)_proj"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    # Two layers; q goes from 64 to 64, v from 64 to 32.
+    adapters = 2 * 4 * (64 + 64 + 64 + 32)
+    tower, merger = COUNTS["qwen2_5_vl"]
+    wanted = (tower + merger / 4) / 3 / (LANGUAGE * 2 / 3 + adapters)
+    assert patch_cost(model, read) == pytest.approx(wanted)
 
 
 def test_tied_embeddings_are_looked_up_all_the_same(net: Make, reader: Make) -> None:

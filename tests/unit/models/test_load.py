@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
-from vlmrl.models.load import freeze, load_model, trainable_table
+from vlmrl.models.load import freeze, load_model, skeleton, trainable_table
+from vlmrl.models.quantize import four_bit
 
 Make = Callable[..., Any]
 
@@ -89,6 +91,60 @@ def test_freezing_can_be_undone(net: Make, reader: Make) -> None:
     freeze(model, reader("qwen2_5_vl"), vision=True, projector=True)
     freeze(model, reader("qwen2_5_vl"), vision=False, projector=False)
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_weights_in_4_bits_are_counted_by_their_numbers_and_never_train(folder: Make, net: Make, reader: Make) -> None:
+    read, path = reader("qwen2_5_vl"), str(folder("qwen2_5_vl"))
+    bits = four_bit(Ds(load_in_4bit=True), read)
+    model = load_model(path, dtype=torch.float32, attn_implementation="sdpa", four_bit=bits)
+    freeze(model, read, vision=True, projector=True)
+    table = {part.group: part for part in trainable_table(model, read)}
+    whole = {part.group: part for part in trainable_table(net("qwen2_5_vl"), read)}
+    # Two layers: q and o, k and v for one of two heads, three matrices of the MLP.
+    quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    assert {group: part.total for group, part in table.items()} == {group: part.total for group, part in whole.items()}
+    assert table["language"].trainable == whole["language"].total - quantised
+    assert table["vision"].trainable == table["projector"].trainable == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_skeleton_has_the_names_shapes_and_layers_of_the_model_and_no_weights(
+    folder: Make, family: str, tied: bool
+) -> None:
+    bones, model = skeleton(str(folder(family, tied=tied))), read(folder(family, tied=tied))
+    shapes = [(name, p.shape) for name, p in model.named_parameters()]
+    assert [(name, p.shape) for name, p in bones.named_parameters()] == shapes
+    assert [name for name, _ in bones.named_modules()] == [name for name, _ in model.named_modules()]
+    assert {tensor.device.type for tensor in (*bones.parameters(), *bones.buffers())} == {"meta"}
+    assert type(bones) is type(model)
+
+
+def test_a_skeleton_of_nothing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a model that can be read"):
+        skeleton(str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        skeleton("./nowhere/model")
+
+
+def test_a_model_that_is_stored_in_4_bits_is_refused(folder: Make, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    with pytest.raises(ConfigError, match=r"quantised already: name the model that they were made of") as caught:
+        read(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_the_files_lack_is_never_made_up_in_4_bits(folder: Make, reader: Make, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    bits = four_bit(Ds(load_in_4bit=True), reader("qwen3"))
+    with pytest.raises(ConfigError, match=r"lack the weight model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(str(copy), dtype=torch.float32, attn_implementation="sdpa", four_bit=bits)
 
 
 def test_freezing_what_is_not_there_is_refused(net: Make, reader: Make) -> None:

@@ -26,9 +26,10 @@ def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path: Path
     folder.check(resume=True, has_checkpoint=False)
 
 
-def test_a_finished_run_is_not_run_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["model", "adapter"])
+def test_a_finished_run_is_not_run_over(left: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.model.mkdir()
+    (tmp_path / left).mkdir()
     with pytest.raises(ConfigError, match="holds a finished run without checkpoints"):
         folder.check(resume=True, has_checkpoint=False)
 

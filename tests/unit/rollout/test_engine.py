@@ -1,4 +1,4 @@
-"""What the engine makes of the workers' reports, and of calls out of turn. The rest needs vLLM: tests/end_to_end."""
+"""What the engine makes of calls out of turn. The rest needs vLLM: tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import pytest
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import ClusterError
-from vlmrl.rollout.engine import RolloutEngine, problem_of
+from vlmrl.errors import ClusterError, ConfigError
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.rollout.engine import RolloutEngine
 
 
-def report(*, digests: Any = (), ignored: Any = (), missing: Any = ()) -> dict[str, Any]:
-    return {"digests": dict(digests), "ignored": list(ignored), "missing": list(missing)}
-
-
-@pytest.mark.parametrize(
-    ("reports", "problem"),
-    [
-        ([report(), report()], None),
-        ([report(), report(ignored=["b", "a"])], "vLLM's model has no place for a, b"),
-        ([report(missing=["e", "d", "c", "b", "a"])], "no weights came for a, b, c and 2 more"),
-        ([report(digests={"a": "1"}), report(digests={"a": "2"})], "its workers received different weights"),
-    ],
-)
-def test_an_update_is_good_only_when_every_worker_took_all_of_it(reports: list[Any], problem: str | None) -> None:
-    assert problem_of(reports) == problem
+def engine(**settings: Any) -> RolloutEngine:
+    usual = {"model": "nowhere", "vllm": Vllm(), "columns": Columns(), "trust_remote_code": False, "dtype": "fp32"}
+    return RolloutEngine(**(usual | {"max_model_len": 8, "top_p": 1.0, "name": "engine-3"} | settings))
 
 
 def test_an_engine_that_was_not_started_says_so() -> None:
-    engine = RolloutEngine(
-        model="nowhere",
-        vllm=Vllm(),
-        columns=Columns(),
-        trust_remote_code=False,
-        dtype="fp32",
-        max_model_len=8,
-        top_p=1.0,
-        name="engine-3",
-    )
+    idle = engine()
     with pytest.raises(ClusterError, match="rollout engine engine-3 is not running"):
-        asyncio.run(engine.begin_update(1))
-    asyncio.run(engine.shutdown())
-    assert asyncio.run(engine.status())["version"] == 0
+        asyncio.run(idle.begin_update(1))
+    asyncio.run(idle.shutdown())
+    status = asyncio.run(idle.status())
+    assert (status["version"], status["adapter"]) == (0, None)
+
+
+def test_what_vllm_cannot_hold_is_found_before_it_is_started() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.qlora_base bitsandbytes needs"):
+        asyncio.run(engine(vllm=Vllm(qlora_base="bitsandbytes")).start())
+
+
+def test_an_adapter_that_vllm_cannot_apply_is_no_engines() -> None:
+    plan = AdapterPlan(
+        rank=4,
+        alpha=16.0,
+        dropout=0.0,
+        is_rank_stabilized=False,
+        has_magnitude=False,
+        targets=("model.visual.blocks.0.attn.qkv",),
+        groups=frozenset({"vision"}),
+    )
+    with pytest.raises(AssertionError):
+        engine(adapter=plan)

@@ -1,0 +1,78 @@
+"""Workers of vLLM that do an adapter wrong, each in its way. vLLM imports this by name, in its own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.worker_extension import WeightReceiver
+
+
+class Ignores(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        super().put(tensors)
+        self.manager.deactivate_adapter(1)
+
+
+class Keeps(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        """Nothing is done."""
+
+
+class Forgets(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        super().put(tensors)
+        for layer in self.manager.modules.values():
+            layer.reset_lora(0)
+
+
+class TakesOtherNames(AdapterUpdate):
+    _mapper = None
+
+
+class SwapsLayers(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        other = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
+        swapped = {}
+        for name, tensor in tensors.items():
+            found = next(part for part in other if part in name)
+            swapped[name.replace(found, other[found])] = tensor
+        super().put(swapped)
+
+
+class LosesOne(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        super().put(
+            {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.k_proj.lora_A" not in name}
+        )
+
+
+class LosesOneOnTheWay(AdapterUpdate):
+    def load(self, tensors: Any, **how: Any) -> None:
+        super().load(((n, t) for n, t in tensors if "layers.1.mlp.down_proj.lora_B" not in n), **how)
+
+
+class AppliesTwice(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        super().put({name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()})
+
+
+class ScalesWrongly(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        self.announced = {**self.announced, "is_rank_stabilized": not self.announced["is_rank_stabilized"]}
+        super().put(tensors)
+
+
+class ChangesOneNumber(AdapterUpdate):
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        name = next(name for name in tensors if "layers.0.self_attn.v_proj.lora_B" in name)
+        changed = tensors[name].clone()
+        changed[0, 0] += 1e-6
+        super().put(tensors | {name: changed})
+
+
+class Faulty(WeightReceiver):
+    def vlmrl_plant(self, fault: str) -> None:
+        self.vlmrl_adapter_update = globals()[fault]

@@ -1,0 +1,106 @@
+"""One trainer rank by itself: takes optimizer steps on made-up samples and prints the most memory that it held.
+
+    python memory_rank.py MODEL '{"layouts": ..., settings of the case}'
+
+What it held is the process's resident memory above that after its imports; the caller has glibc give back at once what
+is freed (MALLOC_MMAP_THRESHOLD_), so that it is what the rank uses and not what the C library keeps.
+"""
+
+import json
+import sys
+from typing import Any
+
+from vlmrl import startup
+
+startup.prepare()
+
+import bitsandbytes  # noqa: E402, F401 - its import is no memory of the rank's
+import numpy as np  # noqa: E402
+import peft  # noqa: E402, F401
+import torch  # noqa: E402
+
+from vlmrl.bench.memory import peak_bytes  # noqa: E402
+from vlmrl.bench.samples import make_experience, make_samples  # noqa: E402
+from vlmrl.cluster.roles import count, experience_of  # noqa: E402
+from vlmrl.config.actor import Model  # noqa: E402
+from vlmrl.config.bench import Samples  # noqa: E402
+from vlmrl.config.data import Columns  # noqa: E402
+from vlmrl.config.ds import Ds  # noqa: E402
+from vlmrl.config.train import Loop  # noqa: E402
+from vlmrl.config.vision import Vision  # noqa: E402
+from vlmrl.data.balance import spread  # noqa: E402
+from vlmrl.learning.policy import Policy, PolicyLoss  # noqa: E402
+from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
+from vlmrl.models.footprint import sizes, trainer  # noqa: E402
+from vlmrl.models.load import skeleton  # noqa: E402
+from vlmrl.plugins import processor  # noqa: E402
+
+PROMPT, ANSWER, IMAGE = 320, 704, 224
+
+
+def main(path: str, case: dict[str, Any]) -> None:
+    """Two packs a step, of one sample each, for two steps: the second has the optimizer's state and a gradient."""
+    ds, columns = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns()
+    actor = Model(model_name_or_path=path, gradient_checkpointing_enable=case.get("checkpointing", False))
+    reader = processor(path, min_pixels=columns.min_pixels, max_pixels=columns.max_pixels)
+    adapter = None
+    if ds.lora.rank:
+        adapter = plan_adapter(ds.lora, path=path, processor=reader, frozen=(), trust_remote_code=False)
+    size = sizes(skeleton(path), reader.parameter_group)
+    has_images = reader.resize_factor is not None
+    shapes = Samples(
+        groups=2,
+        n_samples_per_prompt=1,
+        prompt_tokens=PROMPT,
+        response_tokens=(ANSWER,),
+        image_size=IMAGE if has_images else 0,
+    )
+    patches = 0
+
+    def work() -> None:
+        nonlocal patches
+        policy = Policy(
+            actor=actor,
+            ds=ds,
+            loop=Loop(layout="padded"),
+            columns=columns,
+            vision=Vision(cache_gib=0.0),
+            total_steps=2,
+            loss=PolicyLoss(aggregation="token", max_new_tokens=ANSWER),
+            temperature=1.0,
+            bans=True,
+            adapter=adapter,
+        )
+        samples = make_samples(reader, size.vocabulary, shapes, seed=0)
+        packs = spread(
+            samples,
+            num_ranks=1,
+            layout="padded",
+            max_tokens=PROMPT + ANSWER,
+            max_samples=1,
+            image_cost=lambda image: 0.0,
+            filler=reader.dummy_sample(),
+        )[0]
+        patches = max(sum(int(np.prod(reader.grid(m.size))) for m in pack.media.values()) for pack in packs)
+        old = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+        experience = make_experience(samples, old, seed=0)
+        for _ in range(2):
+            policy.update([[(pack, experience_of(pack, experience)) for pack in packs]], [count(experience.samples)])
+
+    measured = peak_bytes(work, torch.device("cpu"))
+    role = trainer(
+        size,
+        model=actor,
+        ds=ds,
+        adapter=adapter,
+        ranks=1,
+        tokens=PROMPT + ANSWER,
+        patches=patches,
+        device="cpu",
+    )
+    told = {part.name: part.num_bytes for part in role.parts}
+    print(json.dumps({"measured": measured, "estimated": role.num_bytes(), "parts": told}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

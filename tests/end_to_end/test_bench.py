@@ -1,0 +1,53 @@
+"""The benchmarks that need Ray and vLLM, on the smallest models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmrl.bench.cluster import publish, rollout
+from vlmrl.config.load import load
+from vlmrl.config.run import PublishBench, RolloutBench
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def flags(model: str, **more: Any) -> list[str]:
+    settings = {"actor.model_name_or_path": model, "ds.param_dtype": "fp32", "bench.repeats": 1} | more
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def test_publish_tells_the_bytes_of_the_base_and_of_the_adapter(
+    tiny_model: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("qwen3", size="micro")
+    publish(load(PublishBench, flags(model, **{"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj"})))
+    found = lines(capsys)
+    assert [(line["part"], line["warm_up"]) for line in found] == [
+        *(("base", True), ("adapter", True), ("base", False), ("adapter", False)),
+    ]
+    base, adapter = found[2:]
+    # Headers of safetensors aside, the base is what lies on the disk: nothing more, and nothing less by 1 %.
+    assert base["bytes"] == pytest.approx((Path(model) / "model.safetensors").stat().st_size, rel=0.02)
+    # Two layers of 64 -> 64: A is [8, 64] and B [64, 8], in four bytes.
+    assert adapter["bytes"] == 2 * (8 * 64 + 64 * 8) * 4
+
+
+def test_rollout_tells_the_tokens_of_every_width(
+    tiny_model: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"data.prompt_dataset": "arithmetic", "rollout.batch_size": 4, "rollout.max_new_tokens": 8}
+    settings = [*flags(tiny_model("qwen3", size="micro"), **more), "--bench.n_samples_per_prompt", "2", "3"]
+    rollout(load(RolloutBench, settings))
+    found = [line for line in lines(capsys) if not line["warm_up"]]
+    assert [(line["n_samples_per_prompt"], line["prompts"]) for line in found] == [(2, 4), (3, 4)]
+    for line in found:
+        assert 0 < line["sampled_tokens"] <= 4 * line["n_samples_per_prompt"] * 8

@@ -1,0 +1,151 @@
+"""The probe with a real vLLM on CPU: faults that come after the engine has proven what it holds, and a stale cache."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine_pair import COLUMNS, TEMPERATURE, rollout_engine
+from test_adapter_engine import PLANS, Adapted, send
+
+from vlmrl.config.data import Data
+from vlmrl.config.rollout import Rollout as RolloutSettings
+from vlmrl.errors import SyncError
+from vlmrl.models import tiny
+from vlmrl.probe import Probe, question, sampling_of
+from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+
+
+class FaultyEngine(RolloutEngine):
+    """Its workers can be told to go wrong."""
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"worker_extension_cls": "late_faults.Faulty"}
+
+
+@dataclasses.dataclass
+class Both:
+    """Engine and trainer as the probe asks them."""
+
+    engine: RolloutEngine
+    trainer: Adapted
+    runner: asyncio.Runner
+
+    def answer_each(
+        self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
+    ) -> list[list[Group]]:
+        async def ask() -> list[list[Group]]:
+            generate = self.engine.generate
+            return [[g] for g in await asyncio.gather(*(generate(prompt, sampling, adapter=each) for each in adapter))]
+
+        return self.runner.run(ask())
+
+    def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
+        self.trainer.switch(on=adapter)
+        rows = [self.trainer.logprobs(*_answer(sample)) for sample in samples]
+        self.trainer.switch(on=True)
+        return rows
+
+    def adapter_is_zero(self) -> bool:
+        return not any(tensor.any() for name, tensor in self.trainer.adapter() if "lora_B" in name)
+
+    def probe(self) -> Probe:
+        settings = RolloutSettings(temperature=TEMPERATURE, max_new_tokens=16)
+        data = Data(prompt_dataset="none", max_len=600, max_pixels=COLUMNS.max_pixels)
+        return Probe(
+            engines=self,
+            learner=self,
+            question=partial(question, processor=self.trainer.tools, data=data),
+            sampling=sampling_of(settings, seed=0),
+            bound=1e-3,
+            is_apart=True,
+        )
+
+    def send(self) -> int:
+        """Publish the adapter; its version."""
+        version = self.engine.version + 1
+        assert self.runner.run(send(self.engine, self.trainer, version)) == self.trainer.fingerprint()
+        return version
+
+    def learn(self) -> None:
+        """Take a step that shows."""
+        with torch.no_grad():
+            for name, tensor in self.trainer.adapter():
+                if "lora_B" in name:
+                    tensor.normal_(std=0.003)
+
+    def plant(self, fault: str) -> None:
+        self.runner.run(self.engine._call("vlmrl_plant", fault))
+
+
+def _answer(sample: Sample) -> tuple[Group, Rollout]:
+    tokens = sample.tokens[: sample.prompt_length]
+    group = Group(Prompt(0, "probe", "", tokens, tokens, label=None), ())
+    return group, Rollout(sample.tokens, sample.sampled, sample.sampled.astype("float32"), "", "stop", 0)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    torch.manual_seed(0)
+    model = tiny.build("qwen3", tmp_path_factory.mktemp("model") / "qwen3", size="micro")
+    trainer = Adapted(model, **PLANS["qwen3"])
+    both = Both(rollout_engine(model, kind=FaultyEngine, adapter=trainer.plan), trainer, asyncio.Runner())
+    both.runner.run(both.engine.start())
+    yield both
+    both.runner.run(both.engine.shutdown())
+    both.runner.close()
+
+
+def test_a_sound_engine_passes_from_the_zeros_on(both: Both) -> None:
+    probe = both.probe()
+    found = [probe.check(both.send())]
+    for _ in range(2):
+        both.learn()
+        found.append(probe.check(both.send()))
+    assert [line["sync/probe_change"] > 1e-3 for line in found] == [False, True, True]
+    assert max(line["sync/probe_gap"] for line in found) < 5e-5
+    assert max(line["sync/base_gap"] for line in found) < 5e-5
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("Ignores", "ignores the adapter"),
+        ("Keeps", "keeps the adapter of version"),
+        ("AppliesTwice", "applies the adapter twice"),
+        ("SwapsLayers", "applies another adapter: tensors were lost, or came under other names"),
+    ],
+)
+def test_what_goes_wrong_after_the_proof_is_named_by_the_probe(both: Both, fault: str, cause: str) -> None:
+    probe = both.probe()
+    both.plant("Late")
+    both.learn()
+    probe.check(both.send())
+    both.plant(fault)
+    both.learn()
+    with pytest.raises(SyncError, match=f"probe: engine 0 {cause}"):
+        probe.check(both.send())
+
+
+def test_a_stale_prefix_cache_is_named_by_the_probe(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forget() -> None:
+        """Nothing is thrown away."""
+
+    probe = both.probe()
+    both.plant("Late")
+    both.learn()
+    both.send()
+    always = both.engine._lora_request()
+    monkeypatch.setattr(both.engine, "_lora_request", lambda: always)
+    monkeypatch.setattr(both.engine, "_reset_prefix_cache", forget)
+    probe.check(both.engine.version)
+    both.learn()
+    with pytest.raises(SyncError, match="probe: engine 0 answers from a stale prefix cache"):
+        probe.check(both.send())

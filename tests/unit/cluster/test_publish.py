@@ -1,0 +1,168 @@
+"""What the engines get at a publish, by which way, and what becomes of it when they hold something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vlmrl.cluster.publish import Publication, check_publication, described, publication, send, why_merged
+from vlmrl.config.ds import Ds
+from vlmrl.config.lora import Lora
+from vlmrl.config.vllm import Vllm
+from vlmrl.errors import ConfigError, SyncError
+from vlmrl.models.adapter_plan import AdapterPlan
+
+LAYER = "model.layers.0.self_attn.q_proj"
+QLORA = Ds(load_in_4bit=True, lora=Lora(rank=8))
+
+
+def plan(*groups: str, rank: int = 8, dora: bool = False) -> AdapterPlan:
+    return AdapterPlan(
+        rank=rank,
+        alpha=16.0,
+        dropout=0.0,
+        is_rank_stabilized=False,
+        has_magnitude=dora,
+        targets=(LAYER,),
+        groups=frozenset(groups or ("language",)),  # type: ignore[arg-type]
+    )
+
+
+def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized") -> Publication:
+    return publication(adapter, ds=ds, vllm=Vllm(qlora_base=base, bucket_mib=2.0), vision_trains=False)
+
+
+class Workers:
+    """A group of workers that notes what it is asked; answers come from a table."""
+
+    def __init__(self, number: int, log: list[tuple[Any, ...]], **answers: Any) -> None:
+        self.number, self.log, self.answers = number, log, answers
+
+    def __len__(self) -> int:
+        return self.number
+
+    def call(self, method: str, *given: Any, **how: Any) -> list[Any]:
+        self.log.append((method, *given, *how.values()))
+        answer = self.answers.get(method)
+        return answer if isinstance(answer, list) else [answer] * self.number
+
+    submit = call
+
+    def wait(self, answers: Any) -> Any:
+        return answers
+
+
+class Way:
+    """From GPU to GPU."""
+
+    def __init__(self, log: list[tuple[Any, ...]]) -> None:
+        self.log = log
+
+    def open(self, learner: Any) -> None:
+        self.log.append(("open",))
+
+    def send(self, number: int) -> None:
+        self.log.append(("by device", number))
+
+
+class Engines:
+    """Takes what is sent: a byte for an adapter, a hundred for a base, two hundred for a model."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, int, bool]] = []
+
+    def load(self, learner: Any, *, version: int, max_bytes: int, vision_changed: bool, part: str) -> int:
+        assert max_bytes == 2 * 2**20
+        self.got.append((part, version, vision_changed))
+        return {"adapter": 1, "base": 100, "whole": 200}[part]
+
+
+def test_adapters_travel_alone_and_4_bits_written_out_go_before_the_first() -> None:
+    how, engines, learner = made(plan(), QLORA), Engines(), Workers(1, [])
+    first = how.send(learner, engines, version=3, is_first=True)  # type: ignore[arg-type]
+    second = how.send(learner, engines, version=4, is_first=False)  # type: ignore[arg-type]
+    # An update of the base takes the adapter away: it comes last.
+    assert engines.got == [("base", 3, False), ("adapter", 3, False), ("adapter", 4, False)]
+    assert first == {"sync/version": 3.0, "sync/bytes": 101.0, "sync/adapter_bytes": 1.0}
+    assert second == {"sync/version": 4.0, "sync/bytes": 1.0, "sync/adapter_bytes": 1.0}
+
+
+@pytest.mark.parametrize("base", ["original", "bitsandbytes"])
+def test_a_base_that_the_engines_keep_is_not_sent(base: str) -> None:
+    how = made(plan(), QLORA, base)
+    assert (how.part, how.base_goes_first) == ("adapter", False)
+    assert f"vllm.qlora_base {base}" in described(plan(), ds=QLORA, vllm=Vllm(qlora_base=base))
+
+
+def test_without_4_bits_both_sides_have_the_same_base() -> None:
+    how = made(plan(), Ds(lora=Lora(rank=8)))
+    assert (how.part, how.base_goes_first) == ("adapter", False)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (plan("language", "vision", "projector"), "vLLM does not apply adapters of the vision and projector exactly"),
+        (plan(dora=True), "vLLM has no DoRA"),
+        (plan(rank=513), "vLLM takes ranks up to 512, not 513"),
+    ],
+)
+def test_what_vllm_cannot_apply_goes_as_merged_weights_and_that_is_said(adapter: AdapterPlan, reason: str) -> None:
+    how, engines, learner = made(adapter, QLORA), Engines(), Workers(1, [])
+    metrics = how.send(learner, engines, version=1, is_first=True)  # type: ignore[arg-type]
+    assert engines.got == [("whole", 1, False)]
+    assert metrics == {"sync/version": 1.0, "sync/bytes": 200.0}
+    assert why_merged(adapter) == reason
+    assert described(adapter, ds=QLORA, vllm=Vllm()).endswith(reason)
+
+
+def test_a_base_of_the_engines_own_does_not_go_with_merged_weights() -> None:
+    check_publication(plan("vision"), ds=QLORA, vllm=Vllm())
+    check_publication(plan(), ds=QLORA, vllm=Vllm(qlora_base="original"))
+    with pytest.raises(ConfigError, match=r"vllm.qlora_base original cannot be had with merged weights.*leave it at"):
+        check_publication(plan("vision"), ds=QLORA, vllm=Vllm(qlora_base="original"))
+
+
+def test_without_adapters_the_model_itself_is_sent() -> None:
+    how = made(None, Ds())
+    assert (how.part, how.base_goes_first, how.bucket_bytes) == ("whole", False, 2 * 2**20)
+
+
+def sent(log: list[tuple[Any, ...]], *, part: str, held: list[str], way: Way | None = None) -> int:
+    learner = Workers(2, log, num_buckets=2, bucket=["bytes", None], published=("abc", 640))
+    engines = Workers(2, log, finish_update=held)
+    return send(
+        engines,  # type: ignore[arg-type]
+        learner,  # type: ignore[arg-type]
+        version=5,
+        max_bytes=99,
+        vision_changed=True,
+        part=part,  # type: ignore[arg-type]
+        device_path=way,  # type: ignore[arg-type]
+    )
+
+
+def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() -> None:
+    log: list[tuple[Any, ...]] = []
+    assert sent(log, part="adapter", held=["abc", "abc"]) == 640
+    buckets = [step for number in range(2) for step in (("bucket", number), ("load_bucket", "bytes"))]
+    begin, end = [("num_buckets", 99, "adapter"), ("begin_update", 5, True)], [("published",), ("finish_update", True)]
+    assert log == [*begin, *buckets, *end]
+
+
+def test_adapters_go_through_the_object_store_even_where_weights_do_not() -> None:
+    weights: list[tuple[Any, ...]] = []
+    sent(weights, part="base", held=["abc", "abc"], way=Way(weights))
+    assert [step for step in weights if step[0] in ("open", "by device", "bucket")] == [
+        *[("open",), ("by device", 0), ("by device", 1)]
+    ]
+    adapter: list[tuple[Any, ...]] = []
+    sent(adapter, part="adapter", held=["abc", "abc"], way=Way(adapter))
+    assert [step for step in adapter if step[0] in ("open", "by device", "bucket")] == [("bucket", 0), ("bucket", 1)]
+
+
+@pytest.mark.parametrize(("part", "what"), [("adapter", "another adapter"), ("base", "another base")])
+def test_an_engine_that_holds_something_else_ends_the_run(part: str, what: str) -> None:
+    with pytest.raises(SyncError, match=rf"engine 1 holds {what} than .* for version 5 \(fingerprint abd, sent abc"):
+        sent([], part=part, held=["abc", "abd"])

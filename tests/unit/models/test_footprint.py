@@ -1,0 +1,200 @@
+"""What is counted of memory, against numbers worked out by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from vlmrl.config.actor import Model
+from vlmrl.config.ds import Ds
+from vlmrl.config.lora import Lora
+from vlmrl.config.vllm import Vllm
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.footprint import Blocks, Role, Sizes, adapter_numbers, engine, saved, sizes, trainer
+from vlmrl.models.quantize import quantized_layers
+from vlmrl.plugins import ParameterGroup, plugin
+
+GIB = 2**30
+ARCHITECTURES = Path(__file__).with_name("architectures")
+
+BLOCKS = Blocks(layers=2, hidden=4, intermediate=8, queries=4, keys=2)
+SIZE = Sizes(
+    parameters={"vision": 200, "language": 1000},
+    quantized=600,
+    linears={"q": (4, 6), "v": (2, 6)},
+    vocabulary=16,
+    text=BLOCKS,
+    tower=Blocks(layers=1, hidden=2, intermediate=2, queries=2, keys=2),
+)
+ADAPTER = AdapterPlan(
+    rank=3,
+    alpha=6.0,
+    dropout=0.0,
+    is_rank_stabilized=False,
+    has_magnitude=False,
+    targets=("q", "v"),
+    groups=frozenset({"language"}),
+)
+
+
+def parts(
+    ds: Ds,
+    *,
+    adapter: AdapterPlan | None = None,
+    ranks: int = 1,
+    tokens: int = 1,
+    patches: int = 0,
+    device: str = "cpu",
+    **model: bool | str,
+) -> dict[str, float]:
+    made = Model.model_validate({"model_name_or_path": "m", **model})
+    role = trainer(SIZE, model=made, ds=ds, adapter=adapter, ranks=ranks, tokens=tokens, patches=patches, device=device)
+    return {part.name: part.num_bytes for part in role.parts}
+
+
+def test_a_layer_keeps_of_a_token_what_its_backward_pass_reads() -> None:
+    # Two norms: input in fp32, and result. Queries, keys, values, output, and the output laid out anew. Two inputs of
+    # projections; gate, activated gate, up and product.
+    assert saved(BLOCKS, 4, adapted=False) == 2 * 4 * (4 + 4) + 4 * (3 * 4 + 2 * 2) + 4 * (2 * 4 + 4 * 8)
+    # Norms that do not train keep their input alone.
+    assert saved(BLOCKS, 2, adapted=True) == 2 * 4 * 4 + 2 * (3 * 4 + 2 * 2) + 2 * (2 * 4 + 4 * 8)
+
+
+def test_plain_fp32_holds_weights_gradients_and_two_moments() -> None:
+    found = parts(Ds(param_dtype="fp32", zero_stage=0))
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * 1200, 4 * 1200, 8 * 1200)
+
+
+def test_zero_shards_what_it_shards() -> None:
+    # bf16 on two ranks: half a summed gradient in fp32 and a whole bucket in bf16; half of master copy and moments.
+    found = parts(Ds(zero_stage=2), ranks=2)
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (2400, 4 * 600 + 2 * 1200, 12 * 600)
+    # Stage 1 sums whole gradients; stage 3 shards the weights, and holds what it has gathered.
+    assert parts(Ds(zero_stage=1), ranks=2)["gradients"] == 4 * 1200 + 4 * 1200
+    assert parts(Ds(zero_stage=3), ranks=2)["weights"] == 2400 / 2 + 2400
+    assert parts(Ds(zero_stage=3), ranks=1)["weights"] == 2400
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state() -> None:
+    found = parts(Ds(param_dtype="fp32", zero_stage=0), freeze_visual_encoder=True)
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4800, 4000, 8000)
+
+
+def test_with_adapters_they_alone_have_gradients_and_state() -> None:
+    numbers = 3 * (4 + 6) + 3 * (2 + 6)
+    assert adapter_numbers(SIZE, ADAPTER) == numbers
+    found = parts(Ds(param_dtype="fp32", zero_stage=0, lora=Lora(rank=3)), adapter=ADAPTER)
+    assert (found["weights"], found["adapters"]) == (4800, 4 * numbers)
+    assert (found["gradients"], found["optimizer"]) == (4 * numbers, 8 * numbers)
+
+
+def test_in_4_bits_the_language_models_layers_take_half_a_byte_and_their_scales() -> None:
+    found = parts(Ds(load_in_4bit=True, lora=Lora(rank=3)), adapter=ADAPTER)
+    assert found["weights"] == pytest.approx(600 * 0.515875 + 600 * 2)
+
+
+def test_8_bit_adam_keeps_its_moments_in_a_byte_each() -> None:
+    assert parts(Ds(zero_stage=2), optim="adam_8bit")["optimizer"] == (4 + 2) * 1200
+
+
+def test_checkpointing_keeps_the_input_of_a_layer() -> None:
+    ds = Ds(param_dtype="fp32")
+    each, head = saved(BLOCKS, 4, adapted=False), 12 * 100 * 16
+    passing = max(100 * each, head)
+    assert parts(ds, tokens=100)["activations"] == 100 * 2 * each + passing
+    with_it = parts(ds, tokens=100, gradient_checkpointing_enable=True)["activations"]
+    assert with_it == 100 * (2 * 4 * 4 + each) + passing
+
+
+def test_a_tower_that_trains_keeps_activations_and_a_frozen_one_none() -> None:
+    ds, frozen = Ds(param_dtype="fp32"), {"freeze_visual_encoder": True, "freeze_projector": True}
+    text = parts(ds, tokens=100)["activations"]
+    tower = SIZE.tower
+    assert tower is not None
+    assert parts(ds, tokens=100, patches=10)["activations"] == text + 10 * saved(tower, 4, adapted=False)
+    assert parts(ds, tokens=100, patches=10, **frozen)["activations"] == text
+
+
+def test_a_short_pack_leaves_the_update_as_the_peak() -> None:
+    assert parts(Ds(zero_stage=2), tokens=1)["update"] > 0
+    assert "update" not in parts(Ds(zero_stage=2), tokens=1000)
+
+
+def test_an_engine_holds_the_model_a_place_for_adapters_and_its_cache() -> None:
+    role = engine(SIZE, vllm=Vllm(cpu_kv_cache_gib=0.5), ds=Ds(), adapter=ADAPTER, device="cpu")
+    # vLLM rounds a rank of 3 up to 8.
+    assert [part.num_bytes for part in role.parts] == [2400, 2 * 8 * (4 + 6 + 2 + 6), GIB / 2]
+    on_gpu = engine(
+        SIZE, vllm=Vllm(gpu_memory_utilization=0.5), ds=Ds(), adapter=None, device="cuda", device_bytes=80 * GIB
+    )
+    assert on_gpu.num_bytes() == 40 * GIB
+
+
+def architecture(name: str) -> tuple[Sizes, AdapterPlan]:
+    """A published model, from the numbers of its configuration, and an adapter of rank 32 on its language model."""
+    processors = plugin("processors", "qwen_vl")
+
+    def group(parameter: str) -> ParameterGroup:
+        found: ParameterGroup = processors.QwenVlProcessor.parameter_group(None, parameter)
+        return found
+
+    config = AutoConfig.for_model(**json.loads((ARCHITECTURES / f"{name}.json").read_text()))
+    with torch.device("meta"):
+        net = AutoModelForImageTextToText.from_config(config)
+    plan = AdapterPlan(
+        rank=32,
+        alpha=64.0,
+        dropout=0.0,
+        is_rank_stabilized=False,
+        has_magnitude=False,
+        targets=tuple(quantized_layers(net, group)),
+        groups=frozenset({"language"}),
+    )
+    return sizes(net, group), plan
+
+
+def published(name: str, how: str, *, ranks: int = 1) -> Role:
+    """One of the README's cells: bf16, ZeRO-2, checkpointing, 16384 tokens of which a half stands for 32768 patches."""
+    size, plan = architecture(name)
+    ds = Ds(lora=Lora(rank=0 if how == "full" else 32), load_in_4bit=how == "qlora")
+    model = Model(model_name_or_path="m", gradient_checkpointing_enable=True)
+    return trainer(
+        size,
+        model=model,
+        ds=ds,
+        adapter=None if how == "full" else plan,
+        ranks=ranks,
+        tokens=16384,
+        patches=32768,
+        device="cuda",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen2_5_vl_3b", 3.75), ("qwen2_5_vl_7b", 8.29), ("qwen3_vl_8b", 8.77)]
+)
+def test_published_models_have_the_size_that_their_cards_tell(name: str, billions: float) -> None:
+    size, _ = architecture(name)
+    assert size.total / 1e9 == pytest.approx(billions, abs=0.01)
+    assert {"vision", "projector", "language"} == set(size.parameters)
+
+
+README = {
+    "qwen2_5_vl_3b": (91, 26, 14, 10),
+    "qwen2_5_vl_7b": (201, 46, 27, 18),
+    "qwen3_vl_8b": (212, 49, 28, 19),
+}
+"""GiB of a trainer rank: full on 1 and on 8 GPUs, LoRA and QLoRA on 1."""
+
+
+@pytest.mark.parametrize("name", README)
+def test_the_table_of_the_readme(name: str) -> None:
+    found = (
+        published(name, "full"),
+        published(name, "full", ranks=8),
+        published(name, "lora"),
+        published(name, "qlora"),
+    )
+    assert tuple(round(role.num_bytes() / GIB) for role in found) == README[name]

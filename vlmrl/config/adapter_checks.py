@@ -1,0 +1,107 @@
+"""What the settings of adapters and of 4 bits say about each other, and about the rest of a run."""
+
+from vlmrl.config.actor import Model
+from vlmrl.config.algo import Algo
+from vlmrl.config.checks import Unread
+from vlmrl.config.ds import Ds
+from vlmrl.config.lora import LARGEST_RANK, Lora
+from vlmrl.config.names import settings
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.train import TrainRl
+from vlmrl.config.vllm import Vllm
+
+
+def unread_of_adapters(ds: Ds) -> Unread:
+    found: Unread = {}
+    if ds.lora.rank == 0:
+        names = [name for name in settings(Lora, "ds.lora.") if name != "ds.lora.rank"]
+        reason = "ds.lora.rank is 0, so there are no adapters"
+        found |= dict.fromkeys((*names, "actor.adapter_name_or_path"), reason)
+    if not ds.load_in_4bit:
+        found["ds.quant_storage"] = "ds.load_in_4bit is off"
+    return found
+
+
+def unread_of_engine_base(vllm: Vllm, ds: Ds) -> Unread:
+    """`vllm.qlora_base`, which needs 4 bits in the trainer, and adapters that travel alone."""
+    if not ds.load_in_4bit:
+        return {"vllm.qlora_base": "ds.load_in_4bit is off, so engines and trainer have the same base"}
+    merged = merged_because(ds.lora)
+    return {} if merged is None else {"vllm.qlora_base": f"{merged} makes the engines hold merged weights"}
+
+
+def unread_of_adapter_reference() -> Unread:
+    """For runs whose reference is the actor itself, its adapters switched off."""
+    reason = "the reference is the actor with its adapters off, unless ref.model_name_or_path names another"
+    return dict.fromkeys(("ref.num_nodes", "ref.num_gpus_per_node", "train.colocate_actor_ref"), reason)
+
+
+def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
+    lora, found = ds.lora, []
+    if ds.load_in_4bit and lora.rank == 0:
+        found.append("ds.load_in_4bit freezes the base, which leaves nothing to train: set ds.lora.rank above 0")
+    if lora.rank > LARGEST_RANK:
+        found.append(f"ds.lora.rank {lora.rank} is above {LARGEST_RANK}, the largest that vLLM serves: lower it")
+    if "vision" in lora.target_modules:
+        frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(model, flag)]
+        found += [
+            f"ds.lora.target_modules vision would change what actor.{flag} keeps as it is: leave one of them out"
+            for flag in frozen
+        ]
+    if model.optim != "adam" and ds.adam_offload:
+        found.append(
+            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and actor.optim {model.optim} has one "
+            "of its own: leave one of them out"
+        )
+    return [*found, *_conflicts_of_storage(ds)]
+
+
+def _conflicts_of_storage(ds: Ds) -> list[str]:
+    if not ds.load_in_4bit or ds.quant_storage in ("auto", ds.param_dtype):
+        return []
+    found = []
+    if ds.zero_stage == 3:
+        found.append(
+            f"ds.quant_storage {ds.quant_storage} cannot be sharded by ds.zero_stage 3, which takes weights of "
+            f"ds.param_dtype alone: use {ds.param_dtype}, or auto"
+        )
+    elif ds.quant_storage != "uint8":
+        found.append(
+            f"ds.quant_storage {ds.quant_storage} would not survive ds.param_dtype {ds.param_dtype}, to which "
+            "DeepSpeed casts every float: use uint8, or auto"
+        )
+    return found
+
+
+def conflicts_of_dropout(lora: Lora, rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
+    found = []
+    if lora.rank > 0 and lora.dropout > 0 and is_one_pass(rollout, train, algo):
+        found.append(
+            f"ds.lora.dropout {lora.dropout:g} makes an update another function than the engines', and with one "
+            "optimizer step per batch of answers the update's own log-probs are what is compared with the engines': "
+            "set it to 0, or lower train.batch_size"
+        )
+    return found
+
+
+def is_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
+    """Whether the one optimizer step of a batch of answers is taken by the very policy that gave them.
+
+    Then the log-probs of its own pass are the old ones, and a pass less is made. A reference is compared with the old
+    ones before the step, so with a reference there are two passes.
+    """
+    answers = rollout.batch_size * rollout.n_samples_per_prompt
+    return train.max_epochs == 1 and train.batch_size == answers and algo.kl.init_coef == 0
+
+
+def reaches_vision(model: Model, lora: Lora) -> bool:
+    """Whether adapters are asked for in vision tower or projector, where the model has them."""
+    everything = "all" in lora.target_modules and not (model.freeze_visual_encoder and model.freeze_projector)
+    return lora.rank > 0 and (everything or "vision" in lora.target_modules)
+
+
+def merged_because(lora: Lora) -> str | None:
+    """The setting for which adapters cannot travel alone: vLLM would not apply them exactly."""
+    if lora.use_dora:
+        return "ds.lora.use_dora"
+    return "ds.lora.target_modules vision" if "vision" in lora.target_modules else None

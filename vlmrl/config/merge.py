@@ -1,0 +1,16 @@
+"""What is merged."""
+
+from vlmrl.config.base import Section, Text
+
+
+class Merge(Section):
+    """An adapter, its base, and the folder that the sum goes to."""
+
+    adapter: Text
+    """Folder of the adapter, in PEFT's format: adapter/ of a run with `ds.lora.rank`."""
+    output: Text
+    """Folder for the merged model; it must not exist yet, or be empty."""
+    model_name_or_path: Text | None = None
+    """Local folder or Hub id of the base; by default the one that the adapter names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you trust its author."""

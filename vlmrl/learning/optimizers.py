@@ -1,0 +1,62 @@
+"""What moves the weights: the optimizer, what it does to which of them, and its learning rate over the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from vlmrl.config.actor import Model
+from vlmrl.errors import ConfigError
+from vlmrl.models.quantize import true_shape
+
+_OF_BITSANDBYTES = {
+    "adam_8bit": "AdamW8bit",
+    "adam_paged": "PagedAdamW32bit",
+    "adam_8bit_paged": "PagedAdamW8bit",
+}
+"""`actor.optim` -> class of bitsandbytes. Moments in 8 bits (arXiv:2110.02861), or paged: CUDA moves them to CPU memory
+when the device is full (arXiv:2305.14314)."""
+
+
+def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
+    """The optimizer that `actor.optim` names, of the parameters that want a gradient.
+
+    Raises ConfigError for one that the device does not have.
+    """
+    groups = parameter_groups(module, weight_decay=actor.adam.weight_decay)
+    how: dict[str, Any] = {"lr": actor.adam.lr, "betas": actor.adam.betas, "eps": actor.adam.eps}
+    if actor.optim == "adam":
+        return torch.optim.AdamW(groups, **how)
+    if where.type != "cuda":
+        raise ConfigError(f"actor.optim {actor.optim} is one of bitsandbytes', which needs CUDA: use adam")
+    import bitsandbytes
+
+    found: torch.optim.Optimizer = getattr(bitsandbytes.optim, _OF_BITSANDBYTES[actor.optim])(groups, **how)
+    return found
+
+
+def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """The trainable parameters; biases and norms, which have one dimension, are not decayed."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if len(true_shape(p)) > 1]
+    vectors = [p for p in trainable if len(true_shape(p)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:
+    """The learning rate over the run: a linear rise over the warm-up's share of it, then `actor.lr_scheduler`.
+
+    The share is rounded down, so that a run of a few steps has no warm-up: its first step would have a rate of 0.
+    """
+    has_floor = actor.lr_scheduler == "cosine_with_min_lr"
+    return get_scheduler(
+        actor.lr_scheduler,
+        optimizer,
+        num_warmup_steps=int(actor.lr_warmup_ratio * total_steps),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": actor.min_lr_ratio} if has_floor else None,
+    )

@@ -1,0 +1,305 @@
+"""What a trainer rank, a reference and an engine take of memory, from sizes that a model's configuration tells.
+
+With P numbers in the model, of which T train, on N ranks, s bytes in `ds.param_dtype` (2 or 4):
+
+* **weights** are s P; in 4 bits 0.516 bytes for each number of the language model's layers and s for the rest. ZeRO-3
+  shards them: 1/N, and what it has gathered.
+* **gradients** are 4 T summed, and s T on their way through ZeRO's bucket; **optimizer** is 4 T for the copy that
+  DeepSpeed updates, and 8 T (2 T in 8 bits) for Adam's two moments. What ZeRO shards of them is 1/N. With adapters T is
+  r (in + out) per layer.
+* **activations** are what the backward pass needs of every token and layer, which `saved` counts, and what it makes of
+  one layer. With checkpointing they are s D per token and layer, and two layers in full.
+* **update** is what the optimizer step takes when activations and bucket are gone, as far as it is more than they were:
+  a flat copy of the gradient, and what Adam divides by, one more on a GPU and two on CPU: 8 or 12 T/N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmrl.config.actor import Model
+from vlmrl.config.ds import Ds
+from vlmrl.config.vllm import Vllm
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.logprobs import SLICE
+from vlmrl.models.quantize import quantized_layers
+from vlmrl.plugins import ParameterGroup
+
+FOUR_BIT_BYTES = 0.5 + 0.127 / 8
+"""Of a number in NF4, its share of the doubly quantised scales included (arXiv:2305.14314, section 3)."""
+_BUCKET = 500_000_000
+"""Numbers in DeepSpeed's `reduce_bucket_size`."""
+_LIVE = 1_000_000_000
+"""Numbers in DeepSpeed's `stage3_max_live_parameters`: so many of those that it gathered it keeps."""
+_ANOTHER = "set ds.lora.rank without ref.model_name_or_path: then the actor with its adapters off is the reference"
+_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A stack of equal layers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    """Heads times channels."""
+    keys: int
+    """The same of keys and values."""
+    norms_heads: bool = False
+    """Queries and keys are normalised (Qwen3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of a model decides its memory, in numbers."""
+
+    parameters: dict[ParameterGroup, int]
+    quantized: int
+    """Numbers in the layers that 4 bits would hold."""
+    linears: dict[str, tuple[int, int]]
+    """(out, in) of every linear layer."""
+    vocabulary: int
+    text: Blocks
+    tower: Blocks | None
+
+    @property
+    def total(self) -> int:
+        return sum(self.parameters.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of memory that a role takes."""
+
+    name: str
+    num_bytes: float
+    flag: str
+    """What to change to make it less."""
+    in_host_memory: bool = False
+    """Even where the role computes on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process of a run."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def num_bytes(self, *, on_device: bool = True) -> float:
+        """Of its device, or with False of main memory beside it."""
+        return sum(part.num_bytes for part in self.parts if part.in_host_memory != on_device)
+
+
+def sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) -> Sizes:
+    """Sizes of a model, which may be a skeleton. `group` is `Processor.parameter_group`."""
+    counts: dict[ParameterGroup, int] = {}
+    for name, parameter in net.named_parameters():
+        counts[group(name)] = counts.get(group(name), 0) + parameter.numel()
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    text = net.config.get_text_config()
+    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    vision = getattr(net.config, "vision_config", None)
+    return Sizes(
+        parameters=counts,
+        quantized=sum(linears[name][0] * linears[name][1] for name in quantized_layers(net, group)),
+        linears=linears,
+        vocabulary=text.vocab_size,
+        text=Blocks(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            queries=channels * text.num_attention_heads,
+            keys=channels * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+            norms_heads=any(name.endswith("q_norm.weight") for name, _ in net.named_parameters()),
+        ),
+        tower=None if vision is None else _tower(vision),
+    )
+
+
+def trainer(
+    size: Sizes,
+    *,
+    model: Model,
+    ds: Ds,
+    adapter: AdapterPlan | None,
+    ranks: int,
+    tokens: int,
+    patches: int,
+    device: str,
+    cache_bytes: float = 0.0,
+) -> Role:
+    """A rank that trains on packs of so many tokens and vision patches, on `device` (cpu or cuda)."""
+    s = _BYTES[ds.param_dtype]
+    own = adapter_numbers(size, adapter) if adapter is not None else 0
+    trains = own if adapter is not None else _thawed(size, model)
+    sharded = ranks if ds.zero_stage else 1
+    # Without sharding, DeepSpeed's bf16 optimizer is that of stage 1; in fp32 there is no copy to update.
+    plain = ds.zero_stage == 0 and ds.param_dtype == "fp32"
+    moments = 2 if "8bit" in model.optim else 8
+    optimizer = trains * (moments if plain else moments + 4) / sharded
+    bucket = min(trains, _BUCKET) * (4 if ds.zero_stage < 2 else s) * (2 if ds.overlap_comm else 1)
+    # Plain fp32 reduces when the backward pass is over, and updates one tensor after the other.
+    dividing = 0 if "8bit" in model.optim else 4 if device == "cuda" else 8
+    bucket, update = (0, 4 * trains) if plain else (bucket, (4 + dividing) * trains / sharded - bucket)
+    gradients = 4 * trains / (sharded if ds.zero_stage > 1 else 1) + bucket
+    reaches_vision = bool({"vision", "projector"} & adapter.groups) if adapter is not None else _vision_trains(model)
+    working = _working(size, model, s, device, tokens, patches, reaches_vision, adapted=adapter is not None)
+    more = "set ds.lora.rank to train adapters alone" if adapter is None else "lower ds.lora.rank"
+    shard = "" if ds.zero_stage == 3 else ", or raise ds.zero_stage and actor.num_gpus_per_node"
+    parts = [
+        Part("weights", weight_bytes(size, ds, ranks=ranks), _weights_flag(ds, adapter)),
+        Part("adapters", own * s / (ranks if ds.zero_stage == 3 else 1), "lower ds.lora.rank"),
+        Part("gradients", gradients, more + shard),
+        Part("optimizer", optimizer, f"{more}{shard}, or actor.optim adam_8bit", ds.adam_offload and device != "cpu"),
+        Part("activations", working, _activations_flag(model)),
+        Part("update", max(0.0, update - working), more + shard),
+        Part("vision cache", cache_bytes, "lower vision.cache_gib", in_host_memory=True),
+    ]
+    return Role("actor", tuple(part for part in parts if part.num_bytes))
+
+
+def engine(
+    size: Sizes, *, vllm: Vllm, ds: Ds, adapter: AdapterPlan | None, device: str, device_bytes: float = 0.0
+) -> Role:
+    """An engine. On a GPU it fills its share of the memory with KV cache; `device_bytes` are those of the GPU."""
+    s = _BYTES[ds.param_dtype]
+    held = float(size.total * s)
+    if ds.load_in_4bit and vllm.qlora_base == "bitsandbytes":
+        held = size.quantized * FOUR_BIT_BYTES + (size.total - size.quantized) * s
+    weights = held / vllm.tensor_parallel_size
+    slots = 0.0
+    if adapter is not None and adapter.fits_engine:
+        slots = adapter_numbers(size, adapter) / adapter.rank * adapter.engine_rank * s / vllm.tensor_parallel_size
+    if device == "cpu":
+        cache, flag = vllm.cpu_kv_cache_gib * 2**30, "lower vllm.cpu_kv_cache_gib"
+    else:
+        cache = max(0.0, vllm.gpu_memory_utilization * device_bytes - weights - slots)
+        flag = "lower vllm.gpu_memory_utilization"
+    parts = [
+        Part("weights", weights, "raise vllm.tensor_parallel_size"),
+        Part("adapters", slots, "lower ds.lora.rank"),
+        Part("KV cache", cache, flag),
+    ]
+    return Role("vllm", tuple(part for part in parts if part.num_bytes))
+
+
+def sequence_bytes(size: Sizes, *, vllm: Vllm, ds: Ds, tokens: int) -> float:
+    """KV cache of a sequence of so many tokens, on one device of an engine."""
+    return 2.0 * size.text.layers * size.text.keys * _BYTES[ds.param_dtype] * tokens / vllm.tensor_parallel_size
+
+
+def reference(size: Sizes, *, ds: Ds, tokens: int, device: str) -> Role:
+    """A frozen model of its own, whole on every rank."""
+    s = _BYTES[ds.param_dtype]
+    working = saved(size.text, s, adapted=True) * tokens + _head(size, tokens, device)
+    return Role(
+        "ref",
+        (
+            Part("weights", weight_bytes(size, ds, ranks=1), _ANOTHER),
+            Part("activations", working, "lower rollout.max_tokens_per_gpu"),
+        ),
+    )
+
+
+def weight_bytes(size: Sizes, ds: Ds, *, ranks: int) -> float:
+    """Of the model on one trainer rank, adapters apart."""
+    s = _BYTES[ds.param_dtype]
+    whole = float(size.total * s)
+    if ds.load_in_4bit:
+        whole = size.quantized * FOUR_BIT_BYTES + (size.total - size.quantized) * s
+    if ds.zero_stage < 3 or ranks == 1:
+        return whole
+    # What is in 4 bits is read whole before it is sharded.
+    return max(whole if ds.load_in_4bit else 0.0, whole / ranks + min(whole, _LIVE * s))
+
+
+def adapter_numbers(size: Sizes, adapter: AdapterPlan) -> int:
+    """Numbers in an adapter: r (in + out) of each layer, and DoRA's magnitudes."""
+    shapes = [size.linears[target] for target in adapter.targets]
+    return sum(adapter.rank * (out + inner) + (out if adapter.has_magnitude else 0) for out, inner in shapes)
+
+
+def _working(
+    size: Sizes,
+    model: Model,
+    s: int,
+    device: str,
+    tokens: int,
+    patches: int,
+    reaches_vision: bool,
+    *,
+    adapted: bool,
+) -> float:
+    """Bytes of a pass that are gone when it is over. A frozen tower keeps nothing beyond its own turn."""
+    passing = max(tokens * saved(size.text, s, adapted=adapted), _head(size, tokens, device))
+    text = kept(size.text, tokens, s, model=model, adapted=adapted) + passing
+    if size.tower is None or not patches:
+        return text
+    layer = patches * saved(size.tower, s, adapted=adapted)
+    if reaches_vision:
+        return text + kept(size.tower, patches, s, model=model, adapted=adapted)
+    return max(text, layer)
+
+
+def kept(blocks: Blocks, tokens: int, s: int, *, model: Model, adapted: bool) -> float:
+    """Bytes that the backward pass needs of so many tokens."""
+    each = saved(blocks, s, adapted=adapted)
+    if model.gradient_checkpointing_enable:
+        return tokens * (blocks.layers * blocks.hidden * s + each)
+    return tokens * blocks.layers * each
+
+
+def saved(blocks: Blocks, s: int, *, adapted: bool) -> float:
+    """Bytes that one layer keeps of a token for its backward pass.
+
+    Two norms keep their input in fp32, and, to train themselves, what it came to. Linear layers keep their inputs:
+    2 D, and those of the last projections of attention and feed-forward. Attention keeps queries, keys, values and
+    output; the feed-forward keeps gate, activated gate and up.
+    """
+    own = 0 if adapted else s
+    heads = blocks.queries + blocks.keys
+    norms = 2 * blocks.hidden * (4 + own) + (heads * (4 + own) if blocks.norms_heads else 0)
+    attention = s * (2 * blocks.queries + 2 * blocks.keys + blocks.queries)
+    return norms + attention + s * (2 * blocks.hidden + 4 * blocks.intermediate)
+
+
+def _head(size: Sizes, tokens: int, device: str) -> float:
+    """Three arrays of the logits that exist at the same time, in fp32."""
+    return 12.0 * min(SLICE[device], tokens * size.vocabulary)
+
+
+def _tower(vision: object) -> Blocks:
+    hidden = int(getattr(vision, "hidden_size", 0) or getattr(vision, "embed_dim", 0))
+    intermediate = getattr(vision, "intermediate_size", None) or hidden * getattr(vision, "mlp_ratio", 4)
+    depth = int(getattr(vision, "depth", 0) or getattr(vision, "num_hidden_layers", 0))
+    return Blocks(layers=depth, hidden=hidden, intermediate=int(intermediate), queries=hidden, keys=hidden)
+
+
+def _thawed(size: Sizes, model: Model) -> int:
+    frozen = {"vision": model.freeze_visual_encoder, "projector": model.freeze_projector, "language": False}
+    return sum(count for group, count in size.parameters.items() if not frozen[group])
+
+
+def _vision_trains(model: Model) -> bool:
+    return not (model.freeze_visual_encoder and model.freeze_projector)
+
+
+def _weights_flag(ds: Ds, adapter: AdapterPlan | None) -> str:
+    if adapter is not None and not ds.load_in_4bit:
+        return "set ds.load_in_4bit"
+    return "set ds.lora.rank and ds.load_in_4bit" if adapter is None else "set ds.zero_stage 3, on more GPUs"
+
+
+def _activations_flag(model: Model) -> str:
+    less = "lower train.max_tokens_per_gpu"
+    return less if model.gradient_checkpointing_enable else f"set actor.gradient_checkpointing_enable, or {less}"

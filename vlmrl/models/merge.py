@@ -1,0 +1,176 @@
+"""`vlmrl merge`: an adapter and its base become a model that loads by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from vlmrl.config.data import Columns
+from vlmrl.config.names import is_given
+from vlmrl.config.run import MergeConfig
+from vlmrl.errors import ConfigError
+from vlmrl.models.adapters import StoredAdapter, check_base, read_adapter
+from vlmrl.models.load import load_model
+from vlmrl.models.quantize import DTYPES, FourBit, dequantized, four_bit, is_four_bit, quantization, settle
+from vlmrl.plugins import Processor, first_line, looks_local, processor
+
+_PREFIX = "base_model.model."
+"""What PEFT puts before the name of every tensor."""
+
+
+def merge(config: MergeConfig) -> None:
+    """Write the sum of an adapter and its base, and the processor, into `merge.output`.
+
+    An adapter that was trained on a base of 4 bits is added to the values that those bits stand for, for these are what
+    it was trained with; `ds.load_in_4bit false` adds it to the weights in the base's files.
+
+    Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when
+    there is something in the output folder.
+    """
+    try:
+        _merge(config)
+    except ConfigError as error:
+        # What reads models names the setting of the verbs that train them.
+        raise ConfigError(str(error).replace("actor.model_name_or_path", "merge.model_name_or_path")) from error
+
+
+def _merge(config: MergeConfig) -> None:
+    output = Path(config.merge.output).expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"merge.output: there is something in {output}: give another folder")
+    stored = read_adapter(config.merge.adapter, flag="merge.adapter")
+    path, columns = _base(config, stored), Columns()
+    reader = processor(
+        path,
+        min_pixels=columns.min_pixels,
+        max_pixels=columns.max_pixels,
+        trust_remote_code=config.merge.trust_remote_code,
+    )
+    check_base(stored, path, folder=config.merge.adapter, flag="merge.adapter")
+    net = _load(path, config, stored, reader)
+    write_out(net)
+    add(net, stored)
+    net.save_pretrained(output)
+    reader.save(output)
+    told = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
+    Console().print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+@torch.no_grad()
+def write_out(net: PreTrainedModel) -> None:
+    """Put the values of a 4-bit model in the place of their bits: every layer becomes a plain one, in CPU memory."""
+    for name, module in list(net.named_modules()):
+        if not isinstance(module, nn.Linear) or not is_four_bit(module.weight):
+            continue
+        weight = dequantized(module.weight).cpu()
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, device="meta")
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        if module.bias is not None:
+            plain.bias = module.bias
+        parent, _, last = name.rpartition(".")
+        setattr(net.get_submodule(parent), last, plain)
+    net.cpu()
+
+
+@torch.no_grad()
+def add(net: PreTrainedModel, stored: StoredAdapter) -> None:
+    """Add the adapter to the weights of its layers, in fp32, and take over what was trained whole beside it.
+
+    Raises ConfigError when the model lacks a layer, or has another shape of it.
+    """
+    modules, parameters = dict(net.named_modules()), dict(net.named_parameters(remove_duplicate=False))
+    for target in stored.targets:
+        weight: Any = getattr(modules.get(target), "weight", None)
+        if weight is None:
+            raise ConfigError(f"merge.adapter: it is for a layer {target}, which {type(net).__name__} does not have")
+        try:
+            delta = stored.delta(target, weight.data)
+        except RuntimeError as error:
+            raise ConfigError(f"merge.adapter: {target} does not fit the base: {first_line(error)}") from error
+        _check_shape(target, delta, weight)
+        weight.data = (weight.float() + delta).to(weight.dtype)
+    for name, tensor in whole_tensors(stored).items():
+        if name not in parameters:
+            raise ConfigError(f"merge.adapter: it holds {name}, which {type(net).__name__} does not have")
+        _check_shape(name, tensor, parameters[name])
+        parameters[name].data.copy_(tensor)
+
+
+def whole_tensors(stored: StoredAdapter) -> dict[str, Tensor]:
+    """What was trained whole beside the adapter (PEFT's `modules_to_save`), as the score layer of a reward model is."""
+    layers = tuple(f"{_PREFIX}{target}.lora_" for target in stored.targets)
+    return {
+        name.removeprefix(_PREFIX): tensor for name, tensor in stored.tensors.items() if not name.startswith(layers)
+    }
+
+
+def _check_shape(name: str, tensor: Tensor, held: Tensor) -> None:
+    if tensor.shape != held.shape:
+        raise ConfigError(
+            f"merge.adapter: its {name} is {list(tensor.shape)} and the base's {list(held.shape)}: give it its own base"
+        )
+
+
+def _base(config: MergeConfig, stored: StoredAdapter) -> str:
+    """The model that the adapter belongs to: a folder or Hub id."""
+    given = config.merge.model_name_or_path
+    path = given or stored.base.path
+    if looks_local(path) and not Path(path).expanduser().is_dir():
+        if given is not None:
+            raise ConfigError(f"merge.model_name_or_path: there is no folder {path}")
+        raise ConfigError(
+            f"merge.adapter: its base was {path}, and there is no such folder: give it as merge.model_name_or_path"
+        )
+    return path
+
+
+def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Processor) -> PreTrainedModel:
+    """The base as the adapter was trained on it."""
+    ds = config.ds
+    if not is_given(config, "ds.load_in_4bit"):
+        ds = ds.model_copy(update={"load_in_4bit": stored.base.is_four_bit})
+    elif ds.load_in_4bit and stored.base.fingerprint is not None and not stored.base.is_four_bit:
+        raise ConfigError("ds.load_in_4bit: the adapter was trained on its base as it is: leave the flag out")
+    dtype, bits, trust = DTYPES[ds.param_dtype], four_bit(ds, reader), config.merge.trust_remote_code
+    if _is_classifier(path, stored, trust_remote_code=trust):
+        return _load_classifier(path, stored, dtype=dtype, bits=bits, trust_remote_code=trust)
+    return load_model(path, dtype=dtype, attn_implementation=None, trust_remote_code=trust, four_bit=bits)
+
+
+def _is_classifier(path: str, stored: StoredAdapter, *, trust_remote_code: bool) -> bool:
+    """It scores whole sequences: says its base's configuration, or the score layer in the adapter's file."""
+    architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
+    return "score.weight" in whole_tensors(stored) or any(a.endswith("SequenceClassification") for a in architectures)
+
+
+def _load_classifier(
+    path: str, stored: StoredAdapter, *, dtype: torch.dtype, bits: FourBit | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    """A model with a score layer in the place of its output layer."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    held = whole_tensors(stored)
+    if "score.weight" in held:
+        config.num_labels = held["score.weight"].shape[0]
+    more: dict[str, Any] = {}
+    if bits is not None:
+        with torch.device("meta"):
+            bare = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+        more["quantization_config"] = quantization(bits, bare, dtype=dtype)
+    try:
+        net, report = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **more
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"merge.adapter: {path} cannot be read as a classifier: {first_line(error)}") from error
+    lacking = sorted(set(report["missing_keys"]) - held.keys())
+    if lacking:
+        raise ConfigError(f"merge.adapter: neither it nor the files of {path} hold the weight {lacking[0]}")
+    if bits is not None:
+        settle(net)
+    assert isinstance(net, PreTrainedModel)
+    return net
