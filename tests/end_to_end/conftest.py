@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from recipes import DIGITS
 
 from vlmrl.cluster.session import session
 from vlmrl.models import tiny
@@ -30,3 +31,11 @@ def ray_session() -> Iterator[None]:
     """Runs inside these tests use this Ray session instead of one each."""
     with session():
         yield
+
+
+@pytest.fixture(scope="session")
+def digits_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward that a random model can learn in seconds, as `reward.remote_url` takes it."""
+    file = tmp_path_factory.mktemp("reward") / "digits.py"
+    file.write_text(DIGITS)
+    return f"{file}:digits"

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes import recipe, steps_of
 
+from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.run import train_rl, train_sft
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-# What no pretraining is needed for: answers made of digits.
-DIGITS = '''
-def digits(response, label, metadata, **_):
-    """Share of the answer's characters that are digits."""
-    return sum(c.isdigit() for c in response) / max(1, len(response))
-'''
 TASKS = {"qwen3": "arithmetic?difficulty=1&size=256"}
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=256"
 
@@ -27,10 +22,8 @@ LORA = {"rank": 8, "alpha": 32}
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+def settings(digits_reward: str, tiny_model: Callable[..., str]) -> Callable[..., dict[str, Any]]:
     """`settings(family, out, ds=...)`: a run of a tiny model that learns to answer in digits."""
-    reward = tmp_path_factory.mktemp("reward") / "digits.py"
-    reward.write_text(DIGITS)
 
     def build(family: str, out: Path, size: str = "tiny", **changes: dict[str, Any]) -> dict[str, Any]:
         config: dict[str, dict[str, Any]] = {
@@ -40,7 +33,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...,
                 "lr_scheduler": "constant",
             },
             "data": {"prompt_dataset": TASKS.get(family, COUNTING), "max_len": 160},
-            "reward": {"functions": {}, "remote_url": f"{reward}:digits"},
+            "reward": {"functions": {}, "remote_url": digits_reward},
             "rollout": {"batch_size": 8, "n_samples_per_prompt": 8, "max_new_tokens": 6},
             "train": {"batch_size": 64, "max_steps": 10, "colocate_all": True},
             "ds": {"param_dtype": "fp32", "lora": LORA},
@@ -52,14 +45,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...,
         return config
 
     return build
-
-
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder) if "policy/loss" in line]
 
 
 def num_trained(folder: Path) -> int:
@@ -80,16 +65,24 @@ def num_trained(folder: Path) -> int:
     ],
 )
 def test_the_reward_rises_on_two_ranks_and_two_engines(
-    family: str, four_bit: bool, stage: int, tmp_path: Path, settings: Callable[..., dict[str, Any]]
+    family: str, four_bit: bool, stage: int, tmp_path: Path, digits_reward: str, tiny_model: Callable[..., str]
 ) -> None:
-    config = settings(
-        family,
-        tmp_path / "run",
-        actor={"num_gpus_per_node": 2},
-        ds={"zero_stage": stage, "load_in_4bit": four_bit},
-        vllm={"num_engines": 2},
-    )
-    train_rl(RlConfig.model_validate(config))
+    flags = {
+        "actor.num_gpus_per_node": 2,
+        "actor.adam.lr": 1e-2,
+        "actor.lr_scheduler": "constant",
+        "data.prompt_dataset": TASKS.get(family, COUNTING),
+        "eval.max_samples": 8,
+        "reward.functions": "{}",
+        "reward.remote_url": digits_reward,
+        "rollout.batch_size": 8,
+        "train.batch_size": 64,
+        "train.max_steps": 10,
+        "ds.zero_stage": stage,
+        "vllm.num_engines": 2,
+    }
+    example = "visual_math_qlora.yaml" if four_bit else "visual_math_lora.yaml"
+    train_rl(load(RlConfig, recipe(example, tiny_model(family), tmp_path / "run", **flags)))
     steps = steps_of(tmp_path / "run")
     rewards = [line["reward/mean"] for line in steps]
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards

@@ -5,22 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from recipes import read_metrics, recipe, steps_of
 
 from vlmrl.config.load import load
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.run import evaluate, train_rl, train_sft
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-# What no pretraining is needed for: answers made of digits.
-DIGITS = '''
-def digits(response, label, metadata, **_):
-    """Share of the answer's characters that are digits."""
-    return sum(c.isdigit() for c in response) / max(1, len(response))
-'''
 
 NAMES = """reward/mean reward/std group/constant_fraction response/tokens_mean response/truncated_fraction policy/loss
 policy/clip_fraction policy/entropy policy/grad_norm sync/version sync/logprob_diff_max sync/kl_rollout_train
@@ -28,28 +19,6 @@ vision/tower_calls media/bytes_moved pack/tokens pack/padding_fraction time/roll
 time/update_s time/publish_s time/step_s throughput/tokens_per_s data/rows_dropped"""
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(folder) if "policy/loss" in line]
-
-
-def recipe(name: str, model: str, out: Path, **flags: Any) -> list[str]:
-    """The command line of an example with other values."""
-    common = {"actor.model_name_or_path": model, "ckpt.output_dir": out}
-    words = [word for flag, value in (common | flags).items() for word in (f"--{flag}", str(value))]
-    return ["--config", str(EXAMPLES / name), *words]
-
-
-@pytest.fixture(scope="module")
-def digits_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("reward") / "digits.py"
-    file.write_text(DIGITS)
-    return f"{file}:digits"
 
 
 @pytest.mark.parametrize(
@@ -92,15 +61,17 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
 
 
 def test_the_quickstart_in_short(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
-    warm, out = tmp_path / "sft", tmp_path / "rl"
+    warm = tmp_path / "sft"
     short = {"train.max_steps": 12, "train.batch_size": 16}
     train_sft(load(SftConfig, recipe("quickstart_sft.yaml", tiny_model("qwen2_5_vl"), warm, **short)))
     losses = [line["policy/loss"] for line in steps_of(warm)]
     assert losses[-1] < losses[0] - 1.0, losses
     flags = {"train.max_steps": 2, "train.batch_size": 16, "rollout.batch_size": 4, "eval.max_samples": 16}
-    train_rl(load(RlConfig, recipe("quickstart_rl.yaml", str(warm / "model"), out, **flags)))
-    assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
-    assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
+    for example in ("quickstart_rl", "quickstart_qlora"):
+        out = tmp_path / example
+        train_rl(load(RlConfig, recipe(f"{example}.yaml", str(warm / "model"), out, **flags)))
+        assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
+        assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
 
 
 def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(

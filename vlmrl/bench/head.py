@@ -23,6 +23,7 @@ from vlmrl.config.bench import Head
 from vlmrl.config.run import LogprobsBench
 from vlmrl.learning.engine import DTYPES, device
 from vlmrl.models.logprobs import token_logprobs
+from vlmrl.startup.memory import keep_memory
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden [T, D], weight [V, D], targets [T] -> log-probs [T]."""
@@ -46,6 +47,7 @@ def logprobs(config: LogprobsBench) -> None:
     diffs = differences(layer)
     # The first round warms up, and finds the peaks.
     peaks = {(way, what): peak_bytes(partial(PASSES[what], WAYS[way], layer), where) for way in WAYS for what in PASSES}
+    keep_memory()
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in peaks}
     for _ in range(config.bench.repeats):
         for (way, what), each in seconds.items():

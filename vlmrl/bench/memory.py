@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vlmrl.startup.memory import give_back_memory, keep_memory
+from vlmrl.startup.memory import give_back_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -20,10 +20,9 @@ _RESET_PEAK = "5"
 def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
     """Run `work` and return the most bytes that it held at once, above what was held before.
 
-    On CUDA, PyTorch counts what it allocates. On CPU it is the process's resident memory, which the kernel counts: what
-    `malloc` keeps for later is given back first, and while this measures it keeps nothing. Memory is slow to take anew,
-    so what is measured here should not be timed; afterwards the process keeps memory as a worker does. None where the
-    kernel does not tell.
+    On CUDA, PyTorch counts what it allocates. On CPU it is the process's resident memory, which the kernel counts; what
+    `malloc` keeps for later is given back first, and from here on it keeps nothing. Memory is slow to take anew:
+    measure first, and time after `keep_memory()`, as in a worker. None where the kernel does not tell.
     """
     gc.collect()
     if where.type == "cuda":
@@ -32,15 +31,12 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
         work()
         torch.cuda.synchronize(where)
         return int(torch.cuda.max_memory_allocated(where)) - before
+    give_back_memory()
     if not _forget_peak():
         work()
         return None
     before = _resident("VmRSS")
-    give_back_memory()
-    try:
-        work()
-    finally:
-        keep_memory()
+    work()
     return max(0, _resident("VmHWM") - before)
 
 

@@ -10,8 +10,8 @@ How its numbers come about:
   tower, which is the same in all layouts, is left out.
 * **memory** is taken in steps of their own, which are not timed: see `bench.memory`. That of the rank is all that it
   takes from before the model is read to the end of a first step with the first layout.
-* **differences** are those of log-probs and gradients from the first layout's, after that step. The
-  gradients are of the sum over tokens of log-prob times advantage, plus entropy, over the number of tokens.
+* **differences** are those of log-probs and gradients from the first layout's, after those steps. The gradients are of
+  the sum over tokens of log-prob times advantage, plus entropy, over the number of tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from vlmrl.models.cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
 from vlmrl.plugins import processor
 from vlmrl.preflight import plan_of
+from vlmrl.startup.memory import keep_memory
 from vlmrl.types import Experience, Floats, Totals
 
 PARTS = ("forward", "backward", "optimizer")
@@ -98,12 +99,13 @@ def step(config: StepBench) -> None:
     policy, experience, found = made[0]
     first = found[config.bench.layouts[0]]
     for measured in found.values():
+        measured.peak_bytes = peak_bytes(partial(policy.step, measured, experience), policy.device)
+    keep_memory()
+    for measured in found.values():
         policy.compare(measured, experience, first)
     for number in range(config.bench.repeats + 1):
         for layout in _rotated(config.bench.layouts, number):
             policy.time(found[layout], experience, warms_up=number == 0)
-    for measured in found.values():
-        measured.peak_bytes = peak_bytes(partial(policy.step, measured, experience), policy.device)
     _tell(config, found, policy, rank_peak)
 
 
