@@ -72,6 +72,7 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
         "actor.adam.lr": 1e-2,
         "actor.lr_scheduler": "constant",
         "data.prompt_dataset": TASKS.get(family, COUNTING),
+        "eval.dataset": TASKS.get(family, COUNTING),
         "eval.max_samples": 8,
         "reward.functions": "{}",
         "reward.remote_url": digits_reward,

@@ -28,7 +28,7 @@ def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.
     groups = parameter_groups(module, weight_decay=actor.adam.weight_decay)
     how: dict[str, Any] = {"lr": actor.adam.lr, "betas": actor.adam.betas, "eps": actor.adam.eps}
     if actor.optim == "adam":
-        # In one pass over the numbers instead of ten.
+        # One pass over the numbers: 33 ms instead of 67 for 13M of them on two cores.
         return torch.optim.AdamW(groups, **how, fused=True)
     if where.type != "cuda":
         raise ConfigError(f"actor.optim {actor.optim} is one of bitsandbytes', which needs CUDA: use adam")
@@ -52,7 +52,7 @@ def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int
 
     The share is rounded down, so that a run of a few steps has no warm-up: its first step would have a rate of 0.
     """
-    # It brings bitsandbytes with it, which would say more than it should before `models.quantize` is there.
+    # This imports bitsandbytes, which warns of nothing that matters unless `models.quantize` has come first.
     from transformers import get_scheduler
 
     has_floor = actor.lr_scheduler == "cosine_with_min_lr"
