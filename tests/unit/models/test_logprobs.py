@@ -50,6 +50,19 @@ def test_values_and_gradients_are_those_of_full_logits(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("output", ["logprobs", "entropy"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_loss_on_one_of_the_two_alone_has_the_gradients_of_full_logits(output: str, temperature: float) -> None:
+    hidden, weight, bias, targets = case(with_bias=True)
+    assert bias is not None
+    leaves, scale = (hidden, weight, bias), torch.randn(T)
+    ours = getattr(token_logprobs(hidden, weight, bias, targets, temperature=temperature, slice_size=5 * T), output)
+    theirs = dict(zip(("logprobs", "entropy"), plain(hidden, weight, bias, targets, temperature, ()), strict=True))
+    found = torch.autograd.grad((ours * scale).sum(), leaves)
+    for mine, other in zip(found, torch.autograd.grad((theirs[output] * scale).sum(), leaves), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
 def test_gradients_pass_the_numerical_check() -> None:
     hidden, weight, bias, targets = case(with_bias=True, dtype=torch.float64)
     assert bias is not None
