@@ -121,7 +121,8 @@ def train(
             scores = rewarder.score(groups)
         samples = to_samples(groups)
         with report.phase("logprob"):
-            old = None if is_on_policy(config) else policy.logprobs(samples)
+            has_one_pass = is_one_pass(config.rollout, config.train, config.algo)
+            old = None if has_one_pass else policy.logprobs(samples)
             ref = reference.logprobs(samples) if reference is not None else None
         judged, judging = judge(config, groups, scores, samples, old=old, ref=ref)
         with report.phase("update"):
@@ -237,11 +238,6 @@ def judge(
         check_agreement(config, agreement)
         metrics |= agreement
     return Judged(groups=groups, scores=scores, rewards=list(by_group.numpy()), experience=experience), metrics
-
-
-def is_on_policy(config: RlConfig) -> bool:
-    """Whether a batch of answers has one optimizer step, taken by the very policy that gave them: see `is_one_pass`."""
-    return is_one_pass(config.rollout, config.train, config.algo)
 
 
 def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:

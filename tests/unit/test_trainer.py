@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from vlmrl.config.adapter_checks import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import SyncError
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Judged, check_versions, compare_engine, is_on_policy, judge, largest_gap, to_samples, train
+from vlmrl.trainer import Judged, check_versions, compare_engine, judge, largest_gap, to_samples, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 
 ANSWER_LOGPROB = -0.5
@@ -172,7 +173,7 @@ def test_old_log_probs_take_a_pass_of_their_own_only_when_the_update_cannot_find
 ) -> None:
     policy = RememberingPolicy(ScriptedEngine())
     settings = config(**changes)
-    assert is_on_policy(settings) is not asks
+    assert is_one_pass(settings.rollout, settings.train, settings.algo) is not asks
     if not settings.algo.kl.init_coef:
         run(settings, policy, steps=1)
         assert (policy.taught[0].old_logprobs is not None) is asks

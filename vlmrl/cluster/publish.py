@@ -10,7 +10,7 @@ from vlmrl.cluster.group import WorkerGroup
 from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError, SyncError
-from vlmrl.models.adapter_plan import LARGEST_ENGINE_RANK, AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.types import Metrics, Part
 
 
@@ -93,10 +93,8 @@ def why_merged(plan: AdapterPlan) -> str:
     """What keeps vLLM from applying the adapter itself."""
     if plan.has_magnitude:
         return "vLLM has no DoRA"
-    if plan.groups != {"language"}:
-        parts = " and ".join(sorted(plan.groups - {"language"}, reverse=True))
-        return f"vLLM does not apply adapters of the {parts} exactly"
-    return f"vLLM takes ranks up to {LARGEST_ENGINE_RANK}, not {plan.rank}"
+    parts = " and ".join(sorted(plan.groups - {"language"}, reverse=True))
+    return f"vLLM does not apply adapters of the {parts} exactly"
 
 
 def send(

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.folders import begin, finish, partial, prune
-from vlmrl.learning.weights import NamedTensors, full_shape, saved_tensors, whole_tensors
+from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
+from vlmrl.models.quantize import true_shape
 from vlmrl.plugins import Processor
 
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
@@ -148,7 +149,7 @@ def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str
     """What must be equal for a checkpoint to fit."""
     tensors = saved_tensors(net) if adapted is None else _adapter_tensors(net)
     identity: dict[str, Any] = {
-        "model": {name: list(full_shape(tensor)) for name, tensor in tensors},
+        "model": {name: list(true_shape(tensor)) for name, tensor in tensors},
         "trained": [name for name, parameter in net.named_parameters() if parameter.requires_grad],
         "base": None if adapted is None else adapted.base.fingerprint,
         "ranks": torch.distributed.get_world_size(),

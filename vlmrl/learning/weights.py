@@ -45,11 +45,6 @@ def full_size(tensor: Tensor) -> int:
     return math.prod(true_shape(tensor)) * true_dtype(tensor).itemsize
 
 
-def full_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Shape of the tensor as it is written: whole, and not in 4 bits."""
-    return true_shape(tensor)
-
-
 def cut(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedTensors]:
     """Runs of tensors that stay within `max_bytes`; a tensor that is larger has a run of its own."""
     runs: list[NamedTensors] = []

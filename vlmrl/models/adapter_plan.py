@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from vlmrl.config.lora import Lora
+from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.errors import ConfigError
 from vlmrl.models.weights import fingerprint
 from vlmrl.plugins import ParameterGroup, Processor
@@ -16,8 +16,7 @@ from vlmrl.plugins import ParameterGroup, Processor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST_ENGINE_RANK = 512
-_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_ENGINE_RANK)
+_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
 """vLLM's choices of `max_lora_rank`."""
 
 WORDS = ("all-linear", "vision", "all")
@@ -44,7 +43,7 @@ class AdapterPlan:
     @property
     def scaling(self) -> float:
         """What B @ A is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
+        return scaling(self.rank, self.alpha, is_rank_stabilized=self.is_rank_stabilized)
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ class AdapterPlan:
     @property
     def fits_engine(self) -> bool:
         """vLLM applies it exactly, so that it travels by itself; otherwise merged weights do."""
-        return self.groups == {"language"} and not self.has_magnitude and self.rank <= LARGEST_ENGINE_RANK
+        return self.groups == {"language"} and not self.has_magnitude
 
     @property
     def engine_rank(self) -> int:
@@ -66,6 +65,11 @@ class AdapterPlan:
         """Names of its matrices in PEFT's files; [rank, in] and [out, rank] in turn."""
         halves = ("lora_A", "lora_B")
         return tuple(f"base_model.model.{target}.{half}.weight" for target in self.targets for half in halves)
+
+
+def scaling(rank: int, alpha: float, *, is_rank_stabilized: bool) -> float:
+    """What B @ A is multiplied by (arXiv:2106.09685; arXiv:2312.03732 where the rank is stabilised)."""
+    return alpha / (math.sqrt(rank) if is_rank_stabilized else rank)
 
 
 def adapter_fingerprint(digests: Mapping[str, str], scaling: float) -> str:

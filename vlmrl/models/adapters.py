@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan, scaling
 from vlmrl.models.quantize import dequantized, is_four_bit
 from vlmrl.plugins import first_line
 
@@ -62,7 +62,7 @@ class StoredAdapter:
     @property
     def scaling(self) -> float:
         """What B @ A is multiplied by."""
-        return self.alpha / (self.rank**0.5 if self.is_rank_stabilized else self.rank)
+        return scaling(self.rank, self.alpha, is_rank_stabilized=self.is_rank_stabilized)
 
     def delta(self, target: str, weight: Tensor) -> Tensor:
         """What the adapter adds to the weight [out, in] of one of its targets, in fp32."""
@@ -135,28 +135,31 @@ def adapter_tensors(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def delta(layer: nn.Module) -> Tensor:
     """What the adapter of a layer adds to its weight, [out, in] in fp32. All parameters of the layer must be whole."""
     found: Any = layer
-    magnitudes = found.lora_magnitude_vector
+    has_magnitude = _NAME in found.lora_magnitude_vector
     return low_rank_delta(
         found.lora_A[_NAME].weight,
         found.lora_B[_NAME].weight,
         scaling=found.scaling[_NAME],
-        weight=dequantized(found.get_base_layer().weight),
-        magnitude=magnitudes[_NAME].weight if _NAME in magnitudes else None,
+        weight=dequantized(found.get_base_layer().weight) if has_magnitude else None,
+        magnitude=found.lora_magnitude_vector[_NAME].weight if has_magnitude else None,
     )
 
 
-def low_rank_delta(a: Tensor, b: Tensor, *, scaling: float, weight: Tensor, magnitude: Tensor | None = None) -> Tensor:
+def low_rank_delta(
+    a: Tensor, b: Tensor, *, scaling: float, weight: Tensor | None = None, magnitude: Tensor | None = None
+) -> Tensor:
     """scaling * B @ A, or what makes `weight` DoRA's (arXiv:2402.09353, equation 5); [out, in] in fp32.
 
     Args:
         a: [rank, in]
         b: [out, rank]
-        weight: [out, in], of the base. Read only with a magnitude.
-        magnitude: [out]
+        weight: [out, in], of the base; DoRA needs it.
+        magnitude: [out]; without it the adapter is plain LoRA.
     """
     added = scaling * (b.float() @ a.float())
     if magnitude is None:
         return added
+    assert weight is not None
     moved = weight.float() + added
     scale = magnitude.float() / torch.linalg.vector_norm(moved, dim=1)
     return scale[:, None] * moved - weight.float()

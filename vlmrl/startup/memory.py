@@ -20,7 +20,7 @@ def keep_memory() -> bool:
     are larger.
 
     Measured on two cores: an optimizer step of a 13M model with eight images took about 3 s instead of 4.9 s with such
-    a bound, and 2.4 s instead of 2.6 without it, for 4 % more memory.
+    a bound already.
     """
     return _order((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _TOP_PAD))
 

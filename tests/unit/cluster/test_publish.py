@@ -105,7 +105,6 @@ def test_without_4_bits_both_sides_have_the_same_base() -> None:
     [
         (plan("language", "vision", "projector"), "vLLM does not apply adapters of the vision and projector exactly"),
         (plan(dora=True), "vLLM has no DoRA"),
-        (plan(rank=513), "vLLM takes ranks up to 512, not 513"),
     ],
 )
 def test_what_vllm_cannot_apply_goes_as_merged_weights_and_that_is_said(adapter: AdapterPlan, reason: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from vlmrl.config.adapter_checks import merged_because
 from vlmrl.config.load import load
-from vlmrl.config.lora import LARGEST_RANK, Lora
+from vlmrl.config.lora import Lora
 from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, Run, SftConfig, StepBench
 from vlmrl.errors import ConfigError
 
@@ -113,9 +113,3 @@ def test_merging_needs_an_adapter_and_a_place() -> None:
     assert config.ds.load_in_4bit
     with pytest.raises(ConfigError, match="vlmrl merge does not have it"):
         load(MergeConfig, ["--merge.adapter", "a", "--merge.output", "b", "--ds.lora.rank", "8"])
-
-
-def test_the_bound_is_the_one_that_engines_are_started_with() -> None:
-    from vlmrl.models.adapter_plan import LARGEST_ENGINE_RANK
-
-    assert LARGEST_RANK == LARGEST_ENGINE_RANK
