@@ -12,10 +12,10 @@ from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
 from vlmrl.cluster.publish import check_publication
 from vlmrl.cluster.session import Session, local_session
-from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, SftConfig, StepBench
+from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.plugins import ParameterGroup, Processor
+from vlmrl.plugins import Processor
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -39,25 +39,13 @@ def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> di
     return {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
 
 
-def plan_of(config: RlConfig | SftConfig | PublishBench | StepBench, tools: Processor) -> AdapterPlan | None:
+def plan_of(config: RlConfig | SftConfig, tools: Processor) -> AdapterPlan | None:
     """The adapter that the settings ask for; None when the model itself trains.
 
     Raises:
         ConfigError: the model has no such layers, or they are frozen, or the engines cannot take what the settings say.
     """
-    if config.ds.lora.rank == 0:
-        return None
-    freezing: dict[ParameterGroup, bool] = {
-        "vision": config.actor.freeze_visual_encoder,
-        "projector": config.actor.freeze_projector,
-    }
-    plan = plan_adapter(
-        config.ds.lora,
-        path=config.actor.model_name_or_path,
-        processor=tools,
-        frozen=[group for group, is_frozen in freezing.items() if is_frozen],
-        trust_remote_code=config.actor.trust_remote_code,
-    )
+    plan = plan_adapter(config.actor, config.ds.lora, tools)
     if isinstance(config, RlConfig):
         check_publication(plan, ds=config.ds, vllm=config.vllm)
     return plan

@@ -17,11 +17,10 @@ from vlmrl.cluster.placement import Place
 from vlmrl.cluster.publish import publication
 from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder, Tally
 from vlmrl.cluster.session import Session
-from vlmrl.config.actor import Model
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.plugins import Processor
 
 
@@ -215,13 +214,6 @@ def together(*starts: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(starts)) as pool:
         futures = [pool.submit(start) for start in starts]
     return [future.result() for future in futures]
-
-
-def vision_trains(actor: Model, adapter: AdapterPlan | None) -> bool:
-    """Whether an update changes what the model sees in an image. Under adapters they alone train."""
-    if adapter is not None:
-        return adapter.groups != {"language"}
-    return not (actor.freeze_visual_encoder and actor.freeze_projector)
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:

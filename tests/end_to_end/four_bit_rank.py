@@ -35,7 +35,8 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
         net, tools = read_model(actor, ds=ds, columns=Columns(), where=device())
     base = _held() - before
     freeze(net, tools, vision=False, projector=False)
-    plan = plan_adapter(Lora(rank=2), path=model, processor=tools, frozen=[])
+    plan = plan_adapter(actor, Lora(rank=2), tools)
+    assert plan is not None
     inject(net, plan)
     for name, parameter in net.named_parameters():
         if ".lora_B." in name:

@@ -66,12 +66,10 @@ def plan(model: str, lora: dict[str, Any], actor: dict[str, Any]) -> Any:
     from vlmrl.models.adapter_plan import plan_adapter
     from vlmrl.plugins import processor
 
-    frozen = {"vision": "freeze_visual_encoder", "projector": "freeze_projector"}
     return plan_adapter(
+        Model.model_validate({"model_name_or_path": model} | actor),
         Lora.model_validate({"rank": 4, "alpha": 8.0} | lora),
-        path=model,
-        processor=processor(model, min_pixels=3136, max_pixels=100_000),
-        frozen=[part for part, flag in frozen.items() if actor.get(flag)],  # type: ignore[misc]
+        processor(model, min_pixels=3136, max_pixels=100_000),
     )
 
 

@@ -43,9 +43,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     ds, columns = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns()
     actor = Model(model_name_or_path=path, gradient_checkpointing_enable=case.get("checkpointing", False))
     reader = processor(path, min_pixels=columns.min_pixels, max_pixels=columns.max_pixels)
-    adapter = None
-    if ds.lora.rank:
-        adapter = plan_adapter(ds.lora, path=path, processor=reader, frozen=(), trust_remote_code=False)
+    adapter = plan_adapter(actor, ds.lora, reader)
     size = sizes(skeleton(path), reader.parameter_group)
     has_images = reader.resize_factor is not None
     shapes = Samples(

@@ -17,9 +17,8 @@ from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor
-from vlmrl.preflight import plan_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
 from vlmrl.types import Part
@@ -43,7 +42,7 @@ def publish(config: PublishBench) -> None:
             max_pixels=columns.max_pixels,
             trust_remote_code=config.actor.trust_remote_code,
         )
-        adapter = plan_of(config, tools)
+        adapter = plan_adapter(config.actor, config.ds.lora, tools)
         travels_alone = adapter is not None and adapter.fits_engine
         engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
         learner = stage.group(

@@ -42,10 +42,10 @@ from vlmrl.data.packing import Pack, place
 from vlmrl.learning.engine import device
 from vlmrl.learning.forward import Forward
 from vlmrl.learning.policy import Policy, PolicyLoss
+from vlmrl.models.adapter_plan import plan_adapter
 from vlmrl.models.cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
 from vlmrl.plugins import processor
-from vlmrl.preflight import plan_of
 from vlmrl.startup.memory import keep_memory
 from vlmrl.types import Experience, Floats, Totals
 
@@ -151,7 +151,7 @@ class _TimedPolicy(Policy):
             loss=PolicyLoss(aggregation="token", max_new_tokens=max(config.bench.response_tokens)),
             temperature=1.0,
             bans=True,
-            adapter=plan_of(config, tools),
+            adapter=plan_adapter(config.actor, config.ds.lora, tools),
         )
         self.processor = self._processor
         self.device = self._device

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from vlmrl.config.actor import Model
 from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.errors import ConfigError
 from vlmrl.models.weights import fingerprint
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
 """vLLM's choices of `max_lora_rank`."""
 
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of every tensor in a file."""
 WORDS = ("all-linear", "vision", "all")
 """What `ds.lora.target_modules` understands beside the names of layers."""
 _NOUN = {"vision": "vision tower", "projector": "projector"}
@@ -64,7 +67,7 @@ class AdapterPlan:
     def tensor_names(self) -> tuple[str, ...]:
         """Names of its matrices in PEFT's files; [rank, in] and [out, rank] in turn."""
         halves = ("lora_A", "lora_B")
-        return tuple(f"base_model.model.{target}.{half}.weight" for target in self.targets for half in halves)
+        return tuple(f"{PREFIX}{target}.{half}.weight" for target in self.targets for half in halves)
 
 
 def scaling(rank: int, alpha: float, *, is_rank_stabilized: bool) -> float:
@@ -81,21 +84,23 @@ def adapter_fingerprint(digests: Mapping[str, str], scaling: float) -> str:
     return fingerprint({**digests, "scaling": f"{scaling:.9g}"})
 
 
-def plan_adapter(
-    lora: Lora, *, path: str, processor: Processor, frozen: Collection[ParameterGroup], trust_remote_code: bool = False
-) -> AdapterPlan:
-    """The adapter that the settings ask for on the model in `path`, whose weights are not read for it.
+def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan | None:
+    """The adapter that the settings ask for, None when the model itself trains. Reads no weights.
 
-    Args:
-        processor: of that model; it knows which part a layer belongs to.
-        frozen: the parts that settings freeze.
+    `processor` is the model's: it knows which part a layer belongs to.
 
     Raises ConfigError for targets that the model has not, or that lie in a part that is frozen.
     """
+    if lora.rank == 0:
+        return None
     from vlmrl.models.load import skeleton
 
-    assert lora.rank > 0, "an adapter of rank 0 is none"
-    net = skeleton(path, trust_remote_code=trust_remote_code)
+    net = skeleton(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+    freezes: dict[ParameterGroup, bool] = {
+        "vision": model.freeze_visual_encoder,
+        "projector": model.freeze_projector,
+    }
+    frozen = [group for group, is_frozen in freezes.items() if is_frozen]
     targets = choose_targets(lora.target_modules, layers(net, processor), frozen=frozen)
     return AdapterPlan(
         rank=lora.rank,
@@ -106,6 +111,13 @@ def plan_adapter(
         targets=tuple(targets),
         groups=frozenset(targets.values()),
     )
+
+
+def vision_trains(model: Model, adapter: AdapterPlan | None) -> bool:
+    """Whether an update changes what the model sees in an image. Under adapters they alone train."""
+    if adapter is not None:
+        return adapter.groups != {"language"}
+    return not (model.freeze_visual_encoder and model.freeze_projector)
 
 
 def layers(net: PreTrainedModel, processor: Processor) -> dict[str, ParameterGroup]:

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan, scaling
+from vlmrl.models.adapter_plan import PREFIX, AdapterPlan, scaling
 from vlmrl.models.quantize import dequantized, is_four_bit
 from vlmrl.plugins import first_line
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _NAME = "default"
 """PEFT's name of the only adapter in a model."""
-_PREFIX = "base_model.model."
 _HALVES = ("lora_A", "lora_B")
 _MAGNITUDE = "lora_magnitude_vector"
 _CONFIG, _WEIGHTS, _BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
@@ -67,10 +66,10 @@ class StoredAdapter:
     def delta(self, target: str, weight: Tensor) -> Tensor:
         """What the adapter adds to the weight [out, in] of one of its targets, in fp32."""
         return low_rank_delta(
-            *(self.tensors[f"{_PREFIX}{target}.{half}.weight"] for half in _HALVES),
+            *(self.tensors[f"{PREFIX}{target}.{half}.weight"] for half in _HALVES),
             scaling=self.scaling,
             weight=weight,
-            magnitude=self.tensors[f"{_PREFIX}{target}.{_MAGNITUDE}"] if self.has_magnitude else None,
+            magnitude=self.tensors[f"{PREFIX}{target}.{_MAGNITUDE}"] if self.has_magnitude else None,
         )
 
 
@@ -125,9 +124,9 @@ def adapter_tensors(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the adapters under their names in PEFT's files, in the order of the model's layers."""
     found: list[tuple[str, nn.Parameter]] = []
     for name, layer in _adapted(net).items():
-        found += [(f"{_PREFIX}{name}.{half}.weight", getattr(layer, half)[_NAME].weight) for half in _HALVES]
+        found += [(f"{PREFIX}{name}.{half}.weight", getattr(layer, half)[_NAME].weight) for half in _HALVES]
         if _NAME in layer.lora_magnitude_vector:
-            found.append((f"{_PREFIX}{name}.{_MAGNITUDE}", layer.lora_magnitude_vector[_NAME].weight))
+            found.append((f"{PREFIX}{name}.{_MAGNITUDE}", layer.lora_magnitude_vector[_NAME].weight))
     return found
 
 
@@ -238,7 +237,7 @@ def read_adapter(folder: str | Path, *, flag: str) -> StoredAdapter:
         raise ConfigError(f"{flag}: the adapter in {folder} cannot be read: {first_line(error)}") from error
     endings = [f".{half}.weight" for half in _HALVES] + [f".{_MAGNITUDE}"] * bool(config.get("use_dora"))
     targets = tuple(told.get("targets") or _targets_of(tensors))
-    lost = [n for t in targets for end in endings if (n := f"{_PREFIX}{t}{end}") not in tensors]
+    lost = [n for t in targets for end in endings if (n := f"{PREFIX}{t}{end}") not in tensors]
     if lost or not targets:
         what = f"the tensor {lost[0]}" if lost else "every tensor"
         raise ConfigError(f"{flag}: the adapter in {folder} lacks {what}: it is damaged, so save or copy it again")
@@ -336,7 +335,7 @@ def _adapted(net: nn.Module) -> dict[str, LoraLayer]:
 def _targets_of(tensors: Mapping[str, Tensor]) -> list[str]:
     """The layers that at least one half names."""
     ends = tuple(f".{half}.weight" for half in _HALVES)
-    return list(dict.fromkeys(n.removeprefix(_PREFIX).rsplit(".", 2)[0] for n in tensors if n.endswith(ends)))
+    return list(dict.fromkeys(n.removeprefix(PREFIX).rsplit(".", 2)[0] for n in tensors if n.endswith(ends)))
 
 
 def _refuse_other_kinds(config: Mapping[str, Any]) -> None:

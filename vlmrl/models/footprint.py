@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.models.logprobs import SLICE
 from vlmrl.models.quantize import quantized_layers
 from vlmrl.plugins import ParameterGroup
@@ -152,8 +152,9 @@ def trainer(
     dividing = 0 if "8bit" in model.optim else 4 if device == "cuda" else 8
     bucket, update = (0, 4 * trains) if plain else (bucket, (4 + dividing) * trains / sharded - bucket)
     gradients = 4 * trains / (sharded if ds.zero_stage > 1 else 1) + bucket
-    reaches_vision = bool({"vision", "projector"} & adapter.groups) if adapter is not None else _vision_trains(model)
-    working = _working(size, model, s, device, tokens, patches, reaches_vision, adapted=adapter is not None)
+    working = _working(
+        size, model, s, device, tokens, patches, vision_trains(model, adapter), adapted=adapter is not None
+    )
     more = "set ds.lora.rank to train adapters alone" if adapter is None else "lower ds.lora.rank"
     shard = "" if ds.zero_stage == 3 else ", or raise ds.zero_stage and actor.num_gpus_per_node"
     parts = [
@@ -288,10 +289,6 @@ def _tower(vision: object) -> Blocks:
 def _thawed(size: Sizes, model: Model) -> int:
     frozen = {"vision": model.freeze_visual_encoder, "projector": model.freeze_projector, "language": False}
     return sum(count for group, count in size.parameters.items() if not frozen[group])
-
-
-def _vision_trains(model: Model) -> bool:
-    return not (model.freeze_visual_encoder and model.freeze_projector)
 
 
 def _weights_flag(ds: Ds, adapter: AdapterPlan | None) -> str:

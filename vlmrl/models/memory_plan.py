@@ -15,10 +15,10 @@ from vlmrl.config.data import Columns
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.doctor import free_memory
 from vlmrl.errors import ClusterError
-from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
+from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.footprint import Part, Role, Sizes, engine, reference, sequence_bytes, sizes, trainer
 from vlmrl.models.load import skeleton
-from vlmrl.plugins import ParameterGroup, Processor, processor
+from vlmrl.plugins import Processor, processor
 
 GIB = 2**30
 _IMPORTS = {"actor": 0.55 * GIB, "ref": 0.55 * GIB, "vllm": 1.3 * GIB}
@@ -113,7 +113,7 @@ def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
 def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
     """The roles of the run, on a machine like this. Reads configurations, no weights."""
     size, reader = _read(config.actor.model_name_or_path, config.actor.trust_remote_code, config.data)
-    adapter = _adapter(config, reader)
+    adapter = plan_adapter(config.actor, config.ds.lora, reader)
     ranks = config.actor.num_nodes * config.actor.num_gpus_per_node
     tokens, patches = largest_pack(config, reader, ranks)
     roles = [
@@ -229,31 +229,11 @@ def _read(path: str, trust_remote_code: bool, columns: Columns) -> tuple[Sizes, 
     return sizes(skeleton(path, trust_remote_code=trust_remote_code), reader.parameter_group), reader
 
 
-def _adapter(config: RlConfig | SftConfig, reader: Processor) -> AdapterPlan | None:
-    if config.ds.lora.rank == 0:
-        return None
-    flags: tuple[tuple[ParameterGroup, bool], ...] = (
-        ("vision", config.actor.freeze_visual_encoder),
-        ("projector", config.actor.freeze_projector),
-    )
-    return plan_adapter(
-        config.ds.lora,
-        path=config.actor.model_name_or_path,
-        processor=reader,
-        frozen=[group for group, is_frozen in flags if is_frozen],
-        trust_remote_code=config.actor.trust_remote_code,
-    )
-
-
 def _cache_bytes(config: RlConfig | SftConfig, size: Sizes, adapter: AdapterPlan | None) -> float:
     """Of image features, when what makes them stays as it is."""
     if size.tower is None:
         return 0.0
-    if adapter is None:
-        stays = config.actor.freeze_visual_encoder and config.actor.freeze_projector
-    else:
-        stays = adapter.groups == {"language"}
-    return config.vision.cache_gib * GIB if stays else 0.0
+    return 0.0 if vision_trains(config.actor, adapter) else config.vision.cache_gib * GIB
 
 
 def _with_process(role: Role, machine: Machine) -> Role:

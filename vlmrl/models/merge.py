@@ -14,13 +14,11 @@ from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
 from vlmrl.config.run import MergeConfig
 from vlmrl.errors import ConfigError
+from vlmrl.models.adapter_plan import PREFIX
 from vlmrl.models.adapters import StoredAdapter, check_base, read_adapter
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import DTYPES, FourBit, dequantized, four_bit, is_four_bit, quantization, settle
 from vlmrl.plugins import Processor, first_line, looks_local, processor
-
-_PREFIX = "base_model.model."
-"""What PEFT puts before the name of every tensor."""
 
 
 def merge(config: MergeConfig) -> None:
@@ -103,10 +101,8 @@ def add(net: PreTrainedModel, stored: StoredAdapter) -> None:
 
 def whole_tensors(stored: StoredAdapter) -> dict[str, Tensor]:
     """What was trained whole beside the adapter (PEFT's `modules_to_save`), as the score layer of a reward model is."""
-    layers = tuple(f"{_PREFIX}{target}.lora_" for target in stored.targets)
-    return {
-        name.removeprefix(_PREFIX): tensor for name, tensor in stored.tensors.items() if not name.startswith(layers)
-    }
+    layers = tuple(f"{PREFIX}{target}.lora_" for target in stored.targets)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items() if not name.startswith(layers)}
 
 
 def _check_shape(name: str, tensor: Tensor, held: Tensor) -> None:

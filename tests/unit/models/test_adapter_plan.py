@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from vlmrl.config.actor import Model
 from vlmrl.config.lora import Lora
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint, choose_targets, layers, plan_adapter
@@ -35,7 +36,14 @@ def planned(folder: Callable[..., Path], reader: Callable[..., Processor]) -> Ca
 
     def make(family: Family, *targets: str, frozen: tuple[ParameterGroup, ...] = (), tied: bool = False) -> AdapterPlan:
         lora = Lora(rank=4, target_modules=targets or ("all-linear",))
-        return plan_adapter(lora, path=str(folder(family, tied=tied)), processor=reader(family), frozen=frozen)
+        model = Model(
+            model_name_or_path=str(folder(family, tied=tied)),
+            freeze_visual_encoder="vision" in frozen,
+            freeze_projector="projector" in frozen,
+        )
+        plan = plan_adapter(model, lora, reader(family))
+        assert plan is not None
+        return plan
 
     return make
 
@@ -119,7 +127,7 @@ def test_no_targets_are_refused() -> None:
 
 def test_a_model_that_is_not_there_is_named(reader: Any) -> None:
     with pytest.raises(ConfigError, match="there is no folder /nowhere/m"):
-        plan_adapter(Lora(rank=1), path="/nowhere/m", processor=reader("qwen3"), frozen=())
+        plan_adapter(Model(model_name_or_path="/nowhere/m"), Lora(rank=1), reader("qwen3"))
 
 
 def test_the_fingerprint_covers_matrices_and_scaling() -> None:

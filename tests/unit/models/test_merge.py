@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, PreTrainedModel
 
+from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
@@ -46,7 +47,8 @@ def logits(net: PreTrainedModel) -> Tensor:
 def trained(base: Path, adapter: Path, *, lora: Lora, in_4bit: bool = False) -> Trained:
     """An adapter whose matrices are all but small, on a base of fp32 or NF4."""
     reader = processor(str(base), min_pixels=3136, max_pixels=100_000)
-    plan = plan_adapter(lora, path=str(base), processor=reader, frozen=(), trust_remote_code=False)
+    plan = plan_adapter(Model(model_name_or_path=str(base)), lora, reader)
+    assert plan is not None
     ds = Ds(param_dtype="fp32", load_in_4bit=in_4bit, lora=lora)
     net = load_model(str(base), dtype=torch.float32, attn_implementation=None, four_bit=four_bit(ds, reader))
     shaken(net, plan)
