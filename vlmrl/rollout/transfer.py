@@ -38,11 +38,12 @@ def shared(bucket: Bucket) -> Iterator[Ticket]:
         ) from error
     try:
         try:
-            # Reserving first turns a lack of memory into an error; a write into a hole of a mapping would be a SIGBUS.
-            if bucket.num_bytes:
-                os.posix_fallocate(descriptor, 0, bucket.num_bytes)
-                with mmap.mmap(descriptor, bucket.num_bytes) as memory:
-                    np.frombuffer(memory, dtype=np.uint8)[:] = bucket.data
+            # Through the file, not through a mapping of it: no page is cleared first, none faults (52 MB: 16 ms instead
+            # of 31), and a lack of memory is an error and no SIGBUS.
+            with open(descriptor, "wb", buffering=0, closefd=False) as file:
+                rest = bucket.data.data
+                while rest:
+                    rest = rest[file.write(rest) :]
         except OSError as error:
             raise ClusterError(
                 f"cannot share {bucket.num_bytes} bytes of weights with the rollout engine: {error}; "

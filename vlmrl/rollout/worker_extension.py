@@ -35,9 +35,11 @@ class WeightReceiver:
     weight_transfer_engine: Any
     vlmrl_update: WeightUpdate | AdapterUpdate | None = None
     vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
+    vlmrl_places: dict[str, frozenset[str]]
 
     def vlmrl_prepare(self) -> None:
         """Call once, before the first request."""
+        self.vlmrl_places = {}
         if self.model_runner.device.type == "cpu":
             keep_memory()
             hold_unused_generators(self.model_runner)
@@ -49,7 +51,7 @@ class WeightReceiver:
         """Start an update of the model; an update that was begun before and not finished is given up."""
         with set_current_vllm_config(self.vllm_config):
             self._vlmrl_give_up()
-            self.vlmrl_update = WeightUpdate(self.model_runner.get_model(), self.vllm_config)
+            self.vlmrl_update = WeightUpdate(self.model_runner.get_model(), self.vllm_config, self.vlmrl_places)
 
     def vlmrl_begin_adapter(self, announced: Announcement) -> None:
         """Start an update of the adapter; an update that was begun before and not finished is given up."""
@@ -91,9 +93,13 @@ class WeightUpdate:
     Plain `model.load_weights` would not do: on CPU vLLM re-packs linear weights and frees the originals.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, places: dict[str, frozenset[str]]) -> None:
+        """`places` is filled: the parameters of vLLM's model that each tensor went to when it came alone. Hand it to
+        the next update of the same model, which can then load them together.
+        """
         self.model = model
         self.vllm_config = vllm_config
+        self.places = places
         self.digests: dict[str, str] = {}
         self.ignored: list[str] = []
         self._tied_heads = list(_tied_heads(model))
@@ -101,14 +107,29 @@ class WeightUpdate:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], digest_of: Callable[[str, Tensor], str] = digest) -> None:
-        """Hand the tensors to vLLM's loader one by one: only so does it tell which of them it did not want."""
-        load_weights: Any = self.model.load_weights
-        for name, tensor in tensors:
-            self.digests[name] = digest_of(name, tensor)
-            with disable_mtp_completeness_check():
-                taken = load_weights([(name, tensor)])
-            if not taken:
+        """Hand the tensors to vLLM's loader: one by one the first time, for only so does it tell which it did not want.
+
+        Later all together, which takes 57 ms for 129 tensors instead of 90: vLLM walks its whole model in each call.
+        A tensor whose places it then does not name is ignored too; one of several that share a place is `missing`.
+        """
+        named = list(tensors)
+        self.digests |= {name: digest_of(name, tensor) for name, tensor in named}
+        if all(name in self.places for name, _ in named):
+            taken = self._hand_over(named)
+            self.ignored += [name for name, _ in named if not self.places[name] <= taken]
+            return
+        for name, tensor in named:
+            taken = self._hand_over([(name, tensor)])
+            if taken:
+                self.places[name] = taken
+            else:
                 self.ignored.append(name)
+
+    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        """The parameters of vLLM's model that took them."""
+        load_weights: Any = self.model.load_weights
+        with disable_mtp_completeness_check():
+            return frozenset(load_weights(tensors) or ())
 
     def complete(self) -> Report:
         """End the update and report it."""
