@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 ParameterGroup = Literal["vision", "projector", "language"]
 
+MODEL_FLAG = "actor.model_name_or_path"
+"""The setting that names the model, for messages, in all verbs but `merge`."""
+
 
 class Processor(Protocol):
     """What a model family does to text and images before the model sees them. One file in `processors/` each."""
@@ -101,22 +104,36 @@ def plugin_names(kind: Literal["processors", "datasets"]) -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
 
 
-def processor(path: str, *, min_pixels: int, max_pixels: int, trust_remote_code: bool = False) -> Processor:
+def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> Processor:
+    """`processor` with the image sizes that the settings give."""
+    return processor(
+        path,
+        min_pixels=columns.min_pixels,
+        max_pixels=columns.max_pixels,
+        trust_remote_code=trust_remote_code,
+        flag=flag,
+    )
+
+
+def processor(
+    path: str, *, min_pixels: int, max_pixels: int, trust_remote_code: bool = False, flag: str = MODEL_FLAG
+) -> Processor:
     """The processor of the model in `path` (a folder or Hub id): the file that lists its model type, else `text`.
+
+    Args:
+        flag: the setting that named the model, for messages.
 
     Raises ConfigError when there is no such model or its files cannot be read.
     """
     from transformers import AutoConfig
 
     if looks_local(path) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
+        raise ConfigError(f"{flag}: there is no folder {path}")
     path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}"
-        ) from error
+        raise ConfigError(f"{flag}: {path} is not a model that can be read: {first_line(error)}") from error
     modules = [plugin("processors", name) for name in plugin_names("processors")]
     families = [module for module in modules if config.model_type in module.MODEL_TYPES]
     family = families[0] if families else plugin("processors", "text")

@@ -22,7 +22,7 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
-from vlmrl.plugins import Processor, processor
+from vlmrl.plugins import Processor, processor_of
 from vlmrl.preflight import check_data, describe, plan_of, roles_of
 from vlmrl.probe import Probe, question, sampling_of, told
 from vlmrl.rewards.combine import check_functions
@@ -257,13 +257,8 @@ def _prepare(config: AnyConfig) -> tuple[RunFolder, Processor]:
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     if not isinstance(config, SftConfig):
         check_functions(config.reward)
-    tools = processor(
-        config.actor.model_name_or_path,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        trust_remote_code=config.actor.trust_remote_code,
-    )
-    return folder, tools
+    actor = config.actor
+    return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.session import session
 from vlmrl.config.run import RlConfig
-from vlmrl.plugins import processor
+from vlmrl.plugins import processor_of
 from vlmrl.preflight import plan_of, roles_of
 from vlmrl.stage import Stage, last_step
 from vlmrl.trainer import train
@@ -32,9 +32,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
         stage = Stage(machines, plan(**roles_of(config, machines)), stack)
         prompts = stage.prompts(config, _say)
         rewarder = stage.rewarder(config)
-        tools = processor(
-            config.actor.model_name_or_path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
-        )
+        tools = processor_of(config.actor.model_name_or_path, config.data)
         engines, policy, reference = stage.players(
             config, tools, adapter=plan_of(config, tools), num_rows=prompts.num_rows, report=clock
         )

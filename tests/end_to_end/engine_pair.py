@@ -52,7 +52,7 @@ class Trainer:
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.tools = plugins.processor(str(model), min_pixels=COLUMNS.min_pixels, max_pixels=COLUMNS.max_pixels)
+        self.tools = plugins.processor_of(str(model), COLUMNS)
         factory: Any = AutoModelForCausalLM if self.tools.resize_factor is None else AutoModelForImageTextToText
         self.net = factory.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
 

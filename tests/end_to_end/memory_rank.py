@@ -33,7 +33,7 @@ from vlmrl.learning.policy import Policy, PolicyLoss  # noqa: E402
 from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
 from vlmrl.models.footprint import sizes, trainer  # noqa: E402
 from vlmrl.models.load import skeleton  # noqa: E402
-from vlmrl.plugins import processor  # noqa: E402
+from vlmrl.plugins import processor_of  # noqa: E402
 
 PROMPT, ANSWER, IMAGE = 320, 704, 224
 
@@ -42,7 +42,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     """Two packs a step, of one sample each, for two steps: the second has the optimizer's state and a gradient."""
     ds, columns = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns()
     actor = Model(model_name_or_path=path, gradient_checkpointing_enable=case.get("checkpointing", False))
-    reader = processor(path, min_pixels=columns.min_pixels, max_pixels=columns.max_pixels)
+    reader = processor_of(path, columns)
     adapter = plan_adapter(actor, ds.lora, reader)
     size = sizes(skeleton(path), reader.parameter_group)
     has_images = reader.resize_factor is not None

@@ -79,7 +79,7 @@ def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
         top_p=0.9,
         name="engine-0",
     )
-    tools = plugins.processor(model, min_pixels=COLUMNS.min_pixels, max_pixels=COLUMNS.max_pixels)
+    tools = plugins.processor_of(model, COLUMNS)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         yield Engine(engine, tools, runner)

@@ -90,7 +90,7 @@ async def publish(engine: RolloutEngine, sender: Any, buckets: list[Named], *, v
 
 
 def question(model: Path) -> Prompt:
-    tools = plugins.processor(str(model), min_pixels=Columns().min_pixels, max_pixels=Columns().max_pixels)
+    tools = plugins.processor_of(str(model), Columns())
     text = tools.render("2 + 2 = ?", num_images=0, columns=Columns())
     tokens, request = tools.encode(text, [])
     return Prompt(index=0, source="test:0", text=text, tokens=tokens, request=request, label="4")

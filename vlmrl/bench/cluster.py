@@ -18,7 +18,7 @@ from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.plugins import processor
+from vlmrl.plugins import processor_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
 from vlmrl.types import Part
@@ -36,12 +36,8 @@ def publish(config: PublishBench) -> None:
     with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
         check_devices(config.vllm, machines, stage.places)
         columns = Columns()
-        tools = processor(
-            config.actor.model_name_or_path,
-            min_pixels=columns.min_pixels,
-            max_pixels=columns.max_pixels,
-            trust_remote_code=config.actor.trust_remote_code,
-        )
+        actor = config.actor
+        tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
         adapter = plan_adapter(config.actor, config.ds.lora, tools)
         travels_alone = adapter is not None and adapter.fits_engine
         engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)

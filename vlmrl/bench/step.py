@@ -45,7 +45,7 @@ from vlmrl.learning.policy import Policy, PolicyLoss
 from vlmrl.models.adapter_plan import plan_adapter
 from vlmrl.models.cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
-from vlmrl.plugins import processor
+from vlmrl.plugins import processor_of
 from vlmrl.startup.memory import keep_memory
 from vlmrl.types import Experience, Floats, Totals
 
@@ -134,12 +134,8 @@ class _TimedPolicy(Policy):
 
     def __init__(self, config: StepBench) -> None:
         columns = Columns()
-        tools = processor(
-            config.actor.model_name_or_path,
-            min_pixels=columns.min_pixels,
-            max_pixels=columns.max_pixels,
-            trust_remote_code=config.actor.trust_remote_code,
-        )
+        actor = config.actor
+        tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
         super().__init__(
             actor=config.actor.model_copy(update={"lr_scheduler": "constant"}),
             ds=config.ds,

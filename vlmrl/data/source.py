@@ -16,7 +16,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
-from vlmrl.plugins import processor
+from vlmrl.plugins import processor_of
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 
@@ -49,9 +49,7 @@ class Source:
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
     ) -> None:
-        self._processor = processor(
-            model, min_pixels=data.min_pixels, max_pixels=data.max_pixels, trust_remote_code=trust_remote_code
-        )
+        self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
         self._evaluation = evaluation
         self._seed = seed

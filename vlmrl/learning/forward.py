@@ -24,18 +24,13 @@ from vlmrl.models.quantize import four_bit
 from vlmrl.models.scorer import Scorer, ScorerOutput
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.observe.metrics import Metric, Sum
-from vlmrl.plugins import Processor, processor
+from vlmrl.plugins import Processor, processor_of
 from vlmrl.types import Floats, Sample
 
 
 def read_model(actor: Model, *, ds: Ds, columns: Columns, where: torch.device) -> tuple[PreTrainedModel, Processor]:
     """The model that the settings name and its processor. Raises ConfigError when there is no such model."""
-    reader = processor(
-        actor.model_name_or_path,
-        min_pixels=columns.min_pixels,
-        max_pixels=columns.max_pixels,
-        trust_remote_code=actor.trust_remote_code,
-    )
+    reader = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
     net = load_model(
         actor.model_name_or_path,
         dtype=DTYPES[ds.param_dtype],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan, scaling
 from vlmrl.models.quantize import dequantized, is_four_bit
-from vlmrl.plugins import first_line
+from vlmrl.plugins import MODEL_FLAG, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -256,26 +256,32 @@ def read_adapter(folder: str | Path, *, flag: str) -> StoredAdapter:
     )
 
 
-def check_base(stored: StoredAdapter, path: str, *, folder: str | Path, flag: str) -> None:
+def check_base(
+    stored: StoredAdapter, path: str, *, folder: str | Path, flag: str, model_flag: str = MODEL_FLAG
+) -> None:
     """Raises ConfigError when the model in `path` is not the one that the adapter in `folder` was trained on.
 
     An adapter without a fingerprint of its base, which another program wrote, passes.
+
+    Args:
+        flag: the setting that named the folder, for messages.
+        model_flag: the setting that named the model.
     """
-    if stored.base.fingerprint is not None and stored.base.fingerprint != base_fingerprint(path):
+    if stored.base.fingerprint is not None and stored.base.fingerprint != base_fingerprint(path, flag=model_flag):
         raise ConfigError(
             f"{flag}: the adapter in {folder} was trained on other weights than those of {path} "
             f"(its base was {stored.base.path}): give it that base"
         )
 
 
-def base_fingerprint(path: str) -> str:
+def base_fingerprint(path: str, *, flag: str = MODEL_FLAG) -> str:
     """Digest of a model's files: of every tensor its name, dtype, shape and first bytes, however the files are cut.
 
     Raises ConfigError when the model in the folder or Hub id `path` has no safetensors.
     """
     state = xxhash.xxh3_128()
     found: dict[str, bytes] = {}
-    for file in _weight_files(path):
+    for file in _weight_files(path, flag):
         with file.open("rb") as stream:
             start = int.from_bytes(stream.read(8), "little")
             header: dict[str, Any] = json.loads(stream.read(start))
@@ -350,7 +356,7 @@ def _refuse_other_kinds(config: Mapping[str, Any]) -> None:
         raise ValueError(f"it was made with PEFT's {odd[0] if odd else 'bias'}, which vlmrl does not have")
 
 
-def _weight_files(path: str) -> list[Path]:
+def _weight_files(path: str, flag: str) -> list[Path]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -370,7 +376,7 @@ def _weight_files(path: str) -> list[Path]:
     files = [file(name) for name in names]
     if None in files:
         raise ConfigError(
-            f"actor.model_name_or_path: {path} has no {names[files.index(None)]}, which tells an adapter's base from "
+            f"{flag}: {path} has no {names[files.index(None)]}, which tells an adapter's base from "
             "others: save the model as safetensors first"
         )
     return [Path(found) for found in files if found is not None]

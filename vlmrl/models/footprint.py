@@ -10,7 +10,7 @@ With P numbers in the model, of which T train, on N ranks, s bytes in `ds.param_
 * **activations** are what the backward pass needs of every token and layer, which `saved` counts, and what it makes of
   one layer. With checkpointing they are s D per token and layer, and two layers in full.
 * **update** is what the optimizer step takes when activations and bucket are gone, as far as it is more than they were:
-  a flat copy of the gradient, and what Adam divides by, one more on a GPU and two on CPU: 8 or 12 T/N.
+  a flat copy of the gradient, 4 T/N. Fused Adam makes no array of its own.
 """
 
 from __future__ import annotations
@@ -148,9 +148,8 @@ def trainer(
     moments = 2 if "8bit" in model.optim else 8
     optimizer = trains * (moments if plain else moments + 4) / sharded
     bucket = min(trains, _BUCKET) * (4 if ds.zero_stage < 2 else s) * (2 if ds.overlap_comm else 1)
-    # Plain fp32 reduces when the backward pass is over, and updates one tensor after the other.
-    dividing = 0 if "8bit" in model.optim else 4 if device == "cuda" else 8
-    bucket, update = (0, 4 * trains) if plain else (bucket, (4 + dividing) * trains / sharded - bucket)
+    # Plain fp32 reduces when the backward pass is over.
+    bucket, update = (0, 4 * trains) if plain else (bucket, 4 * trains / sharded - bucket)
     gradients = 4 * trains / (sharded if ds.zero_stage > 1 else 1) + bucket
     working = _working(
         size, model, s, device, tokens, patches, vision_trains(model, adapter), adapted=adapter is not None

@@ -15,7 +15,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.attention import see_all_images_at_once
 from vlmrl.models.patches import project_patches
 from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
-from vlmrl.plugins import first_line, looks_local
+from vlmrl.plugins import MODEL_FLAG, first_line, looks_local
 
 if TYPE_CHECKING:
     from vlmrl.plugins import ParameterGroup, Processor
@@ -38,26 +38,26 @@ def load_model(
     attn_implementation: str | dict[str, str] | None,
     trust_remote_code: bool = False,
     four_bit: FourBit | None = None,
+    flag: str = MODEL_FLAG,
 ) -> PreTrainedModel:
     """The model in the folder or Hub id `path`: text and vision-language models alike.
 
-    It is in CPU memory; with `four_bit`, its language model in 4 bits, it is on the GPU where there is one.
+    It is in CPU memory; with `four_bit`, its language model in 4 bits, it is on the GPU where there is one. `flag` is
+    the setting that named it, for messages.
 
     Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight: a weight
     that is not in the files would be random, and nothing later would tell.
     """
-    where = _found(path)
+    where = _found(path, flag)
     bits: dict[str, Any] = {}
     if four_bit is not None:
-        bits["quantization_config"] = quantization(
-            four_bit, skeleton(path, trust_remote_code=trust_remote_code), dtype=dtype
-        )
+        bare = skeleton(path, trust_remote_code=trust_remote_code, flag=flag)
+        bits["quantization_config"] = quantization(four_bit, bare, dtype=dtype)
     try:
         factory, config = _factory(where, trust_remote_code=trust_remote_code)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(
-                f"actor.model_name_or_path: the weights of {path} are quantised already: "
-                f"name the model that they were made of"
+                f"{flag}: the weights of {path} are quantised already: name the model that they were made of"
             )
         net, report = factory.from_pretrained(
             where,
@@ -68,13 +68,11 @@ def load_model(
             **bits,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, flag) from error
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise ConfigError(
-            f"actor.model_name_or_path: the files of {path} lack the weight {lacking[0]}{more}: get them again"
-        )
+        raise ConfigError(f"{flag}: the files of {path} lack the weight {lacking[0]}{more}: get them again")
     assert isinstance(net, PreTrainedModel)
     if four_bit is not None:
         settle(net)
@@ -83,18 +81,18 @@ def load_model(
     return net
 
 
-def skeleton(path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def skeleton(path: str, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> PreTrainedModel:
     """The model without its weights, on the meta device: names, shapes and classes, as `load_model` has them in memory.
 
     Reads the configuration alone, so that a driver can ask what a model has before any weight is read.
     Raises ConfigError when there is no such model.
     """
     try:
-        factory, config = _factory(_found(path), trust_remote_code=trust_remote_code)
+        factory, config = _factory(_found(path, flag), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             net = factory.from_config(config, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, flag) from error
     assert isinstance(net, PreTrainedModel)
     return net
 
@@ -129,11 +127,11 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
     return [Part(group, *totals[group]) for group in order if group in totals]
 
 
-def _found(path: str) -> str:
+def _found(path: str, flag: str) -> str:
     """A folder as such, anything else as a Hub id."""
     local = Path(path).expanduser()
     if looks_local(path) and not local.is_dir():
-        raise ConfigError(f"actor.model_name_or_path: there is no folder {path}")
+        raise ConfigError(f"{flag}: there is no folder {path}")
     return str(local) if local.is_dir() else path
 
 
@@ -144,5 +142,5 @@ def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM, config
 
 
-def _unreadable(path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"actor.model_name_or_path: {path} is not a model that can be read: {first_line(error)}")
+def _unreadable(path: str, error: Exception, flag: str) -> ConfigError:
+    return ConfigError(f"{flag}: {path} is not a model that can be read: {first_line(error)}")

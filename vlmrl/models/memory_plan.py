@@ -18,7 +18,7 @@ from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.footprint import Part, Role, Sizes, engine, reference, sequence_bytes, sizes, trainer
 from vlmrl.models.load import skeleton
-from vlmrl.plugins import Processor, processor
+from vlmrl.plugins import Processor, processor_of
 
 GIB = 2**30
 _IMPORTS = {"actor": 0.55 * GIB, "ref": 0.55 * GIB, "vllm": 1.3 * GIB}
@@ -223,9 +223,7 @@ def _neighbours(config: RlConfig | SftConfig) -> list[set[str]]:
 
 
 def _read(path: str, trust_remote_code: bool, columns: Columns) -> tuple[Sizes, Processor]:
-    reader = processor(
-        path, min_pixels=columns.min_pixels, max_pixels=columns.max_pixels, trust_remote_code=trust_remote_code
-    )
+    reader = processor_of(path, columns, trust_remote_code=trust_remote_code)
     return sizes(skeleton(path, trust_remote_code=trust_remote_code), reader.parameter_group), reader
 
 

@@ -18,7 +18,9 @@ from vlmrl.models.adapter_plan import PREFIX
 from vlmrl.models.adapters import StoredAdapter, check_base, read_adapter
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import DTYPES, FourBit, dequantized, four_bit, is_four_bit, quantization, settle
-from vlmrl.plugins import Processor, first_line, looks_local, processor
+from vlmrl.plugins import Processor, first_line, looks_local, processor_of
+
+_FLAG = "merge.model_name_or_path"
 
 
 def merge(config: MergeConfig) -> None:
@@ -30,26 +32,13 @@ def merge(config: MergeConfig) -> None:
     Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when
     there is something in the output folder.
     """
-    try:
-        _merge(config)
-    except ConfigError as error:
-        # What reads models names the setting of the verbs that train them.
-        raise ConfigError(str(error).replace("actor.model_name_or_path", "merge.model_name_or_path")) from error
-
-
-def _merge(config: MergeConfig) -> None:
     output = Path(config.merge.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"merge.output: there is something in {output}: give another folder")
     stored = read_adapter(config.merge.adapter, flag="merge.adapter")
-    path, columns = _base(config, stored), Columns()
-    reader = processor(
-        path,
-        min_pixels=columns.min_pixels,
-        max_pixels=columns.max_pixels,
-        trust_remote_code=config.merge.trust_remote_code,
-    )
-    check_base(stored, path, folder=config.merge.adapter, flag="merge.adapter")
+    path = _base(config, stored)
+    reader = processor_of(path, Columns(), trust_remote_code=config.merge.trust_remote_code, flag=_FLAG)
+    check_base(stored, path, folder=config.merge.adapter, flag="merge.adapter", model_flag=_FLAG)
     net = _load(path, config, stored, reader)
     write_out(net)
     add(net, stored)
@@ -118,10 +107,8 @@ def _base(config: MergeConfig, stored: StoredAdapter) -> str:
     path = given or stored.base.path
     if looks_local(path) and not Path(path).expanduser().is_dir():
         if given is not None:
-            raise ConfigError(f"merge.model_name_or_path: there is no folder {path}")
-        raise ConfigError(
-            f"merge.adapter: its base was {path}, and there is no such folder: give it as merge.model_name_or_path"
-        )
+            raise ConfigError(f"{_FLAG}: there is no folder {path}")
+        raise ConfigError(f"merge.adapter: its base was {path}, and there is no such folder: give it as {_FLAG}")
     return path
 
 
@@ -135,7 +122,7 @@ def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Process
     dtype, bits, trust = DTYPES[ds.param_dtype], four_bit(ds, reader), config.merge.trust_remote_code
     if _is_classifier(path, stored, trust_remote_code=trust):
         return _load_classifier(path, stored, dtype=dtype, bits=bits, trust_remote_code=trust)
-    return load_model(path, dtype=dtype, attn_implementation=None, trust_remote_code=trust, four_bit=bits)
+    return load_model(path, dtype=dtype, attn_implementation=None, trust_remote_code=trust, four_bit=bits, flag=_FLAG)
 
 
 def _is_classifier(path: str, stored: StoredAdapter, *, trust_remote_code: bool) -> bool:

@@ -87,12 +87,7 @@ class RolloutEngine:
     @cached_property
     def _processor(self) -> plugins.Processor:
         startup.prepare()
-        return plugins.processor(
-            self._model,
-            min_pixels=self._columns.min_pixels,
-            max_pixels=self._columns.max_pixels,
-            trust_remote_code=self._trust_remote_code,
-        )
+        return plugins.processor_of(self._model, self._columns, trust_remote_code=self._trust_remote_code)
 
     # ---- life
 
