@@ -11,7 +11,7 @@ from vlmrl import __version__, startup
 from vlmrl.errors import ConfigError, VlmrlError
 
 if TYPE_CHECKING:
-    from vlmrl.config.run import Run
+    from vlmrl.config.verb import Run
 
 Config = TypeVar("Config", bound="Run")
 
@@ -27,17 +27,17 @@ Reinforcement learning of language and vision-language models.
   bench rollout  how fast the engines answer
   bench step     what one optimizer step costs in each layout
   bench logprobs what scoring tokens costs with and without [T, V] logits
+  serve-rm       reward server: scores answers over HTTP, by a reward model or by your own function
   merge          adapter and base to a model that loads by itself
   doctor         what this machine has, what works on it, and how to mend what does not;
                  with --config FILE.yaml: what the roles of a run take of memory, and whether they fit
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
-Not built yet: rm, dpo, serve-rm."""
+Not built yet: rm, dpo."""
 
 _NOT_BUILT = {
-    "rm": "training reward models is not built yet; reward.functions and reward.remote_url score answers",
+    "rm": "training reward models is not built yet; reward.model_name_or_path takes one that is trained",
     "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
-    "serve-rm": "serving reward models is not built yet; reward.remote_url takes a Python file",
 }
 
 
@@ -173,6 +173,16 @@ def _merge(words: list[str]) -> int:
     return 0
 
 
+def _serve_rm(words: list[str]) -> int:
+    from vlmrl.config.run import ServeConfig
+
+    if (asked := _ask(ServeConfig, words)) is not None:
+        from vlmrl.serve import serve_rm
+
+        serve_rm(asked.config)
+    return 0
+
+
 _DOCTOR_HELP = """\
 usage: vlmrl doctor [--json]
        vlmrl doctor --config FILE.yaml ... [--section.setting VALUE ...] [--json]
@@ -222,6 +232,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft,
     "eval": _eval,
     "bench": _bench,
+    "serve-rm": _serve_rm,
     "merge": _merge,
     "doctor": _doctor,
 }

@@ -223,6 +223,15 @@ def bitsandbytes_works() -> str:
     return f"{found}; 8-bit Adam steps; vllm-bnb-plugin {plugin}"
 
 
+def reward_servers_work() -> str:
+    """What `vlmrl serve-rm` and `reward.remote_url http://...` speak with."""
+    import fastapi
+    import httpx
+    import uvicorn
+
+    return f"fastapi {fastapi.__version__}, uvicorn {uvicorn.__version__}, httpx {httpx.__version__}"
+
+
 def _probe(function: Callable[[], str]) -> str:
     return f"vlmrl.doctor:{function.__name__}"
 
@@ -242,6 +251,7 @@ CHECKS = (
     Check("deepspeed", _probe(deepspeed_works), INSTALL),
     Check("ray", _probe(ray_works), INSTALL),
     Check("bitsandbytes", _probe(bitsandbytes_works), f"only 4-bit models need it; {INSTALL}", essential=False),
+    Check("reward servers", _probe(reward_servers_work), f"only rewards over HTTP need it; {INSTALL}", essential=False),
 )
 
 

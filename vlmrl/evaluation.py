@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import comb
 
@@ -16,6 +17,9 @@ PASS_SCORE = 0.5
 
 _VERDICTS = ("exact", "math")
 """Rewards that say whether an answer is right. Where none of them is used, the weighted total says it."""
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.@+:-]+")
+"""What `observe.metrics.check_name` does not take."""
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
@@ -32,22 +36,31 @@ def is_right(score: Score) -> bool:
 
 
 def evaluate(
-    sets: Mapping[str, Sequence[Prompt]], *, engine: Engine, rewarder: Rewarder, sampling: Sampling
+    sets: Mapping[str, Sequence[Prompt]],
+    *,
+    engine: Engine,
+    rewarder: Rewarder,
+    sampling: Sampling,
+    breakdown_key: str | None = None,
 ) -> tuple[Metrics, dict[str, tuple[list[Group], list[list[Score]]]]]:
-    """Answer every prompt of every set; `eval/<set>/pass@1` and its kin, and the answers themselves."""
+    """Answer every prompt of every set; `eval/<set>/pass@1` and its kin, and the answers themselves.
+
+    With a `breakdown_key`, also `eval/<set>/<value>/pass@1` for each value that the prompts' rows have in that column.
+    """
     metrics: Metrics = {}
     answers = {}
     for name, prompts in sets.items():
-        groups = engine.generate(prompts, sampling)
+        groups = engine.generate(prompts, sampling, rewarder.begin)
         scores = rewarder.score(groups)
         answers[name] = (groups, scores)
         metrics |= summarise(name, groups, scores)
+        if breakdown_key is not None:
+            metrics |= break_down(name, groups, scores, key=breakdown_key)
     return metrics, answers
 
 
 def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
     """pass@k for k = 1, 2, 4, ... up to the answers per prompt, reward, length and truncation of one set."""
-    right = [sum(is_right(score) for score in group) for group in scores]
     answers = [len(group) for group in scores]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = {
@@ -57,8 +70,23 @@ def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Scor
     }
     k = 1
     while k <= min(answers):
-        metrics[f"eval/{name}/pass@{k}"] = float(
-            np.mean([pass_at_k(n, c, k) for n, c in zip(answers, right, strict=True)])
-        )
+        metrics[f"eval/{name}/pass@{k}"] = _pass_rate(scores, k)
         k *= 2
     return metrics
+
+
+def break_down(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, key: str) -> Metrics:
+    """pass@1 by the value that a prompt's row has in the column `key`; nothing of rows without one.
+
+    What a metric's name cannot hold becomes `_`, and values that are the same then are counted as one.
+    """
+    parts: dict[str, list[Sequence[Score]]] = {}
+    for group, scored in zip(groups, scores, strict=True):
+        value = group.prompt.metadata.get(key)
+        if value is not None and str(value):
+            parts.setdefault(_NOT_IN_NAMES.sub("_", str(value)), []).append(scored)
+    return {f"eval/{name}/{part}/pass@1": _pass_rate(parts[part], 1) for part in sorted(parts)}
+
+
+def _pass_rate(scores: Sequence[Sequence[Score]], k: int) -> float:
+    return float(np.mean([pass_at_k(len(group), sum(is_right(score) for score in group), k) for group in scores]))

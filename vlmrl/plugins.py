@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import pkgutil
@@ -146,26 +147,37 @@ def processor(
     return cast("Processor", loaded)
 
 
-def user_function(spec: str, what: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. `what` is the setting it came from, for messages.
+def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:
+    """What a setting chooses: a built-in's name, as it is, or the function that `path/to/file.py:name` names.
+
+    A process loads each function once. `flag` is the setting, for messages. Raises ConfigError as `user_function`.
+    """
+    return _loaded_once(setting, flag) if ".py:" in setting else setting
+
+
+def user_function(spec: str, flag: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names. `flag` is the setting it came from, for messages.
 
     Raises ConfigError when the file is not there, does not import, or does not hold a function of that name.
     """
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"{what}: {spec!r} should look like path/to/file.py:function")
+        raise ConfigError(f"{flag}: {spec!r} should look like path/to/file.py:function")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {file}")
-    module = _import_file(path, what)
+        raise ConfigError(f"{flag}: there is no file {file}")
+    module = _import_file(path, flag)
     found = getattr(module, name, None)
     if not callable(found):
         functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ConfigError(f"{what}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")
+        raise ConfigError(f"{flag}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")
     return cast("Callable[..., Any]", found)
 
 
-def _import_file(path: Path, what: str) -> ModuleType:
+_loaded_once = functools.cache(user_function)
+
+
+def _import_file(path: Path, flag: str) -> ModuleType:
     # The name is the same in every process, so that what the file defines can be pickled by reference.
     module_name = f"vlmrl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -177,7 +189,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
         del sys.modules[module_name]
-        raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"{flag}: {path} does not import: {type(error).__name__}: {first_line(error)}") from error
     return module
 
 

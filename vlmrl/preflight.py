@@ -8,14 +8,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
 from vlmrl.cluster.publish import check_publication
 from vlmrl.cluster.session import Session, local_session
+from vlmrl.config.actor import Model, Ref
+from vlmrl.config.critic import Critic
+from vlmrl.config.reward import Reward
+from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.plugins import Processor
+from vlmrl.plugins import Processor, name_or_function, processor_of
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -24,18 +29,22 @@ _ROWS_LOOKED_AT = 256
 def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> dict[str, Any]:
     """The arguments of `placement.plan` for this run."""
     roles: list[Role] = []
-    shared: list[frozenset[str]] = []
     if not isinstance(config, EvalConfig):
-        roles.append(_trained("actor", config.actor.num_nodes, config.actor.num_gpus_per_node))
-    if isinstance(config, RlConfig) and config.has_reference:
-        roles.append(_trained("ref", config.ref.num_nodes, config.ref.num_gpus_per_node))
+        roles.append(_on_ranks("actor", config.actor))
+    if isinstance(config, RlConfig):
+        if config.has_critic and not config.critic_is_with_actor:
+            roles.append(_on_ranks("critic", config.critic))
+        if config.has_reference:
+            roles.append(_on_ranks("ref", config.ref))
+        paths = (config.reward.model_name_or_path, config.reward.process_model_name_or_path)
+        roles += [
+            _on_ranks(name, config.reward, section="reward")
+            for name, path in zip(REWARD_MODELS, paths, strict=True)
+            if path is not None
+        ]
     if not isinstance(config, SftConfig):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
-    if isinstance(config, RlConfig):
-        if config.train.colocate_all:
-            shared.append(frozenset({"actor", "ref", "vllm"}))
-        elif config.train.colocate_actor_ref:
-            shared.append(frozenset({"actor", "ref"}))
+    shared = config.pools if isinstance(config, RlConfig) else []
     return {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
 
 
@@ -51,8 +60,55 @@ def plan_of(config: RlConfig | SftConfig, tools: Processor) -> AdapterPlan | Non
     return plan
 
 
-def _trained(name: str, num_nodes: int, per_node: int) -> Role:
-    return Role(name, num_nodes * per_node, 1, flag=f"--{name}.num_gpus_per_node", workers_per_node=per_node)
+def plan_of_critic(config: RlConfig) -> AdapterPlan | None:
+    """The critic's adapter; None when the critic itself trains, and when there is none.
+
+    Raises:
+        ConfigError: the critic has no such layers, or they are frozen.
+    """
+    if not config.has_critic or config.ds.lora.rank == 0:
+        return None
+    model = config.whole_critic.as_model
+    reader = processor_of(model.model_name_or_path, config.data, trust_remote_code=config.actor.trust_remote_code)
+    return plan_adapter(model, config.ds.lora, reader)
+
+
+def check_algorithm(config: RlConfig) -> None:
+    """Find the user's own estimator and loss, if the settings name any, and whether they can be called as we call them.
+
+    Raises:
+        ConfigError: a file is not there, does not import, lacks the function, or this asks for what nobody gives it.
+    """
+    advantages.check(name_or_function(config.algo.advantage.estimator, advantages.FLAG))
+    losses.check(name_or_function(config.actor.policy_loss_type, losses.FLAG))
+
+
+def check_models(config: RlConfig) -> None:
+    """Look for the models beside the actor: reads their configurations, no weights.
+
+    Raises:
+        ConfigError: one of them is not there, or is no model.
+    """
+    # It needs what `startup.prepare` makes ready.
+    from vlmrl.models.load import skeleton
+
+    reward = config.reward
+    paths = {
+        "critic.model_name_or_path": config.critic.model_name_or_path,
+        "ref.model_name_or_path": config.ref.model_name_or_path,
+        "reward.model_name_or_path": reward.model_name_or_path,
+        "reward.process_model_name_or_path": reward.process_model_name_or_path,
+    }
+    for flag, path in paths.items():
+        if path is not None:
+            skeleton(path, trust_remote_code=config.actor.trust_remote_code, flag=flag)
+
+
+def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:
+    """A role of one worker per rank; `section` is that of its settings, when it is not called like the role."""
+    per_node = ranks.num_gpus_per_node
+    flag = f"--{section or name}.num_gpus_per_node"
+    return Role(name, ranks.num_nodes * per_node, 1, flag=flag, workers_per_node=per_node)
 
 
 def describe(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
@@ -77,6 +133,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     places = plan(**roles_of(config, machines))
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)
+        check_models(config)
     console.print(describe(places, machines))
     source = Source(
         model=config.actor.model_name_or_path,

@@ -9,12 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vlmrl.agreement import check_versions
 from vlmrl.config.data import Data
 from vlmrl.config.rollout import Rollout
+from vlmrl.data.answers import to_samples
 from vlmrl.errors import SyncError
 from vlmrl.plugins import Processor
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import check_versions, to_samples
 from vlmrl.types import Floats, Group, Metrics, Prompt, Sample
 
 _NUM_PROMPT_TOKENS = 272

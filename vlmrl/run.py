@@ -7,30 +7,36 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from vlmrl.agreement import largest_gap
 from vlmrl.cluster.device_path import check_devices
+from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.publish import described
-from vlmrl.cluster.roles import RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference
+from vlmrl.cluster.roles import RemoteEngines
+from vlmrl.cluster.scoring import Judges
 from vlmrl.cluster.session import session
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.data.answers import to_samples
 from vlmrl.errors import ConfigError
 from vlmrl.evaluation import evaluate as evaluate_sets
-from vlmrl.learning.folders import checkpoints, prune, remove_partial
+from vlmrl.judging import Judged
+from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.preflight import check_data, describe, plan_of, roles_of
+from vlmrl.preflight import check_algorithm, check_data, describe, plan_of, plan_of_critic, roles_of
 from vlmrl.probe import Probe, question, sampling_of, told
 from vlmrl.rewards.combine import check_functions
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.saving import Saves
 from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage, last_step
 from vlmrl.supervised import fit
-from vlmrl.trainer import Judged, largest_gap, to_samples, train
+from vlmrl.trainer import train
 from vlmrl.types import Group, Metrics
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
@@ -41,24 +47,24 @@ _EVALUATION_SEED = 1_000_003
 
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     """`vlmrl rl`."""
-    folder, tools = _prepare(config)
-    adapter = plan_of(config, tools)
+    folder, tools = _prepare(config, dry_run=dry_run)
+    adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        rewarder = stage.rewarder(config)
-        engines, policy, reference = stage.players(
-            config, tools, adapter=adapter, num_rows=prompts.num_rows, report=report
+        engines, policy, reference, critic, judges = stage.players(
+            config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
-        done = _restore(config, folder, prompts, policy)
+        saves = Saves(config, folder, prompts, policy, report, critic)
+        done, kl_coef = saves.restore()
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         sets = prompts.evaluation()
         policy.publish(done)
         probe = adapter_probe(config, tools, engines, policy, adapter)
-        sight = sight_check(config, engines, policy, reference)
+        sight = sight_check(config, engines, policy, reference, critic)
 
         def check_publish(version: int) -> Metrics:
             if probe is None:
@@ -79,10 +85,16 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         def evaluate_now(step: int) -> Metrics:
             with report.phase("eval"):
                 metrics, answers = evaluate_sets(
-                    sets, engine=engines, rewarder=rewarder, sampling=evaluation_sampling(config)
+                    sets,
+                    engine=engines,
+                    rewarder=judges,
+                    sampling=evaluation_sampling(config),
+                    breakdown_key=config.eval.breakdown_key,
                 )
                 for name, (groups, scores) in answers.items():
                     transcripts.write_evaluation(step, name, groups, scores)
+            saves.keep_best(step, metrics)
+            policy.drop_counts()
             return metrics
 
         def after_step(step: int, judged: Judged) -> Metrics:
@@ -101,30 +113,33 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             config,
             prompts=prompts,
             engine=engines,
-            rewarder=rewarder,
+            rewarder=judges,
             policy=policy,
             reference=reference,
+            critic=critic,
             report=report,
             check_sight=check_sight,
             check_publish=check_publish,
             after_step=after_step,
-            save=partial(_save, config, folder, prompts, policy, report),
+            save=saves.save,
             first_step=done + 1,
             last_step=last,
+            kl_coef=config.algo.kl.init_coef if kl_coef is None else kl_coef,
         )
-        _finish(folder, policy, report, adapter)
+        saves.finish(has_adapter=adapter is not None)
 
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     """`vlmrl sft`."""
-    folder, tools = _prepare(config)
+    folder, tools = _prepare(config, dry_run=dry_run)
     adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        policy, _ = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say)
-        done = _restore(config, folder, prompts, policy)
+        policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
+        saves = Saves(config, folder, prompts, policy, report)
+        done, _ = saves.restore()
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
 
@@ -133,27 +148,31 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             learner=policy,
             report=report,
             batch_size=config.train.batch_size,
-            save=partial(_save, config, folder, prompts, policy, report),
+            save=saves.save,
             first_step=done + 1,
             last_step=last,
         )
-        _finish(folder, policy, report, adapter)
+        saves.finish(has_adapter=adapter is not None)
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     """`vlmrl eval`."""
-    folder, _ = _prepare(config)
+    folder, _ = _prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        rewarder = stage.rewarder(config)
+        rewarder = Judges(stage.rewarder(config), [])
         engines = stage.engines(config, report)
         report.begin(total_steps=0, done=0)
         sets = prompts.evaluation()
         with report.phase("eval"):
             metrics, answers = evaluate_sets(
-                sets, engine=engines, rewarder=rewarder, sampling=evaluation_sampling(config)
+                sets,
+                engine=engines,
+                rewarder=rewarder,
+                sampling=evaluation_sampling(config),
+                breakdown_key=config.eval.breakdown_key,
             )
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         for name, (groups, scores) in answers.items():
@@ -162,9 +181,13 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
 
 
 def sight_check(
-    config: RlConfig, engines: RemoteEngines, policy: RemotePolicy, reference: RemoteReference | None
+    config: RlConfig,
+    engines: RemoteEngines,
+    policy: RemotePolicy,
+    reference: RemoteReference | None,
+    critic: RemoteCritic | None,
 ) -> SightCheck:
-    """The check of every path by which this run gets log-probs."""
+    """The check of every path by which this run gets log-probs, and of the critic's values, which must see as well."""
     paths = {
         "engine": engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
@@ -175,8 +198,10 @@ def sight_check(
     }
     if reference is not None:
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
+    if critic is not None:
+        paths["critic"] = lambda groups: critic.values(to_samples(groups))
     # Below top_p 1 the answers' log-probs are the model's own, which is what the engine says of tokens that are there.
-    foreign = {"reference"} if config.rollout.top_p < 1.0 else {"reference", "engine"}
+    foreign = {"reference", "critic"} | (set() if config.rollout.top_p < 1.0 else {"engine"})
     return SightCheck(config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=foreign)
 
 
@@ -205,40 +230,6 @@ def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_
     report.begin(total_steps=total_steps, done=done)
 
 
-def _restore(config: RlConfig | SftConfig, folder: RunFolder, prompts: RemotePrompts, policy: RemotePolicy) -> int:
-    """Go on from the last checkpoint, if that is wanted and there is one; the steps that are done."""
-    remove_partial(folder.checkpoints)
-    saved = checkpoints(folder.checkpoints) if config.ckpt.load_enable else []
-    if not saved:
-        return 0
-    state = policy.load_checkpoint(saved[-1])
-    prompts.load_state(state["prompts"])
-    return int(state["step"])
-
-
-def _save(
-    config: RlConfig | SftConfig,
-    folder: RunFolder,
-    prompts: RemotePrompts,
-    policy: RemotePolicy,
-    report: RunReport,
-    step: int,
-) -> None:
-    """A checkpoint, if one is due."""
-    if config.ckpt.save_steps > 0 and step % config.ckpt.save_steps == 0:
-        with report.phase("save"):
-            policy.save_checkpoint(folder.checkpoint(step), {"step": step, "prompts": prompts.state()})
-            prune(folder.checkpoints, keep=config.ckpt.max_num)
-
-
-def _finish(folder: RunFolder, policy: RemotePolicy, report: RunReport, adapter: AdapterPlan | None) -> None:
-    what, path = ("model", folder.model) if adapter is None else ("adapter", folder.adapter)
-    with report.phase("save"):
-        policy.save_model(path)
-    for name, file in ((what, path), ("curves", folder.curves), ("numbers", folder.metrics)):
-        report.say(f"{name}: {file}")
-
-
 def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
     """How evaluation prompts are answered."""
     return Sampling(
@@ -250,13 +241,15 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
     )
 
 
-def _prepare(config: AnyConfig) -> tuple[RunFolder, Processor]:
+def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]:
     """What can be checked before anything starts."""
     folder = RunFolder(Path(config.ckpt.output_dir))
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
-    if not isinstance(config, SftConfig):
-        check_functions(config.reward)
+    if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
+        check_functions(config.reward, asks_servers=not dry_run)
+    if isinstance(config, RlConfig):
+        check_algorithm(config)
     actor = config.actor
     return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
 

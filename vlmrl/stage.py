@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.learners import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.publish import publication
-from vlmrl.cluster.roles import Cut, RemoteEngines, RemotePolicy, RemotePrompts, RemoteReference, RemoteRewarder, Tally
+from vlmrl.cluster.roles import RemoteEngines, RemotePrompts
+from vlmrl.cluster.scoring import Judges, RemoteRewarder, RewardModel
 from vlmrl.cluster.session import Session
+from vlmrl.config.base import names_function
+from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.train import Loop
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.plugins import Processor
+from vlmrl.rewards.http import read_token
+from vlmrl.together import together
 
 
 class Progress(Protocol):
@@ -42,7 +49,7 @@ class Stage:
     places: dict[str, list[Place]]
     stack: ExitStack
 
-    def group(self, name: str, path: str, settings: dict[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
+    def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
         group = WorkerGroup(
             name,
             path,
@@ -68,12 +75,15 @@ class Stage:
         group = self.group("data", "vlmrl.cluster.store.StoredSource", settings, timeout_s=config.train.timeout_s)
         return RemotePrompts(group, say=say)
 
-    def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder:
-        # The worker stands in another folder than the user does.
+    def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder | None:
+        """Reward functions and servers; None when models alone say what answers are worth."""
         reward = config.reward
-        if reward.remote_url is not None:
-            reward = reward.model_copy(update={"remote_url": str(Path(reward.remote_url).expanduser().absolute())})
-        settings = {"reward": reward}
+        if not reward.functions and reward.remote_url is None:
+            return None
+        if reward.user_function is not None:
+            # The worker stands in another folder than the user does.
+            reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
+        settings = {"reward": reward, "token": read_token()}
         rewarder = RemoteRewarder(
             self.group("reward", "vlmrl.rewards.combine.Rewarder", settings, timeout_s=config.train.timeout_s)
         )
@@ -118,17 +128,19 @@ class Stage:
         tools: Processor,
         *,
         adapter: AdapterPlan | None,
+        critics: AdapterPlan | None,
         num_rows: int,
         report: Progress,
-    ) -> tuple[RemoteEngines, RemotePolicy, RemoteReference | None]:
-        """Engines, policy and reference, joined; nothing is published yet."""
+    ) -> Players:
+        """All roles that samples go through, joined; nothing is published yet. `critics` is the critic's adapter."""
         # They start at the same time: each spends most of its start waiting for imports and files.
-        engines, (policy, reference) = together(
+        engines, learners = together(
             lambda: self.engines(config, report, adapter),
-            lambda: self.learners(config, tools, adapter=adapter, num_rows=num_rows, say=report.say),
+            lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
         )
-        policy.engines = engines
-        return engines, policy, reference
+        learners.policy.engines = engines
+        judges = Judges(self.rewarder(config), self.reward_models(config, learners.ranks))
+        return Players(engines, learners.policy, learners.reference, learners.critic, judges)
 
     def learners(
         self,
@@ -136,84 +148,191 @@ class Stage:
         tools: Processor,
         *,
         adapter: AdapterPlan | None,
+        critics: AdapterPlan | None = None,
         num_rows: int,
         say: Callable[[str], None],
-    ) -> tuple[RemotePolicy, RemoteReference | None]:
-        """The policy, and the reference when a KL penalty wants one."""
+    ) -> Learners:
+        """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
         loop, is_rl = config.train, isinstance(config, RlConfig)
-        shared = {
-            "actor": config.actor,
-            "ds": config.ds,
-            "loop": loop,
-            "columns": config.data,
-            "vision": config.vision,
-            "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
-            "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
-        }
-        without_gradient = (
-            config.rollout.max_tokens_per_gpu if isinstance(config, RlConfig) else None
-        ) or loop.max_tokens_per_gpu
-        learner = {
+        critic = critic_settings(config, critics, num_rows) if isinstance(config, RlConfig) else {}
+        group = self._actor(config, critic, adapter=adapter, num_rows=num_rows)
+        ranks = Ranks(
+            group,
+            cut_of(group, loop, tools, say),
+            max_tokens=(config.rollout.max_tokens_per_gpu if isinstance(config, RlConfig) else None)
+            or loop.max_tokens_per_gpu,
+            tally=Tally(),
+        )
+        steps = Steps(loop.batch_size, epochs=loop.max_epochs if is_rl else 1, seed=loop.seed)
+        how = publication(
+            adapter,
+            ds=config.ds,
+            vllm=config.vllm if isinstance(config, RlConfig) else Vllm(),
+            vision_trains=vision_trains(config.actor, adapter),
+        )
+        policy = RemotePolicy(ranks, steps, how)
+        if not isinstance(config, RlConfig):
+            return Learners(ranks, policy, None, None)
+        return Learners(
+            ranks,
+            policy,
+            self._reference(config, ranks, say) if config.algo.kl.init_coef > 0 else None,
+            self._critic(config, critic, ranks, steps, say) if config.has_critic else None,
+        )
+
+    def _actor(
+        self, config: RlConfig | SftConfig, critic: Mapping[str, Any], *, adapter: AdapterPlan | None, num_rows: int
+    ) -> WorkerGroup:
+        """The policy's ranks, with the critic in them where both share processes."""
+        path = "vlmrl.learning.policy.Policy"
+        settings = model_settings(config) | {
             "total_steps": optimizer_steps(config, num_rows),
             "loss": policy_loss(config) if isinstance(config, RlConfig) else None,
             "adapter": adapter,
+            "ema_beta": config.train.ema_beta if isinstance(config, RlConfig) and config.train.enable_ema else None,
         }
-        ranks = self.group(
-            "actor", "vlmrl.learning.policy.Policy", shared | learner, timeout_s=loop.timeout_s, distributed=True
+        if isinstance(config, RlConfig) and config.critic_is_with_actor:
+            path = "vlmrl.learning.pair.PolicyAndCritic"
+            settings = {"policy": settings, "critic": critic}
+        return self.group("actor", path, settings, timeout_s=config.train.timeout_s, distributed=True)
+
+    def _critic(
+        self,
+        config: RlConfig,
+        settings: Mapping[str, Any],
+        actor: Ranks,
+        steps: Steps,
+        say: Callable[[str], None],
+    ) -> RemoteCritic:
+        if config.critic_is_with_actor:
+            if actor.group.call("shares_features")[0]:
+                say("critic: in the actor's processes, with the actor's features of images")
+            return RemoteCritic(actor, steps)
+        group = self.group(
+            "critic",
+            "vlmrl.learning.critic.Critic",
+            settings,
+            timeout_s=config.train.timeout_s,
+            distributed=True,
         )
-        patch_cost, is_recurrent = ranks.call("traits")[0]
-        if tools.resize_factor is not None:
-            say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
-        if is_recurrent and loop.layout != "padded":
-            say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
-        cut = Cut(
-            layout="padded" if is_recurrent else loop.layout,
-            max_tokens=loop.max_tokens_per_gpu,
-            max_samples=loop.micro_batch_size,
-            image_cost=lambda image: patch_cost * math.prod(tools.grid(image.size)),
-            filler=tools.dummy_sample(),
-        )
-        tally = Tally()
-        policy = RemotePolicy(
-            ranks,
-            cut,
-            max_tokens=without_gradient,
-            tally=tally,
-            batch_size=loop.batch_size,
-            epochs=loop.max_epochs if is_rl else 1,
-            seed=loop.seed,
-            publication=publication(
-                adapter,
-                ds=config.ds,
-                vllm=config.vllm if isinstance(config, RlConfig) else Vllm(),
-                vision_trains=vision_trains(config.actor, adapter),
-            ),
-        )
-        if not isinstance(config, RlConfig) or config.algo.kl.init_coef == 0:
-            return policy, None
+        return RemoteCritic(replace(actor, group=group), steps)
+
+    def _reference(self, config: RlConfig, actor: Ranks, say: Callable[[str], None]) -> RemoteReference:
         if config.reference_is_base:
             without = config.actor.adapter_name_or_path
             say(
                 f"reference: the policy with its adapters off, which is {config.actor.model_name_or_path}"
                 f"{f' without {without}' if without else ''}"
             )
-            return policy, RemoteReference(ranks, cut, max_tokens=without_gradient, tally=tally, adapter=False)
+            return RemoteReference(actor, adapter=False)
         path = config.ref.model_name_or_path or config.actor.model_name_or_path
-        reference = self.group(
+        group = self.group(
             "ref",
             "vlmrl.learning.reference.Reference",
-            shared | {"actor": config.actor.model_copy(update={"model_name_or_path": path})},
-            timeout_s=loop.timeout_s,
+            model_settings(config) | {"actor": config.actor.model_copy(update={"model_name_or_path": path})},
+            timeout_s=config.train.timeout_s,
             distributed=True,
         )
-        return policy, RemoteReference(reference, cut, max_tokens=without_gradient, tally=tally)
+        return RemoteReference(replace(actor, group=group))
+
+    def reward_models(self, config: RlConfig, actor: Ranks) -> list[RewardModel]:
+        """Models that score answers, or the steps of answers."""
+        reward = config.reward
+        shared = {
+            "actor": config.actor,
+            "ds": config.ds,
+            "loop": config.train,
+            "columns": config.data,
+            "vision": config.vision,
+            "offload": reward.offload,
+        }
+        answers = {
+            "path": reward.model_name_or_path,
+            "flag": "reward.model_name_or_path",
+            "normalize": reward.normalize_enable,
+        }
+        steps = {
+            "path": reward.process_model_name_or_path,
+            "flag": "reward.process_model_name_or_path",
+            "separator": reward.process_separator,
+        }
+        found = []
+        for role, name, own, weight in (
+            (REWARD_MODELS[0], "model", answers, reward.model_weight),
+            (REWARD_MODELS[1], "process", steps, reward.process_weight),
+        ):
+            if own["path"] is not None:
+                group = self.group(
+                    role,
+                    "vlmrl.learning.reward_model.RewardModel",
+                    shared | own,
+                    timeout_s=config.train.timeout_s,
+                    distributed=True,
+                )
+                found.append(RewardModel(name, replace(actor, group=group), weight, is_process=own is steps))
+        return found
 
 
-def together(*starts: Callable[[], Any]) -> list[Any]:
-    """Run the starts side by side and return what they made, in order. Raises the first error once all have ended."""
-    with ThreadPoolExecutor(len(starts)) as pool:
-        futures = [pool.submit(start) for start in starts]
-    return [future.result() for future in futures]
+class Learners(NamedTuple):
+    """Models over ranks."""
+
+    ranks: Ranks
+    """The policy's."""
+    policy: RemotePolicy
+    reference: RemoteReference | None
+    critic: RemoteCritic | None
+
+
+class Players(NamedTuple):
+    """All roles that a step's samples go through."""
+
+    engines: RemoteEngines
+    policy: RemotePolicy
+    reference: RemoteReference | None
+    critic: RemoteCritic | None
+    judges: Judges
+
+
+def model_settings(config: RlConfig | SftConfig) -> dict[str, Any]:
+    """What policy and reference are made of, so that both are asked the same question."""
+    return {
+        "actor": config.actor,
+        "ds": config.ds,
+        "loop": config.train,
+        "columns": config.data,
+        "vision": config.vision,
+        "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
+        "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
+    }
+
+
+def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> dict[str, Any]:
+    """What the critic is made of."""
+    return {
+        "critic": config.whole_critic,
+        "adapter": adapter,
+        "ds": config.ds,
+        "loop": config.train,
+        "columns": config.data,
+        "vision": config.vision,
+        "total_steps": optimizer_steps(config, num_rows),
+    }
+
+
+def cut_of(ranks: WorkerGroup, loop: Loop, tools: Processor, say: Callable[[str], None]) -> Cut:
+    """How samples become packs, from what the policy's ranks tell of their model."""
+    patch_cost, is_recurrent = ranks.call("traits")[0]
+    if tools.resize_factor is not None:
+        say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
+    if is_recurrent and loop.layout != "padded":
+        say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
+    return Cut(
+        layout="padded" if is_recurrent else loop.layout,
+        max_tokens=loop.max_tokens_per_gpu,
+        max_samples=loop.micro_batch_size,
+        image_cost=lambda image: patch_cost * math.prod(tools.grid(image.size)),
+        filler=tools.dummy_sample(),
+    )
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
@@ -227,16 +346,27 @@ def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
 
 def policy_loss(config: RlConfig) -> PolicyLoss:
     """The loss that the settings ask for."""
-    low, high = config.actor.eps_clip_low_high or (config.actor.eps_clip, config.actor.eps_clip)
+    actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
+    low, high = actor.clip_range
+    correction = Correction(advantage.is_correction_type, *advantage.is_correction_threshold)
     return PolicyLoss(
+        # Ranks stand in another folder than the user does.
+        kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,
         clip_low=low,
         clip_high=high,
-        dual_clip=config.actor.dual_clip,
-        kl_coef=config.algo.kl.init_coef if config.algo.kl.use_loss else 0.0,
-        kl_estimator=config.algo.kl.estimator,
-        aggregation=config.algo.aggregation,
+        dual_clip=actor.dual_clip,
+        kl_estimator=kl.estimator,
+        kl_early_stop=kl.early_stop,
+        entropy_coef=actor.entropy_coef,
+        correction=correction if advantage.is_correction_enable else None,
+        aggregation=config.aggregation,
         max_new_tokens=config.rollout.max_new_tokens,
     )
+
+
+def absolute(spec: str) -> str:
+    """`path/to/file.py:function` wherever a process stands."""
+    return str(Path(spec).expanduser().absolute())
 
 
 def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:

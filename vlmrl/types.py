@@ -9,8 +9,8 @@ V vocabulary, D hidden size, P vision patches, H heads, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -108,6 +108,8 @@ class Score:
     """Each reward function's own score, unweighted."""
     failed: bool = False
     """A reward function raised, hung or returned nonsense for this answer."""
+    token_rewards: Floats | None = None
+    """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,22 +151,33 @@ class Experience:
     """B arrays of [T]: the rollout engine's own."""
     ref_logprobs: Sequence[Floats] | None = None
     """B arrays of [T], or None when no reference takes part in the loss."""
+    values: Sequence[Floats] | None = None
+    """B arrays of [T]: what the critic predicted when the experience was made; None without a critic."""
+    returns: Sequence[Floats] | None = None
+    """B arrays of [T]: what it should have predicted."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference in the loss."""
 
     def __post_init__(self) -> None:
-        columns = [self.advantages, self.old_logprobs, self.rollout_logprobs, self.ref_logprobs]
-        for column in columns:
-            if column is not None and [len(row) for row in column] != [len(s.tokens) for s in self.samples]:
-                raise ValueError("the columns of an experience do not line up with its samples")
+        lengths = [len(s.tokens) for s in self.samples]
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            if column is not None and [len(row) for row in column] != lengths:
+                raise ValueError(f"the {name} of an experience do not line up with its samples")
 
     def select(self, rows: Sequence[int]) -> Experience:
         """The experience of these samples alone, in this order."""
-        return Experience(
-            samples=[self.samples[r] for r in rows],
-            advantages=[self.advantages[r] for r in rows],
-            old_logprobs=None if self.old_logprobs is None else [self.old_logprobs[r] for r in rows],
-            rollout_logprobs=[self.rollout_logprobs[r] for r in rows],
-            ref_logprobs=None if self.ref_logprobs is None else [self.ref_logprobs[r] for r in rows],
-        )
+        return self.rearranged([self.samples[r] for r in rows], lambda column: [column[r] for r in rows])
+
+    def rearranged(self, samples: Sequence[Sample], pick: Callable[[Sequence[Floats]], Sequence[Floats]]) -> Experience:
+        """The same of `samples`, with what `pick` makes of every column that there is."""
+        picked: dict[str, Any] = {
+            name: pick(getattr(self, name)) for name in _COLUMNS if getattr(self, name) is not None
+        }
+        return replace(self, samples=samples, **picked)
+
+
+_COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True)

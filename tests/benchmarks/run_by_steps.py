@@ -13,7 +13,7 @@ from vlmrl.cluster.placement import plan
 from vlmrl.cluster.session import session
 from vlmrl.config.run import RlConfig
 from vlmrl.plugins import processor_of
-from vlmrl.preflight import plan_of, roles_of
+from vlmrl.preflight import plan_of, plan_of_critic, roles_of
 from vlmrl.stage import Stage, last_step
 from vlmrl.trainer import train
 
@@ -31,10 +31,14 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
     with session() as machines, ExitStack() as stack:
         stage = Stage(machines, plan(**roles_of(config, machines)), stack)
         prompts = stage.prompts(config, _say)
-        rewarder = stage.rewarder(config)
         tools = processor_of(config.actor.model_name_or_path, config.data)
-        engines, policy, reference = stage.players(
-            config, tools, adapter=plan_of(config, tools), num_rows=prompts.num_rows, report=clock
+        engines, policy, reference, critic, judges = stage.players(
+            config,
+            tools,
+            adapter=plan_of(config, tools),
+            critics=plan_of_critic(config),
+            num_rows=prompts.num_rows,
+            report=clock,
         )
         policy.publish(0)
 
@@ -45,18 +49,20 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     config,
                     prompts=prompts,
                     engine=engines,
-                    rewarder=rewarder,
+                    rewarder=judges,
                     policy=policy,
                     reference=reference,
+                    critic=critic,
                     report=clock,
                     check_sight=lambda step, groups: {},
                     check_publish=lambda version: {},
                     after_step=lambda step, judged: {
                         "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)
                     },
-                    save=lambda step: None,
+                    save=lambda step, kl_coef: None,
                     first_step=step,
                     last_step=step,
+                    kl_coef=config.algo.kl.init_coef,
                 )
                 yield {"seconds": time.perf_counter() - started} | clock.take()
 

@@ -42,6 +42,7 @@ def policy(
     cache_gib: float = 1.0,
     lora: dict[str, Any] | None = None,
     four_bit: bool = False,
+    ema_beta: float | None = None,
     **actor: Any,
 ) -> Any:
     from vlmrl.learning.policy import Policy
@@ -59,6 +60,7 @@ def policy(
         temperature=0.7,
         bans=True,
         adapter=None if lora is None else plan(model, lora, actor),
+        ema_beta=ema_beta,
     )
 
 
@@ -96,14 +98,16 @@ def samples(tools: Any) -> list[Sample]:
     return rows
 
 
-def packs_of(learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int) -> list[Pack]:
+def packs_of(
+    learner: Any, rows: Sequence[Sample], layout: str, max_tokens: int, max_samples: int | None = None
+) -> list[Pack]:
     tools = learner._processor
     shares = spread(
         rows,
         num_ranks=torch.distributed.get_world_size(),
         layout=layout,  # type: ignore[arg-type]
         max_tokens=max_tokens,
-        max_samples=None,
+        max_samples=max_samples,
         image_cost=lambda image: float(math.prod(tools.grid(image.size))),
         filler=tools.dummy_sample(),
     )
@@ -114,7 +118,7 @@ def totals(rows: Sequence[Sample]) -> Totals:
     return Totals(num_tokens=int(sum(s.sampled.sum() for s in rows)), num_samples=len(rows))
 
 
-def experience(pack: Pack, column: Callable[[int, int], Floats]) -> Experience:
+def experience(pack: Pack, column: Callable[[int, int], Floats], *, kl_coef: float = 0.0) -> Experience:
     """`column(c, i)` is column c of sample i."""
 
     def rows(c: int) -> list[Floats]:
@@ -122,7 +126,12 @@ def experience(pack: Pack, column: Callable[[int, int], Floats]) -> Experience:
         return [column(c, i) if i >= 0 else blank[n] for n, i in enumerate(pack.ids)]
 
     return Experience(
-        pack.samples, advantages=rows(0), old_logprobs=rows(1), rollout_logprobs=rows(1), ref_logprobs=rows(2)
+        pack.samples,
+        advantages=rows(0),
+        old_logprobs=rows(1),
+        rollout_logprobs=rows(3),
+        ref_logprobs=rows(2),
+        kl_coef=kl_coef,
     )
 
 
@@ -172,6 +181,7 @@ def update(
     save: str | None = None,
     look: bool = False,
     warm: bool = False,
+    kl_coef: float = 0.0,
     **settings: Any,
 ) -> None:
     """Two optimizer steps: weights and metrics to `out`, the model to `save`.
@@ -192,7 +202,7 @@ def update(
         if torch.distributed.get_rank() > 0:
             packs = [make_pack([learner._processor.dummy_sample()], [FILLER], "shared")] * len(packs)
         learner.logprobs(packs)
-    metrics = _train(learner, old, cut, steps)
+    metrics = _train(learner, old, cut, steps, kl_coef=kl_coef)
     _write(out, learner, metrics)
     if save:
         learner.save_model(Path(save))
@@ -291,24 +301,24 @@ def poisoned(out: Path, *, model: str, where: str, stage: int) -> None:
     learner.fit(packs, totals(rows))
 
 
-def _train(learner: Any, old: str, cut: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    rows = samples(learner._processor)
+def columns_of(old: str, rows: Sequence[Sample]) -> list[list[Floats]]:
+    """Advantages, and the log-probs of the policy before, of the reference and of the engine: far enough from those of
+    now that some tokens are clipped, dropped or held."""
     kept = np.load(old)
     rng = np.random.default_rng(1)
-    # Far enough from the log-probs of now that some tokens are clipped.
-    columns = [
-        [rng.normal(size=len(s.tokens)).astype(np.float32) for s in rows],
-        [
-            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
-            for i, s in enumerate(rows)
-        ],
-        [
-            kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32)
-            for i, s in enumerate(rows)
-        ],
+    advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in rows]
+    near = [
+        [kept[f"padded.{i}"] + rng.normal(scale=0.2, size=len(s.tokens)).astype(np.float32) for i, s in enumerate(rows)]
+        for _ in range(3)
     ]
+    return [advantages, *near]
+
+
+def _train(learner: Any, old: str, cut: dict[str, Any], steps: int, *, kl_coef: float = 0.0) -> list[dict[str, Any]]:
+    rows = samples(learner._processor)
+    columns = columns_of(old, rows)
     packs = packs_of(learner, rows, **cut)
-    work = [(p, experience(p, lambda c, i: columns[c][i])) for p in packs]
+    work = [(p, experience(p, lambda c, i: columns[c][i], kl_coef=kl_coef)) for p in packs]
     return list(learner.update([work] * steps, [totals(rows)] * steps))
 
 

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 
 from vlmrl.bench.memory import peak_bytes  # noqa: E402
 from vlmrl.bench.samples import make_experience, make_samples  # noqa: E402
-from vlmrl.cluster.roles import count, experience_of  # noqa: E402
+from vlmrl.cluster.learners import count, experience_of  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
 from vlmrl.config.bench import Samples  # noqa: E402
 from vlmrl.config.data import Columns  # noqa: E402

@@ -1,4 +1,4 @@
-"""Starts the ranks of test_learning.py and test_learning_adapters.py, and finds what they wrote."""
+"""Starts the ranks of test_learning*.py, and finds what they wrote."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ RANK = Path(__file__).with_name("learning_rank.py")
 class Ranks:
     """Runs tasks on so many ranks and finds what they wrote."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = RANK) -> None:
         self.folder = folder
+        self._script = script
         self._tasks: list[dict[str, Any]] = []
 
     def add(self, name: str, do: str, **arguments: Any) -> None:
@@ -35,7 +36,7 @@ class Ranks:
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(RANK), str(job)],
+                [sys.executable, str(self._script), str(job)],
                 env=os.environ | shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -41,8 +41,8 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
         ranks.add(f"alone_{stage}", "update", **vl, cut=SHARED, stage=stage)
         ranks.add(f"alone_many_{stage}", "update", **vl, cut=PADDED, stage=stage)
     for aggregation in ("sequence", "constant"):
-        loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
-        ranks.add(f"alone_{aggregation}", "update", **vl, cut=PADDED, loss=loss)
+        loss = {"aggregation": aggregation, "kl_estimator": "k3", "dual_clip": 1.5}
+        ranks.add(f"alone_{aggregation}", "update", **vl, cut=PADDED, loss=loss, kl_coef=0.1)
     ranks.add("alone_packed", "update", **vl, cut=PACKED)
     ranks.add("recomputed", "update", **vl, cut=SHARED, stage=2, gradient_checkpointing_enable=True, look=True)
     ranks.add(
@@ -81,8 +81,8 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
         ranks.add(f"frozen_pair_{stage}", "update", **vl, cut=SHARED, stage=stage, warm=True, **FROZEN)
     ranks.add("frozen_pair_deep", "update", **deep, cut=SHARED, stage=3, warm=True, **recompute, **FROZEN)
     for aggregation in ("sequence", "constant"):
-        loss = {"aggregation": aggregation, "kl_coef": 0.1, "kl_estimator": "k3", "dual_clip": 1.5}
-        ranks.add(f"pair_{aggregation}", "update", **vl, cut=SHARED, loss=loss, stage=2)
+        loss = {"aggregation": aggregation, "kl_estimator": "k3", "dual_clip": 1.5}
+        ranks.add(f"pair_{aggregation}", "update", **vl, cut=SHARED, loss=loss, stage=2, kl_coef=0.1)
     for name in ("deep", "text"):
         own = {"model": models[name], "old": str(ranks.folder / f"{name}.npz")}
         ranks.add(f"{name}_pair", "update", **own, cut=SHARED, stage=3, save=str(ranks.folder / f"{name}_model_3"))

@@ -33,6 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         "vlmrl.bench.step": ("step",),
         "vlmrl.bench.head": ("logprobs",),
         "vlmrl.models.merge": ("merge",),
+        "vlmrl.serve": ("serve_rm",),
         "vlmrl.models.memory_plan": ("show",),
     }.items():
         fake = ModuleType(module)
@@ -55,6 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["bench", "step", "--actor.model_name_or_path", "m"], "step", {}),
         (["bench", "logprobs", "--bench.tokens", "8"], "logprobs", {}),
         (["merge", "--merge.adapter", "a", "--merge.output", "b"], "merge", {}),
+        (["serve-rm", "--reward.model_name_or_path", "m"], "serve_rm", {}),
         (["doctor"], "doctor", {"as_json": False}),
         (["doctor", "--json"], "doctor", {"as_json": True}),
     ],
@@ -63,14 +65,14 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
     assert (name, given) == (called, how)
-    if called not in ("doctor", "logprobs", "merge"):
+    if called not in ("doctor", "logprobs", "merge", "serve_rm"):
         assert config.actor.model_name_or_path == "m"
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, merge, doctor\n"),
+        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
         (["evall"], "vlmrl: no such verb: evall; did you mean eval?\n"),
         (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
         (
@@ -79,7 +81,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
         ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
         (["bench", "publish", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
-        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo", "serve-rm")),
+        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo")),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

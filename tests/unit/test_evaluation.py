@@ -1,7 +1,12 @@
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from vlmrl.evaluation import is_right, pass_at_k, summarise
+from vlmrl.evaluation import break_down, evaluate, is_right, pass_at_k, summarise
+from vlmrl.observe.metrics import check_name, evaluated_sets
+from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Group, Prompt, Rollout, Score
 
 
@@ -42,3 +47,52 @@ def test_a_set_is_summarised_for_every_power_of_two() -> None:
     assert metrics["eval/toy/reward"] == 0.25
     assert metrics["eval/toy/tokens_mean"] == 1.0
     assert "eval/toy/pass@4" not in metrics
+
+
+def of(metadata: dict[str, object], size: int) -> Group:
+    one = group(size)
+    return Group(replace(one.prompt, metadata=metadata), one.rollouts)
+
+
+RIGHT, WRONG = Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})
+
+
+def test_accuracy_is_told_apart_by_what_the_rows_say() -> None:
+    families: list[dict[str, object]] = [{"family": "count"}, {"family": "clock"}, {"family": "count"}, {}]
+    scores = [[RIGHT, WRONG], [WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, RIGHT]]
+    found = break_down("toy", [of(row, 2) for row in families], scores, key="family")
+    # count: a half and a whole. The row without a family counts for the set alone.
+    assert found == {"eval/toy/clock/pass@1": 0.0, "eval/toy/count/pass@1": 0.75}
+
+
+def test_a_part_may_have_any_value_and_its_metric_has_a_name_that_is_taken() -> None:
+    rows: list[dict[str, object]] = [{"level": 3}, {"level": "very hard/odd"}, {"level": ""}, {"level": None}]
+    found = break_down("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
+    assert found == {"eval/toy/3/pass@1": 1.0, "eval/toy/very_hard_odd/pass@1": 1.0}
+    for name in found:
+        check_name(name)
+
+
+class Scripted:
+    """Answers every prompt twice, and takes every first answer for right."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+    ) -> list[Group]:
+        return [Group(prompt, (answer(), answer())) for prompt in prompts]
+
+    def begin(self, group: Group) -> None:
+        pass
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return [[RIGHT, WRONG] for _ in groups]
+
+
+@pytest.mark.parametrize(("key", "parts"), [("family", ["count"]), ("difficulty", []), (None, [])])
+def test_a_set_without_such_a_column_has_its_totals_alone(key: str | None, parts: list[str]) -> None:
+    sampling = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=4, seed=0)
+    sets = {"with": [of({"family": "count"}, 1).prompt], "without": [group(1).prompt]}
+    metrics, answers = evaluate(sets, engine=Scripted(), rewarder=Scripted(), sampling=sampling, breakdown_key=key)
+    assert metrics["eval/with/pass@1"] == metrics["eval/without/pass@1"] == 0.5
+    assert evaluated_sets(metrics) == {"with": parts, "without": []}
+    assert {name: len(groups) for name, (groups, _) in answers.items()} == {"with": 1, "without": 1}

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.plugins import plugin, plugin_names, processor, user_function
+from vlmrl.plugins import name_or_function, plugin, plugin_names, processor, user_function
 
 
 def test_a_name_finds_its_file() -> None:
@@ -19,6 +19,23 @@ def test_an_unknown_name_lists_those_that_exist() -> None:
 def test_a_users_function_is_found_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n")
     assert user_function(f"{tmp_path}/mine.py:double", "reward.remote_url")(21) == 42
+
+
+def test_a_setting_is_a_name_or_a_users_function_that_is_loaded_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("COUNT = []\ndef count():\n    COUNT.append(1)\n    return len(COUNT)\n")
+    assert name_or_function("rloo", "algo.advantage.estimator") == "rloo"
+    for expected in (1, 2):
+        found = name_or_function(f"{tmp_path}/mine.py:count", "algo.advantage.estimator")
+        assert callable(found)
+        assert found() == expected
+
+
+def test_a_setting_whose_file_is_mended_loads_then(tmp_path: Path) -> None:
+    spec = f"{tmp_path}/mine.py:f"
+    with pytest.raises(ConfigError, match=r"^algo.advantage.estimator: there is no file"):
+        name_or_function(spec, "algo.advantage.estimator")
+    (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards\n")
+    assert callable(name_or_function(spec, "algo.advantage.estimator"))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from vlmrl import cli
+from vlmrl.cluster.placement import plan
 from vlmrl.cluster.session import Node, Session
+from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.plugins import processor
-from vlmrl.preflight import plan_of, roles_of
+from vlmrl.preflight import check_algorithm, check_models, plan_of, plan_of_critic, roles_of
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
 
@@ -112,3 +114,112 @@ def test_a_folder_that_holds_another_run_is_refused(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert dry_run("rl", model, tmp_path) == 2
     assert "holds another run" in capsys.readouterr().err
+
+
+def placed(line: str) -> dict[str, tuple[int, set[int]]]:
+    """Each role's number of workers, and the slots of the 16 that it has."""
+    words = "--actor.model_name_or_path m --data.prompt_dataset d --vllm.num_engines 2 " + line
+    machines = Session((Node(id="", num_cpus=16, num_gpus=0),))
+    places = plan(**roles_of(load(RlConfig, words.split()), machines))
+    return {name: (len(workers), {slot for w in workers for slot in w.slots}) for name, workers in places.items()}
+
+
+def test_critic_and_reward_models_have_devices_of_their_own() -> None:
+    found = placed(
+        "--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 2 "
+        "--reward.model_name_or_path r --reward.process_model_name_or_path p --reward.num_gpus_per_node 2"
+    )
+    # The reward models share theirs with each other.
+    assert found == {
+        "actor": (2, {0, 1}),
+        "critic": (2, {2, 3}),
+        "reward_model": (2, {4, 5}),
+        "process_model": (2, {4, 5}),
+        "vllm": (2, {6, 7}),
+    }
+
+
+def test_a_critic_in_the_actors_processes_is_no_role() -> None:
+    found = placed("--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --train.colocate_actor_critic")
+    assert found == {"actor": (2, {0, 1}), "vllm": (2, {2, 3})}
+    together = placed("--algo.advantage.estimator gae --train.colocate_all --reward.model_name_or_path r")
+    assert together == {"actor": (1, {0}), "reward_model": (1, {0}), "vllm": (2, {0, 1})}
+
+
+def test_critic_and_reward_model_may_share_devices() -> None:
+    found = placed(
+        "--algo.advantage.estimator gae --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2 "
+        "--reward.model_name_or_path r --train.colocate_critic_reward"
+    )
+    assert found["critic"] == found["reward_model"] == (2, {1, 2})
+    with_actor = placed(
+        "--algo.advantage.estimator gae --train.colocate_actor_critic --reward.model_name_or_path r "
+        "--train.colocate_critic_reward"
+    )
+    assert with_actor["actor"] == with_actor["reward_model"] == (1, {0})
+
+
+def test_a_reward_model_that_does_not_fit_is_told_its_flag() -> None:
+    with pytest.raises(ClusterError, match=r"reward_model wants 99 .* lower --reward\.num_gpus_per_node"):
+        placed("--reward.model_name_or_path r --reward.num_gpus_per_node 99")
+
+
+ESTIMATOR = "--algo.advantage.estimator"
+LOSS = "--actor.policy_loss_type"
+
+
+@pytest.mark.parametrize(
+    ("flag", "function", "said"),
+    [
+        (ESTIMATOR, "baseline", None),
+        (LOSS, "loss", None),
+        (
+            ESTIMATOR,
+            "missing",
+            r"algo\.advantage\.estimator: .*mine\.py has no function missing; it has: baseline, loss",
+        ),
+        (ESTIMATOR, "loss", r"algo\.advantage\.estimator: loss asks for logprobs, advantages"),
+        (LOSS, "baseline", r"actor\.policy_loss_type: baseline asks for rewards"),
+    ],
+)
+def test_a_users_own_algorithm_is_looked_at_before_anything_starts(
+    flag: str, function: str, said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def baseline(rewards):\n    return rewards\n\ndef loss(logprobs, advantages):\n    return -logprobs\n"
+    )
+    words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", flag, f"{file}:{function}"]
+    config = load(RlConfig, words)
+    if said is None:
+        check_algorithm(config)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_algorithm(config)
+
+
+@pytest.mark.parametrize(
+    "flag", ["critic.model_name_or_path", "reward.model_name_or_path", "reward.process_model_name_or_path"]
+)
+def test_a_model_that_is_not_there_is_told_its_flag(flag: str) -> None:
+    words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", ESTIMATOR, "gae", f"--{flag}", "/no/such"]
+    with pytest.raises(ConfigError, match=rf"^{flag}: .*/no/such"):
+        check_models(load(RlConfig, words))
+
+
+def test_the_critic_has_an_adapter_of_its_own(model: str) -> None:
+    def planned(line: str) -> AdapterPlan | None:
+        words = f"--actor.model_name_or_path {model} --data.prompt_dataset d {line}"
+        return plan_of_critic(load(RlConfig, words.split()))
+
+    gae, lora = f"{ESTIMATOR} gae", "--ds.lora.rank 4"
+    assert planned(lora) is None
+    assert planned(gae) is None
+    everywhere = planned(f"{gae} {lora} --ds.lora.target_modules all")
+    frozen = planned(
+        f"{gae} {lora} --ds.lora.target_modules all --critic.freeze_visual_encoder --critic.freeze_projector"
+    )
+    assert everywhere is not None
+    assert frozen is not None
+    assert everywhere.groups == {"language", "vision", "projector"}
+    assert frozen.groups == {"language"}

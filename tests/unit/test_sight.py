@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from vlmrl.config.data import Columns
+from vlmrl.data.answers import to_samples
 from vlmrl.data.media import Blank, InlineMedia, Noise, Resized
 from vlmrl.data.packing import make_pack
 from vlmrl.errors import SyncError, VlmrlError
@@ -25,7 +26,6 @@ from vlmrl.models.scorer import ImageFeatures, Scorer
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.plugins import Processor, processor
 from vlmrl.sight import Path, SightCheck, check
-from vlmrl.trainer import to_samples
 from vlmrl.types import Floats, Group, Layout, Media, Pixels, Prompt, Rollout
 
 torch.set_num_threads(1)

@@ -1,143 +1,17 @@
-"""The loop with small honest parts: an engine that answers by a script, a policy that remembers what it was taught."""
+"""The loop with small honest parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from scripted_loop import LabelRewarder, RememberingPolicy, ScriptedEngine, config, run
 
 from vlmrl.config.adapter_checks import is_one_pass
-from vlmrl.config.run import RlConfig
-from vlmrl.errors import SyncError
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Judged, check_versions, compare_engine, judge, largest_gap, to_samples, train
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
-
-ANSWER_LOGPROB = -0.5
-
-
-def make_prompt(index: int, length: int = 2) -> Prompt:
-    tokens = np.arange(length, dtype=np.int64)
-    return Prompt(index=index, source=f"toy:{index}", text="?", tokens=tokens, request=tokens, label="right")
-
-
-def make_rollout(prompt: Prompt, text: str, *, version: int, length: int = 1, finish: str = "stop") -> Rollout:
-    sampled = np.array([False] * len(prompt.tokens) + [True] * length)
-    return Rollout(
-        tokens=np.concatenate([prompt.tokens, np.full(length, 7)]),
-        sampled=sampled,
-        logprobs=np.where(sampled, ANSWER_LOGPROB, 0.0).astype(np.float32),
-        text=text,
-        finish_reason=finish,  # type: ignore[arg-type]
-        version=version,
-    )
-
-
-class ScriptedEngine:
-    """Answers every prompt twice: once wrong, once right. Its version is what was last published."""
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        return [
-            Group(
-                prompt,
-                (
-                    make_rollout(prompt, "wrong", version=self.version),
-                    make_rollout(prompt, "right", version=self.version, length=3),
-                ),
-            )
-            for prompt in prompts
-        ]
-
-
-class CountingPrompts:
-    def __init__(self) -> None:
-        self.position = 0
-
-    def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
-        start, self.position = self.position, self.position + count
-        return [make_prompt(index) for index in range(start, self.position)], {"media/bytes_moved": 0.0}
-
-
-class LabelRewarder:
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        return [
-            [
-                Score(float(r.text == group.prompt.label), {"exact": float(r.text == group.prompt.label)})
-                for r in group.rollouts
-            ]
-            for group in groups
-        ]
-
-
-class RememberingPolicy:
-    def __init__(self, engine: ScriptedEngine, *, offset: float = 0.0) -> None:
-        self.engine = engine
-        self.offset = offset
-        self.taught: list[Experience] = []
-
-    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        return [np.where(s.sampled, ANSWER_LOGPROB + self.offset, 0.0).astype(np.float32) for s in samples]
-
-    def update(self, experience: Experience, *, step: int) -> Metrics:
-        self.taught.append(experience)
-        own = self.logprobs(experience.samples)
-        return {"policy/loss": 0.0} | ({} if experience.old_logprobs is not None else compare_engine(experience, own))
-
-    def publish(self, version: int) -> Metrics:
-        self.engine.version = version
-        return {"sync/version": float(version)}
-
-
-class Notebook:
-    def __init__(self) -> None:
-        self.steps: dict[int, Metrics] = {}
-        self.phases: list[str] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.phases.append(name)
-        yield
-
-    def step(self, step: int, metrics: Metrics) -> None:
-        self.steps[step] = metrics
-
-
-def config(**changes: object) -> RlConfig:
-    return RlConfig.model_validate(
-        {
-            "actor": {"model_name_or_path": "model"},
-            "data": {"prompt_dataset": "toy"},
-            "rollout": {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4},
-            "train": {"batch_size": 4},
-            "ds": {"param_dtype": "fp32"},
-        }
-        | changes
-    )
-
-
-def run(settings: RlConfig, policy: RememberingPolicy, *, steps: int) -> Notebook:
-    notebook = Notebook()
-    train(
-        settings,
-        prompts=CountingPrompts(),
-        engine=policy.engine,
-        rewarder=LabelRewarder(),
-        policy=policy,
-        reference=None,
-        report=notebook,
-        check_sight=lambda step, groups: {},
-        check_publish=lambda version: {},
-        after_step=lambda step, judged: {},
-        save=lambda step: None,
-        first_step=1,
-        last_step=steps,
-    )
-    return notebook
+from vlmrl.errors import RewardError, SyncError
+from vlmrl.judging import Judged
+from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
 
 
 def test_a_step_goes_through_its_phases_and_every_publish_has_the_next_version() -> None:
@@ -210,66 +84,9 @@ def test_the_bound_on_the_gap_can_be_set() -> None:
     assert notebook.steps[1]["sync/kl_rollout_train"] == pytest.approx(0.0051709, abs=1e-6)
 
 
-def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
-    settings = config(algo={"kl": {"init_coef": 0.5, "estimator": "k1"}, "advantage": {"estimator": "dr_grpo"}})
-    prompt = make_prompt(0)
-    groups = [
-        Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0, length=2)))
-    ]
-    samples = to_samples(groups)
-    old = [rollout.logprobs for rollout in groups[0].rollouts]
-    ref = [np.where(s.sampled, row - 0.2, 0).astype(np.float32) for s, row in zip(samples, old, strict=True)]
-    judged, metrics = judge(settings, groups, [[Score(0.0), Score(1.0)]], samples, old=old, ref=ref)
-    # k1 is 0.2 on each sampled token, so 0.1 is charged to it and to those before it.
-    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
-    assert metrics["kl/reference"] == pytest.approx(0.2, abs=1e-6)
-    assert judged.experience.ref_logprobs is None
-
-
-def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on() -> None:
-    settings = config(
-        algo={"kl": {"init_coef": 0.5, "estimator": "k3", "use_loss": True}, "advantage": {"estimator": "rloo"}}
-    )
-    prompt = make_prompt(0)
-    groups = [Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0)))]
-    samples = to_samples(groups)
-    old = [rollout.logprobs for rollout in groups[0].rollouts]
-    judged, _ = judge(settings, groups, [[Score(0.0), Score(1.0)]], samples, old=old, ref=old)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 1.0])
-    assert judged.experience.ref_logprobs is old
-
-
-def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
-    prompt = make_prompt(0)
-    pair = (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))
-    groups = [Group(prompt, pair), Group(prompt, pair)]
-    samples = to_samples(groups)
-    old = [r.logprobs for g in groups for r in g.rollouts]
-    scores = [[Score(1.0), Score(1.0)], [Score(0.0), Score(1.0)]]
-    judged, metrics = judge(config(), groups, scores, samples, old=old, ref=None)
-    assert metrics["group/constant_fraction"] == 0.5
-    assert not any(row.any() for row in judged.experience.advantages[:2])
-    assert [s.group for s in samples] == [0, 0, 1, 1]
-
-
-def test_a_step_without_sampled_tokens_has_no_gap() -> None:
-    empty = Experience(
-        samples=[Sample(np.array([1]), np.array([False]))],
-        advantages=[np.zeros(1, np.float32)],
-        old_logprobs=None,
-        rollout_logprobs=[np.ones(1, np.float32)],
-    )
-    assert compare_engine(empty, [np.zeros(1, np.float32)])["sync/logprob_diff_max"] == 0.0
-
-
-def test_versions_agree_when_all_answers_are_new() -> None:
-    prompt = make_prompt(0)
-    check_versions([Group(prompt, (make_rollout(prompt, "a", version=3),))], version=3)
-
-
 def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> None:
     seen: list[Judged] = []
+    order: list[str] = []
 
     def remember(step: int, judged: Judged) -> Metrics:
         seen.append(judged)
@@ -277,42 +94,107 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
 
     def look(step: int, groups: Sequence[Group]) -> Metrics:
         assert {rollout.version for group in groups for rollout in group.rollouts} == {step - 1}
-        assert notebook.phases == ["data", "rollout"], "blindness is found before anything is made of the answers"
+        assert not policy.taught, "blindness is found before anything is learnt"
         return {"sight/old_care": 0.5}
 
     def ask(version: int) -> Metrics:
         assert policy.engine.version == version == 1, "the new weights are with the engines"
         return {"sync/probe_gap": 0.25}
 
-    policy, notebook = RememberingPolicy(ScriptedEngine()), Notebook()
-    saved: list[tuple[int, set[int]]] = []
-    train(
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(
         config(),
-        prompts=CountingPrompts(),
-        engine=policy.engine,
-        rewarder=LabelRewarder(),
-        policy=policy,
-        reference=None,
-        report=notebook,
+        policy,
+        steps=1,
         check_sight=look,
         check_publish=ask,
         after_step=remember,
-        save=lambda step: saved.append((step, set(notebook.steps))),
-        first_step=1,
-        last_step=1,
+        save=lambda step, kl_coef: order.append(f"saved {step}"),
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
     assert notebook.steps[1]["sight/old_care"] == 0.5
     assert notebook.steps[1]["sync/probe_gap"] == 0.25
-    assert saved == [(1, {1})], "a step is saved only after its numbers are written"
+    assert order == ["saved 1"]
 
 
-def test_engines_on_the_original_base_of_a_4_bit_policy_are_bound_only_on_request() -> None:
-    def bound(qlora_base: str, **vllm: float) -> float:
-        ds = {"param_dtype": "fp32", "load_in_4bit": True, "lora": {"rank": 4}}
-        return largest_gap(config(ds=ds, vllm={"qlora_base": qlora_base} | vllm))
+def test_answers_are_scored_while_others_are_written() -> None:
+    rewarder = LabelRewarder()
+    run(config(), RememberingPolicy(ScriptedEngine()), steps=2, rewarder=rewarder)
+    assert rewarder.begun == [1, 0, 3, 2]
 
-    assert bound("dequantized") == 1e-3
-    assert bound("original") == float("inf")
-    assert bound("original", max_logprob_diff=0.2) == 0.2
+
+class Prophet:
+    """A critic that expects the same of every token, and counts its lessons."""
+
+    def __init__(self) -> None:
+        self.taught: list[Experience] = []
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        return [np.where(s.sampled, 0.25, 0.0).astype(np.float32) for s in samples]
+
+    def update(self, experience: Experience, *, step: int) -> Metrics:
+        self.taught.append(experience)
+        return {"value/loss": 0.5}
+
+
+def test_a_critic_learns_beside_the_policy_and_at_first_alone() -> None:
+    settings = config(algo={"advantage": {"estimator": "gae"}}, critic={"freezing_steps": 2})
+    policy, critic = RememberingPolicy(ScriptedEngine()), Prophet()
+    notebook = run(settings, policy, steps=3, critic=critic)
+    assert (len(critic.taught), len(policy.taught)) == (3, 1)
+    assert notebook.phases[:6] == ["data", "rollout", "reward", "logprob", "value", "update"]
+    assert ["policy/loss" in notebook.steps[step] for step in (1, 2, 3)] == [False, False, True]
+    assert all(notebook.steps[step]["value/loss"] == 0.5 for step in (1, 2, 3))
+    assert all("sync/logprob_diff_max" in notebook.steps[step] for step in (1, 2, 3)), "engines are compared throughout"
+    assert critic.taught[0].returns is not None
+
+
+class PickyRewarder(LabelRewarder):
+    """Of four prompts in a row one has answers that differ in worth; the others are all wrong, or all right."""
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        worth = {0: (0.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0)}
+        return [[Score(each) for each in worth[group.prompt.index % 4]] for group in groups]
+
+
+FILTERING = {"dynamic_filtering_enable": True}
+
+
+def test_groups_that_teach_nothing_are_replaced_by_fresh_prompts() -> None:
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=1, rewarder=PickyRewarder())
+    # Prompts 0 and 1, 2 and 3, then one by one until the second that teaches, which is prompt 6.
+    assert notebook.steps[1]["filter/groups_drawn"] == 7
+    assert notebook.steps[1]["filter/kept_fraction"] == pytest.approx(2 / 7)
+    assert len(policy.taught[0].samples) == 4
+    assert notebook.steps[1]["reward/mean"] == 0.5
+
+
+def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
+    class Hopeless(LabelRewarder):
+        def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+            return [[Score(0.0), Score(0.0)] for _ in groups]
+
+    settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
+    with pytest.raises(RewardError, match=r"kept 0 of 6 groups in 3 draws.* 6 had a mean score of 0 or less.*0 to 0"):
+        run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Hopeless())
+
+
+def test_the_leash_follows_its_target_and_is_saved_for_the_next_step() -> None:
+    class Near:
+        def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+            return [np.where(s.sampled, -0.7, 0.0).astype(np.float32) for s in samples]
+
+    settings = config(algo={"kl": {"init_coef": 0.5, "target": 0.1, "horizon": 40}})
+    saved: list[float] = []
+    notebook = run(
+        settings,
+        RememberingPolicy(ScriptedEngine()),
+        steps=2,
+        reference=Near(),
+        save=lambda step, kl_coef: saved.append(kl_coef),
+    )
+    # k1 is 0.2, twice the target, and the error is clipped to 0.2: times 1 + 0.2 * 4 answers / 40.
+    assert saved == pytest.approx([0.5 * 1.02, 0.5 * 1.02**2])
+    assert [notebook.steps[step]["kl/coef"] for step in (1, 2)] == pytest.approx([0.5, 0.51])

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.own import OwnFunction, call, declared, name_of
+from vlmrl.algorithms.returns import Estimated, gae, normalise, payments, returns, time_first
+from vlmrl.errors import ConfigError
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
+
+FLAG = "algo.advantage.estimator"
+OFFERED = ("rewards", "sampled", "values", "penalty", "token_rewards")
+"""What a user's own estimator may declare; see `advantages`."""
 
 
 def reward_minus_group_mean(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
@@ -41,76 +49,162 @@ def is_constant(rewards: Float[Tensor, "N G"]) -> Bool[Tensor, " N"]:
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
+def _as_is(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+    return rewards
+
+
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gae": _as_is,
+    "reinforce": _as_is,
+    "reinforce_baseline": reward_minus_group_mean,
+    "rloo": rloo,
     "group_norm": group_norm,
     "dr_grpo": reward_minus_group_mean,
-    "rloo": rloo,
-    "reinforce_baseline": reward_minus_group_mean,
 }
 """`algo.advantage.estimator` -> the scalar of an answer, [N, G] -> [N, G]."""
+
+DISCOUNTED = frozenset({"gae", "reinforce", "reinforce_baseline"})
+"""Those that discount by gamma, and are normalised over all sampled tokens of the step."""
+
+
+def check(estimator: str | OwnFunction) -> None:
+    """Refuse an estimator that `advantages` could not use.
+
+    Raises:
+        ConfigError: no estimator has this name, or the user's function demands what it cannot be given.
+    """
+    if callable(estimator):
+        declared(estimator, OFFERED, flag=FLAG)
+    elif estimator not in ESTIMATORS:
+        raise ConfigError(f"{FLAG}: no estimator is called {estimator}; there are: {', '.join(ESTIMATORS)}")
 
 
 def advantages(
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
-    estimator: str,
+    estimator: str | OwnFunction,
     gamma: float = 1.0,
+    lambd: float = 1.0,
     no_std_norm: bool = False,
     penalty: Float[Tensor, "B T"] | None = None,
-) -> Float[Tensor, "B T"]:
+    token_rewards: Float[Tensor, "B T"] | None = None,
+    values: Float[Tensor, "B T"] | None = None,
+) -> Estimated:
     """The advantage of every token of the step; 0 where the policy did not choose. B is N * G, group by group.
 
     `penalty` is `beta * kl_t`, for a KL that is part of the reward. It is charged to the token itself and to those
     before it, as every reward is: `A_t = a - sum_{s >= t} penalty_s`. So it acts on groups of equal reward too, which
-    are 0 without it. The group estimators do not discount, whatever `gamma` says: same scalar on every token.
+    are 0 without it. `token_rewards` are those of a process reward model, earned by the token itself and by those
+    before it; an estimator with a group baseline first gives them one, `step_advantages`.
 
-    `reinforce_baseline` discounts by `gamma` per sampled token and is then normalised over all sampled tokens, so the
+    The group estimators do not discount, whatever `gamma` says: same scalar on every token. `gae`, `reinforce` and
+    `reinforce_baseline` discount by `gamma` per sampled token and are then normalised over all sampled tokens, so the
     whole step must be given at once; the normalisation moves a group of equal rewards off 0 as it moves all others.
+    `gae` needs the critic's `values`; its returns are not normalised.
+
+    A user's own `estimator` is called with what it declares of `rewards`, `sampled`, `values`, `penalty` and
+    `token_rewards`, None for what this run has not. It returns scalars [N, G], which go to every sampled token, or
+    advantages [B, T]. Nothing is normalised. Penalty and token rewards are charged as above unless it declares them.
+
+    Raises:
+        ValueError: shapes that do not fit together; `gae` without values.
+        ConfigError: the user's own estimator cannot be called, fails, or returns something else.
     """
+    _check_shapes(rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
+    check(estimator)
+    if callable(estimator):
+        return _own(estimator, rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
+    sampled = time_first(sampled)
+    penalty, token_rewards, values = (None if x is None else time_first(x) for x in (penalty, token_rewards, values))
     scalars = ESTIMATORS[estimator](rewards.double()).reshape(-1)
-    if estimator != "reinforce_baseline":
-        return returns(scalars, sampled, gamma=1.0, penalty=penalty).to(rewards.dtype)
-    discounted = returns(scalars, sampled, gamma=gamma, penalty=penalty)
-    return normalise(discounted, sampled, by_deviation=not no_std_norm).to(rewards.dtype)
+    if token_rewards is not None and ESTIMATORS[estimator] is not _as_is:
+        by_deviation = estimator == "group_norm"
+        token_rewards = step_advantages(token_rewards, group_size=rewards.shape[1], by_deviation=by_deviation)
+    paid = payments(scalars, sampled, penalty=penalty, token_rewards=token_rewards)
+    if estimator == "gae":
+        if values is None:
+            raise ValueError("gae needs the values of a critic")
+        found = gae(paid, values, sampled, gamma=gamma, lambd=lambd)
+    else:
+        found = Estimated(returns(paid, sampled, gamma=gamma if estimator in DISCOUNTED else 1.0))
+    if estimator in DISCOUNTED:
+        found = found._replace(advantages=normalise(found.advantages, sampled, by_deviation=not no_std_norm))
+    return _single(found)
 
 
-def returns(
-    terminal: Float[Tensor, " B"],
+def step_advantages(
+    token_rewards: Float[Tensor, "B T"], *, group_size: int, by_deviation: bool
+) -> Float[Tensor, "B T"]:
+    """The rewards of reasoning steps against those of all steps of the group (arXiv:2402.03300, section 4.1.3).
+
+    A step is a token whose reward is not 0. Its group's mean is subtracted; `by_deviation` divides by the unbiased
+    deviation + 1e-6, too. Without a baseline an answer would earn most by having many steps. Steps that are all worth
+    the same are exactly 0.
+    """
+    is_step = token_rewards != 0
+
+    def of_group(by_answer: Float[Tensor, " B"], combine: Callable[[Tensor], Tensor]) -> Float[Tensor, "B 1"]:
+        return combine(by_answer.reshape(-1, group_size)).repeat_interleave(group_size)[:, None]
+
+    def group_sum(per_token: Float[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
+        return of_group(per_token.sum(dim=1), lambda answers: answers.sum(dim=1))
+
+    highest = of_group(token_rewards.amax(dim=1), lambda answers: answers.amax(dim=1))
+    lowest = of_group(token_rewards.amin(dim=1), lambda answers: answers.amin(dim=1))
+    # Counted from one of the steps, because the rounding error of a mean must not become the gradient of equal steps.
+    origin = torch.where(highest > 0, highest, lowest).double()
+    counts = group_sum(is_step)
+    centred = (token_rewards - origin).masked_fill_(~is_step, 0.0)
+    centred.sub_(group_sum(centred) / counts.clamp(min=1)).masked_fill_(~is_step, 0.0)
+    if by_deviation:
+        variance = group_sum(centred.square()) / (counts - 1).clamp(min=1)
+        centred.div_(variance.sqrt() + 1e-6)
+    return centred
+
+
+def _own(
+    estimator: OwnFunction,
+    rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
-    gamma: float,
-    penalty: Float[Tensor, "B T"] | None = None,
-) -> Float[Tensor, "B T"]:
-    """Discounted sum of what follows each sampled token, itself included; 0 on the others.
+    penalty: Float[Tensor, "B T"] | None,
+    token_rewards: Float[Tensor, "B T"] | None,
+    values: Float[Tensor, "B T"] | None,
+) -> Estimated:
+    offered = {
+        "rewards": rewards,
+        "sampled": sampled,
+        "values": values,
+        "penalty": penalty,
+        "token_rewards": token_rewards,
+    }
+    shapes = [tuple(rewards.shape), tuple(sampled.shape)]
+    found = call(estimator, offered, shapes=shapes, flag=FLAG).double()
+    by_answer = found.shape == rewards.shape
+    on_tokens = found.reshape(-1, 1).expand(sampled.shape) if by_answer else found
+    on_tokens = torch.where(sampled, on_tokens, 0.0)
+    if not bool(on_tokens.isfinite().all()):
+        raise ConfigError(f"{FLAG}: an advantage of the estimator {name_of(estimator)} is not a finite number")
+    names = declared(estimator, OFFERED, flag=FLAG)
+    unseen = payments(
+        torch.zeros(len(sampled), device=sampled.device),
+        sampled,
+        penalty=None if "penalty" in names else penalty,
+        token_rewards=None if "token_rewards" in names else token_rewards,
+    )
+    return _single(Estimated(on_tokens + returns(unseen, sampled, gamma=1.0)))
 
-    The reward of a token is `-penalty_t`, plus `terminal` on the last sampled one. Time is counted in sampled tokens:
-    those of an environment between two turns decay nothing.
-    """
-    running = terminal.clone()
-    out = torch.zeros_like(sampled, dtype=terminal.dtype)
-    is_last = torch.ones_like(terminal, dtype=torch.bool)
-    for t in range(sampled.shape[1] - 1, -1, -1):
-        here = sampled[:, t]
-        running = torch.where(here & ~is_last, running * gamma, running)
-        if penalty is not None:
-            running = torch.where(here, running - penalty[:, t], running)
-        is_last = is_last & ~here
-        out[:, t] = torch.where(here, running, 0.0)
-    return out
+
+def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) -> None:
+    if rewards.dim() != 2 or sampled.dim() != 2 or rewards.numel() != len(sampled):
+        raise ValueError(f"rewards {list(rewards.shape)} and tokens {list(sampled.shape)} are not N * G answers")
+    for name, given in per_token.items():
+        if given is not None and given.shape != sampled.shape:
+            raise ValueError(f"{name} {list(given.shape)} does not line up with the tokens {list(sampled.shape)}")
 
 
-def normalise(
-    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, by_deviation: bool
-) -> Float[Tensor, "B T"]:
-    """Subtract the mean over all sampled tokens and, if asked, divide by their (biased) deviation.
-
-    A deviation under 1e-4 is taken for 1e-4, as in OpenRLHF, so that a step without any signal stays at 0.
-    """
-    count = sampled.sum().clamp(min=1)
-    mean = torch.where(sampled, values, 0.0).sum() / count
-    centred = torch.where(sampled, values - mean, 0.0)
-    if not by_deviation:
-        return centred
-    variance = centred.square().sum() / count
-    return centred / variance.clamp(min=1e-8).sqrt()
+def _single(found: Estimated) -> Estimated:
+    advantages, targets = (None if x is None else x.float().contiguous() for x in found)
+    assert advantages is not None
+    return Estimated(advantages, targets)

@@ -1,18 +1,28 @@
-"""The policy loss of each token, before anybody decides what a token weighs."""
+"""The loss of each token, of policy and critic, before anybody decides what a token weighs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.kl import KlEstimator
+from vlmrl.algorithms.answers import answer_mean
+from vlmrl.algorithms.corrections import Correction, correct
+from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
+from vlmrl.algorithms.own import OwnFunction, call, declared, name_of
 from vlmrl.algorithms.reduce import Aggregation
+from vlmrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
+
+FLAG = "actor.policy_loss_type"
+KINDS = ("ppo", "gspo", "cispo")
+OFFERED = ("logprobs", "old", "rollout", "advantages", "sampled", "owner", "clip_low", "clip_high")
+"""What a user's own loss may declare; see `policy_loss`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +32,27 @@ class PolicyLoss:
     aggregation: Aggregation
     max_new_tokens: int
     """Longest answer; read by `constant` aggregation alone."""
+    kind: str | OwnFunction = "ppo"
+    """One of `KINDS`, or a user's own function. A specification `path.py:name` becomes one in the process that learns:
+    what a user's file defines does not travel."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference in the loss; 0 when it is in the reward, or when there is no reference."""
     kl_estimator: KlEstimator = "k2"
+    entropy_coef: float = 0.0
+    correction: Correction | None = None
+    """What the policy's own loss is multiplied by; KL and entropy are left alone."""
+    kl_early_stop: float | None = None
+    """The rest of an update is left out once the mean k3 between the policy and the one that made the experience is
+    above this, over an optimizer step's samples."""
+
+    def __post_init__(self) -> None:
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError(f"a ratio cannot be clipped by {self.clip_low} and {self.clip_high}")
+        if self.dual_clip is not None and (self.dual_clip <= 1 or self.kind in ("gspo", "cispo")):
+            raise ValueError(f"dual_clip {self.dual_clip} with {self.kind}: it wants ppo, and a bound above 1")
+        if self.kind == "gspo" and self.correction is not None and self.correction.kind != "seq-mask-tis":
+            raise ValueError(f"gspo weighs whole answers, {self.correction.kind} single tokens: take seq-mask-tis")
 
 
 class Surrogate(NamedTuple):
@@ -38,15 +63,126 @@ class Surrogate(NamedTuple):
     """Where a clip decided the loss, so that the token has no gradient."""
 
 
+class PolicyTerms(NamedTuple):
+    """The loss of each token and what it is made of. Means something on sampled tokens only; finite elsewhere."""
+
+    losses: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+    """Where a clip decided the loss; in `cispo`, which clips no gradient, where it decided the weight. False elsewhere,
+    and always with a user's own loss."""
+    kl: Float[Tensor, "B T"]
+    """To the reference, without a gradient; 0 without one."""
+    weights: Float[Tensor, "B T"]
+    """Of the correction: 1 without one; 0 where not sampled."""
+    ratio: Float[Tensor, "B T"]
+    """pi / pi_old, without a gradient: the answer's for `gspo`, else the token's; 1 where not sampled."""
+
+
+def check(kind: str | OwnFunction) -> None:
+    """Refuse a loss that `policy_loss` could not use.
+
+    Raises:
+        ConfigError: no loss has this name, or the user's function demands what it cannot be given.
+    """
+    if callable(kind):
+        declared(kind, OFFERED, flag=FLAG)
+    elif kind not in KINDS:
+        raise ConfigError(f"{FLAG}: no loss is called {kind}; there are: {', '.join(KINDS)}")
+
+
+def policy_loss(
+    knobs: PolicyLoss,
+    *,
+    logprobs: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"],
+    rollout: Float[Tensor, "B T"] | None,
+    advantages: Float[Tensor, "B T"],
+    sampled: Bool[Tensor, "B T"],
+    owner: Int[Tensor, "B T"],
+    entropy: Float[Tensor, "B T"] | None = None,
+    reference: Float[Tensor, "B T"] | None = None,
+    kl_coef: float = 0.0,
+) -> PolicyTerms:
+    """`correction * policy's own loss + kl_coef * KL - entropy_coef * entropy`, token by token.
+
+    Only `logprobs` and `entropy` have a gradient: of the policy now, of the distribution that was sampled from. `old`
+    are the log-probs of the policy that made the experience, `rollout` those of the engine that sampled. `owner` says
+    which answer a position belongs to (any numbers from 0 up). Nothing is promised of what stands where not sampled.
+
+    A user's own loss is called with what it declares of `OFFERED`, its log-probs 0 where not sampled; `rollout` is None
+    where there is none. It returns the losses [B, T].
+
+    Raises:
+        ValueError: what a knob needs is missing, or has no gradient.
+        ConfigError: the user's own loss cannot be called, fails, or returns something else.
+    """
+    check(knobs.kind)
+    # Masked before anything is made of them: a gradient of 0 times an infinity in the padding would be NaN.
+    logprobs, old, advantages = (torch.where(sampled, x, 0.0) for x in (logprobs, old, advantages))
+    rollout = None if rollout is None else torch.where(sampled, rollout, 0.0)
+    ratio = log_ratio(logprobs, old, sampled)
+    if callable(knobs.kind):
+        tokens = {"logprobs": logprobs, "old": old, "rollout": rollout, "advantages": advantages}
+        offered = tokens | {"sampled": sampled, "owner": owner}
+        clips = {"clip_low": knobs.clip_low, "clip_high": knobs.clip_high}
+        losses, clipped = _own_surrogate(knobs.kind, offered | clips)
+    elif knobs.kind == "cispo":
+        losses, clipped = weighted_likelihood(ratio, logprobs, advantages, clip_high=knobs.clip_high)
+    else:
+        if knobs.kind == "gspo":
+            ratio = answer_log_ratio(ratio, sampled, owner)
+        losses, clipped = clipped_surrogate(
+            ratio, advantages, clip_low=knobs.clip_low, clip_high=knobs.clip_high, dual_clip=knobs.dual_clip
+        )
+    weights = sampled.to(logprobs.dtype)
+    if knobs.correction is not None:
+        if rollout is None:
+            raise ValueError("a correction needs the engine's log-probs")
+        weights = correct(knobs.correction, old=old, rollout=rollout, sampled=sampled, owner=owner)
+        losses = weights * losses
+    kl = torch.zeros_like(losses)
+    if kl_coef > 0:
+        if reference is None:
+            raise ValueError("a KL in the loss needs the reference's log-probs")
+        kl = kl_to_reference(logprobs, torch.where(sampled, reference, 0.0), estimator=knobs.kl_estimator)
+        losses = losses + kl_coef * kl
+    if knobs.entropy_coef > 0:
+        if entropy is None or (logprobs.requires_grad and not entropy.requires_grad):
+            raise ValueError("an entropy bonus needs the entropy, with its gradient")
+        losses = losses - knobs.entropy_coef * torch.where(sampled, entropy, 0.0)
+    return PolicyTerms(losses, clipped, kl.detach(), weights, ratio.detach().exp())
+
+
+def _own_surrogate(function: OwnFunction, offered: Mapping[str, Any]) -> Surrogate:
+    """What a user's own loss makes of the tokens."""
+    sampled: Tensor = offered["sampled"]
+    losses = call(function, offered, shapes=[tuple(sampled.shape)], flag=FLAG)
+    if offered["logprobs"].requires_grad and not losses.requires_grad:
+        raise ConfigError(f"{FLAG}: the losses of {name_of(function)} have no gradient: do not detach logprobs")
+    return Surrogate(torch.where(sampled, losses, 0.0), torch.zeros_like(sampled))
+
+
 def log_ratio(
     logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """`log(pi / pi_old)` on sampled tokens, 0 elsewhere.
+    """`log(pi / pi_old)` on sampled tokens, 0 elsewhere; held, and without a gradient, beyond a ratio of e^20.
 
     The mask comes first and not last: an infinite ratio in the padding gets a zero gradient from the reduction, and
     zero times infinity is NaN.
     """
-    return torch.where(sampled, logprobs - old, 0.0)
+    return torch.where(sampled, logprobs - old, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def answer_log_ratio(
+    log_ratio: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """GSPO's ratio, `exp(mean_t log_ratio)` of each answer, as a logarithm on each of its tokens (arXiv:2507.18071).
+
+    Its value is the answer's, its gradient that of the token's own log-prob (GSPO-token, section 4.3). Summed over an
+    answer that is the gradient of the answer's ratio, and where advantages differ within an answer, as with a KL in the
+    reward, each token still learns from its own.
+    """
+    return answer_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
 
 
 def clipped_surrogate(
@@ -73,3 +209,47 @@ def clipped_surrogate(
         losses = torch.where(over, ceiling, losses)
         clipped = clipped | over
     return Surrogate(losses=losses, clipped=clipped)
+
+
+def weighted_likelihood(
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    clip_high: float,
+) -> Surrogate:
+    """CISPO (arXiv:2506.13585): `-stopgrad(min(ratio, 1 + clip_high)) A log pi`. Every token keeps its gradient.
+
+    As in the paper's experiments there is no lower clip.
+    """
+    ratio = log_ratio.detach().exp()
+    return Surrogate(losses=-ratio.clamp(max=1 + clip_high) * advantages * logprobs, clipped=ratio > 1 + clip_high)
+
+
+class ValueTerms(NamedTuple):
+    """The critic's loss, token by token."""
+
+    losses: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+    """Where the clip decided the loss, so that the token has no gradient."""
+
+
+def value_loss(
+    values: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"],
+    returns: Float[Tensor, "B T"],
+    *,
+    clip: float | None,
+) -> ValueTerms:
+    """`0.5 max((v - G)^2, (v_old + clip(v - v_old, -e, e) - G)^2)` (PPO2 of OpenAI's baselines; None: no clip).
+
+    `old` are the values when the experience was made, `returns` what they should have been. All three must be finite
+    where not sampled, too.
+    """
+    free = (values - returns).square()
+    if clip is None:
+        return ValueTerms(free / 2, torch.zeros_like(free, dtype=torch.bool))
+    bound = (old + (values - old).clamp(-clip, clip) - returns).square()
+    # Within the range both are the same, but for rounding.
+    clipped = (bound > free) & ((values - old).abs() > clip)
+    return ValueTerms(torch.maximum(free, bound) / 2, clipped)

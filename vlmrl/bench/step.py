@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlmrl.bench.lines import say, table
 from vlmrl.bench.memory import peak_bytes
 from vlmrl.bench.samples import make_experience, make_samples
-from vlmrl.cluster.roles import count, experience_of
+from vlmrl.cluster.learners import count, experience_of
 from vlmrl.config.data import Columns
 from vlmrl.config.run import StepBench
 from vlmrl.config.train import Layout

@@ -7,6 +7,7 @@ import inspect
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +18,8 @@ from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, VlmrlError
 from vlmrl.startup import memory
+
+_END_S = 60.0
 
 
 class _Worker:
@@ -155,6 +158,11 @@ class WorkerGroup:
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
         """The values of what `submit` started."""
         return self._get(refs, timeout_s)
+
+    def end(self, method: str) -> None:
+        """Ask the workers to end by themselves. Who does not answer must not hide what ended the run."""
+        with suppress(ClusterError):
+            self.wait(self.submit(method), timeout_s=_END_S)
 
     def shutdown(self) -> None:
         """End the actors, at once."""

@@ -4,55 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
-from vlmrl.cluster.publish import Publication, send
-from vlmrl.data.balance import spread
-from vlmrl.data.packing import ImageCost, Pack
+from vlmrl.cluster.publish import send
 from vlmrl.errors import ClusterError
-from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Floats, Group, Layout, Media, Metrics, Part, Prompt, Sample, Score, Totals
-
-_STOP_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How samples become packs; the same for every pass over them."""
-
-    layout: Layout
-    max_tokens: int
-    max_samples: int | None
-    image_cost: ImageCost
-    filler: Sample | None
-    """The smallest sample with an image, for ranks that have none."""
-
-    def spread(
-        self,
-        samples: Sequence[Sample],
-        num_ranks: int,
-        *,
-        max_tokens: int | None = None,
-        layout: Layout | None = None,
-    ) -> list[list[Pack]]:
-        return spread(
-            samples,
-            num_ranks=num_ranks,
-            layout=layout or self.layout,
-            max_tokens=max_tokens or self.max_tokens,
-            max_samples=self.max_samples,
-            image_cost=self.image_cost,
-            filler=self.filler,
-        )
+from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
 
 
 class RemotePrompts:
@@ -103,20 +65,6 @@ class RemotePrompts:
             self._num_dropped = num_dropped if math.isfinite(num_dropped) else self._num_dropped
 
 
-class RemoteRewarder:
-    """Reward functions in a process of their own, with worker processes below it."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        scores: list[list[Score]] = self._group.call("score", list(groups))[0]
-        return scores
-
-    def close(self) -> None:
-        _stop(self._group, "close")
-
-
 class RemoteEngines:
     """Several engines; each prompt goes to the one with the fewest requests under way."""
 
@@ -137,10 +85,12 @@ class RemoteEngines:
         self._on_progress = on_progress
         group.call("start")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+    ) -> list[Group]:
         if self._sleeps:
             self._group.call("wake")
-        groups = self._dispatch(prompts, sampling)
+        groups = self._dispatch(prompts, sampling, on_group)
         if self._sleeps:
             self._group.call("sleep")
         return groups
@@ -167,7 +117,9 @@ class RemoteEngines:
             self._group.call("sleep")
         return groups
 
-    def _dispatch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    def _dispatch(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None
+    ) -> list[Group]:
         load = [0] * len(self._group)
         # Deep enough to keep every engine's batch full, shallow enough that a slow engine gets fewer.
         depth = max(64, -(-len(prompts) // (2 * len(self._group))))
@@ -192,6 +144,8 @@ class RemoteEngines:
                 number, engine = under_way.pop(ref)
                 answers[number] = self._group.wait(ref)
                 load[engine] -= 1
+                if on_group is not None:
+                    on_group(answers[number])
             if self._on_progress is not None:
                 self._on_progress(len(answers), len(prompts))
         return [answers[number] for number in range(len(prompts))]
@@ -217,161 +171,4 @@ class RemoteEngines:
         return statuses
 
     def shutdown(self) -> None:
-        _stop(self._group, "shutdown")
-
-
-class Tally:
-    """What the passes without gradients of a step took, over all models and ranks, until the step is reported."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Metric] = {}
-
-    def add(self, counts: dict[str, Metric]) -> None:
-        self._counts = merge([self._counts, counts])
-
-    def take(self) -> dict[str, Metric]:
-        counts, self._counts = self._counts, {}
-        return counts
-
-
-class RemoteReference:
-    """A frozen model over ranks; or the policy's own ranks, asked with `adapter=False`."""
-
-    def __init__(self, group: WorkerGroup, cut: Cut, *, max_tokens: int, tally: Tally, **how: bool) -> None:
-        """`how` goes along with every question."""
-        self._group = group
-        self._how = how
-        self._cut = cut
-        self._max_tokens = max_tokens
-        self._tally = tally
-
-    def logprobs(self, samples: Sequence[Sample], *, layout: Layout | None = None, **how: bool) -> list[Floats]:
-        """One array of [T] per sample; `layout` is that of the run unless another is asked for."""
-        packs = self._cut.spread(samples, len(self._group), max_tokens=self._max_tokens, layout=layout)
-        found: dict[int, Floats] = {}
-        for answers, counts in self._group.each("logprobs", packs, **(self._how | how)):
-            found.update(answers)
-            self._tally.add(counts)
-        return [found[number] for number in range(len(samples))]
-
-
-class RemotePolicy(RemoteReference):
-    """The trained model over ranks, and the way from it to the engines.
-
-    Args:
-        batch_size: samples per optimizer step.
-        epochs: passes over each experience.
-        seed: of the order in which groups are met.
-    """
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        cut: Cut,
-        *,
-        max_tokens: int,
-        tally: Tally,
-        batch_size: int,
-        epochs: int,
-        seed: int,
-        publication: Publication,
-    ) -> None:
-        super().__init__(group, cut, max_tokens=max_tokens, tally=tally)
-        self._batch_size = batch_size
-        self._epochs = epochs
-        self._seed = seed
-        self.engines: RemoteEngines | None = None
-        """Where `publish` sends the weights; set once both sides have started."""
-        self._publication = publication
-        self._has_published = False
-
-    def update(self, experience: Experience, *, step: int) -> Metrics:
-        rng = np.random.default_rng([self._seed, step])
-        work: list[list[list[tuple[Pack, Experience]]]] = [[] for _ in range(len(self._group))]
-        totals = []
-        for _ in range(self._epochs):
-            for rows in minibatches(experience.samples, self._batch_size, rng):
-                part = experience.select(rows)
-                totals.append(count(part.samples))
-                for rank, packs in enumerate(self._cut.spread(part.samples, len(self._group))):
-                    work[rank].append([(pack, experience_of(pack, part)) for pack in packs])
-        shares = [self._group.submit_to(rank, "update", work[rank], totals) for rank in range(len(self._group))]
-        return reduce([self._tally.take(), *(metrics for steps in self._group.wait(shares) for metrics in steps)])
-
-    def fit(self, samples: Sequence[Sample]) -> Metrics:
-        """One optimizer step of supervised training."""
-        packs = self._cut.spread(samples, len(self._group))
-        total = count(samples)
-        shares = [self._group.submit_to(rank, "fit", packs[rank], total) for rank in range(len(self._group))]
-        return reduce(self._group.wait(shares))
-
-    def drop_counts(self) -> None:
-        """Forget what the passes since the last update took: they were no part of a step."""
-        self._tally.take()
-
-    def publish(self, version: int) -> Metrics:
-        assert self.engines is not None
-        is_first, self._has_published = not self._has_published, True
-        return self._publication.send(self._group, self.engines, version=version, is_first=is_first)
-
-    def adapter_is_zero(self) -> bool:
-        """Whether the adapter changes nothing yet."""
-        return bool(self._group.call("adapter_is_zero")[0])
-
-    def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
-        self._group.call("save_checkpoint", folder, extra)
-
-    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        extra: dict[str, Any] = self._group.call("load_checkpoint", folder)[0]
-        return extra
-
-    def save_model(self, folder: Path) -> None:
-        self._group.call("save_model", folder)
-
-    def table(self) -> list[Any]:
-        table: list[Any] = self._group.call("table")[0]
-        return table
-
-
-def _stop(group: WorkerGroup, method: str) -> None:
-    """Ask the workers to end. Whoever does not answer is killed right after, and must not hide what ended the run."""
-    with suppress(ClusterError):
-        group.wait(group.submit(method), timeout_s=_STOP_S)
-
-
-def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Cut a batch into optimizer steps of `batch_size` samples; a group is never torn apart.
-
-    The order of the groups is drawn anew. The last step takes what is left.
-    """
-    members: dict[int, list[int]] = {}
-    for number, sample in enumerate(samples):
-        members.setdefault(sample.group, []).append(number)
-    order = rng.permutation(list(members))
-    batches: list[list[int]] = [[]]
-    for group in order:
-        if batches[-1] and len(batches[-1]) + len(members[int(group)]) > batch_size:
-            batches.append([])
-        batches[-1].extend(members[int(group)])
-    return [sorted(batch) for batch in batches]
-
-
-def count(samples: Sequence[Sample]) -> Totals:
-    """What the loss of these samples is divided by."""
-    return Totals(num_tokens=int(sum(s.sampled.sum() for s in samples)), num_samples=len(samples))
-
-
-def experience_of(pack: Pack, experience: Experience) -> Experience:
-    """What the loss needs to know of a pack's samples; zeros for fillers."""
-    blank = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in pack.samples]
-
-    def column(values: Sequence[Floats]) -> list[Floats]:
-        return [values[number] if number >= 0 else blank[i] for i, number in enumerate(pack.ids)]
-
-    return Experience(
-        samples=pack.samples,
-        advantages=column(experience.advantages),
-        old_logprobs=None if experience.old_logprobs is None else column(experience.old_logprobs),
-        rollout_logprobs=column(experience.rollout_logprobs),
-        ref_logprobs=None if experience.ref_logprobs is None else column(experience.ref_logprobs),
-    )
+        self._group.end("shutdown")

@@ -1,5 +1,6 @@
 """What the settings of adapters and of 4 bits say about each other, and about the rest of a run."""
 
+from vlmrl.config import checks
 from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
 from vlmrl.config.checks import Unread
@@ -48,11 +49,7 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
             f"ds.lora.target_modules vision would change what actor.{flag} keeps as it is: leave one of them out"
             for flag in frozen
         ]
-    if model.optim != "adam" and ds.adam_offload:
-        found.append(
-            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and actor.optim {model.optim} has one "
-            "of its own: leave one of them out"
-        )
+    found += checks.conflicts_of_optimizer("actor", model, ds)
     return [*found, *_conflicts_of_storage(ds)]
 
 
@@ -98,6 +95,13 @@ def reaches_vision(model: Model, lora: Lora) -> bool:
     """Whether adapters are asked for in vision tower or projector, where the model has them."""
     everything = "all" in lora.target_modules and not (model.freeze_visual_encoder and model.freeze_projector)
     return lora.rank > 0 and (everything or "vision" in lora.target_modules)
+
+
+def keeps_tower(model: Model, lora: Lora) -> bool:
+    """Whether vision tower and projector stay as they are."""
+    if lora.rank > 0:
+        return not reaches_vision(model, lora)
+    return model.freeze_visual_encoder and model.freeze_projector
 
 
 def merged_because(lora: Lora) -> str | None:

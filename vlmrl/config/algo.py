@@ -2,23 +2,61 @@
 
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from vlmrl.config.base import ConflictError, Fraction, NonNegativeFloat, Section
+from vlmrl.config.base import (
+    ConflictError,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    known_or_own,
+)
 
-Estimator = Literal["group_norm", "dr_grpo", "rloo", "reinforce_baseline"]
+ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+"""Those whose baseline is the other answers to the same prompt."""
+NORMALISED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
+"""Those whose advantages are discounted, and normalised over all sampled tokens of a step."""
 Aggregation = Literal["token", "sequence", "constant"]
+Correction = Literal["tis", "icepop", "seq-mask-tis"]
 
 
 class Advantage(Section):
     """From rewards to advantages."""
 
-    estimator: Estimator = "group_norm"
-    """`group_norm` (GRPO), `dr_grpo`, `rloo`, or `reinforce_baseline` (REINFORCE++ with a group baseline)."""
+    estimator: Text = "group_norm"
+    """`gae` (PPO with a critic), `reinforce` (REINFORCE++), `reinforce_baseline` (with a group baseline), `rloo`,
+    `group_norm` (GRPO), `dr_grpo`, or your own, `path/to/file.py:function`."""
     gamma: Fraction = 1.0
-    """Discount; read by `reinforce_baseline` alone, 1 for the group estimators."""
+    """Discount; read by `gae`, `reinforce` and `reinforce_baseline`, 1 for the others."""
+    lambd: Fraction = 1.0
+    """`gae`: how far the critic is trusted; 1 is the return itself, 0 the critic's next value (arXiv:1506.02438)."""
     no_std_norm: bool = False
-    """`reinforce_baseline`: subtract the batch mean but do not divide by the batch deviation."""
+    """`gae`, `reinforce`, `reinforce_baseline`: subtract the step's mean but do not divide by its deviation."""
+    is_correction_enable: bool = False
+    """Weigh tokens by how much likelier trainer than engine thinks them, or leave out those where both disagree."""
+    is_correction_type: Correction = "tis"
+    """`tis`: the ratio, clipped; `icepop`: 0 outside the range, token by token; `seq-mask-tis`: 0 for the whole answer
+    when its mean ratio is outside the range, else clipped."""
+    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
+    """The range of the ratio."""
+
+    @field_validator("estimator")
+    @classmethod
+    def check_estimator(cls, estimator: str) -> str:
+        return known_or_own(estimator, ESTIMATORS, "estimator")
+
+    @model_validator(mode="after")
+    def check_threshold(self) -> Self:
+        low, high = self.is_correction_threshold
+        if low >= high:
+            raise ConflictError(
+                [f"algo.advantage.is_correction_threshold {low:g} {high:g} is empty: give the smaller bound first"]
+            )
+        return self
 
 
 class Kl(Section):
@@ -30,6 +68,13 @@ class Kl(Section):
     """Estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
     """Put the KL into the loss instead of the reward; wants `k2` or `k3`."""
+    target: PositiveFloat | None = None
+    """Let the coefficient follow the KL to this value (arXiv:1909.08593); by default it stays as it is."""
+    horizon: PositiveInt = 10_000
+    """Answers over which the coefficient follows `target`."""
+    early_stop: PositiveFloat | None = None
+    """Leave out the rest of an update once the policy is this far (k3, mean over an optimizer step's samples) from the
+    one that made the experience."""
 
     @model_validator(mode="after")
     def check_gradient(self) -> Self:
@@ -48,11 +93,21 @@ class Algo(Section):
     kl: Kl = Kl()
     """The leash to the reference model."""
     loss_agg: Aggregation | None = None
-    """What a token weighs: `token`, `sequence` or `constant`; by default what the estimator's paper uses."""
+    """What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: `sequence` for gspo,
+    `constant` for dr_grpo, else `token`."""
+    dynamic_filtering_enable: bool = False
+    """Keep only groups whose mean score is inside `dynamic_filtering_range`, and draw prompts until a batch is full
+    (DAPO, arXiv:2503.14476)."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """A group is kept when its mean score is strictly between these two."""
+    dynamic_filtering_max_draws: PositiveInt = 10
+    """The run stops when a batch is not full after so many draws of `rollout.batch_size` prompts."""
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """`loss_agg`, or what the estimator's paper uses: `constant` for dr_grpo (arXiv:2503.20783), else `token`."""
-        if self.loss_agg is not None:
-            return self.loss_agg
-        return "constant" if self.advantage.estimator == "dr_grpo" else "token"
+    @model_validator(mode="after")
+    def check_range(self) -> Self:
+        low, high = self.dynamic_filtering_range
+        if low >= high:
+            raise ConflictError(
+                [f"algo.dynamic_filtering_range {low:g} {high:g} keeps no group: give the smaller bound first"]
+            )
+        return self

@@ -1,5 +1,6 @@
 """What every section of settings is: frozen, closed, documented by its own attribute docstrings."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -19,6 +20,22 @@ def _not_zero(steps: int) -> int:
 
 Every = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 """A number of steps after which something happens again; -1: never."""
+
+
+def names_function(spec: str) -> bool:
+    """Whether a text has the form `path/to/file.py:function`, a function in the user's own file."""
+    return all(spec.rpartition(".py:")[::2])
+
+
+def known_or_own(name: str, known: Sequence[str], what: str) -> str:
+    """`name`, when it is one of `known` or names a function of the user's.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in known or names_function(name):
+        return name
+    raise ValueError(f"no {what} is called {name!r}: there are {', '.join(known)}, and path/to/file.py:function")
 
 
 class Section(BaseModel):

@@ -14,6 +14,9 @@ class Ckpt(Section):
     """Checkpoints kept; older ones are deleted."""
     load_enable: bool = False
     """Continue from the last checkpoint in `output_dir`."""
+    best_metric_key: str | None = None
+    """Metric of the evaluation, such as `eval/visual_math/pass@1`: the model that is best by it stays in best/ in
+    `output_dir`, whatever becomes of the checkpoints. None keeps none."""
 
 
 class Wandb(Section):

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from vlmrl.config.base import Section
-from vlmrl.config.run import RlConfig, Run
+from vlmrl.config.run import RlConfig
+from vlmrl.config.verb import Run
 
 
 def dump_yaml(config: Run, path: Path) -> None:
@@ -41,7 +42,9 @@ def _lines(config: Run, section: Section, prefix: str, *, depth: int) -> Iterato
 def _inline(value: Any) -> str:
     """One line of YAML."""
     plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    # Quoted once, a line break would be one in the file too, and end a comment.
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(plain, default_flow_style=True, default_style=style, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -50,7 +53,8 @@ def _resolved(config: Run, name: str) -> object:
     if not isinstance(config, RlConfig):
         return None
     meanings = {
-        "algo.loss_agg": config.algo.aggregation,
+        **{f"critic.{name}": held for name, held in config.whole_critic},
+        "algo.loss_agg": config.aggregation,
         "rollout.max_tokens_per_gpu": config.train.max_tokens_per_gpu,
         "ref.model_name_or_path": "the actor, adapters off"
         if config.reference_is_base

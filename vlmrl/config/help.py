@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from vlmrl.config.names import subsection
-from vlmrl.config.run import Run
-from vlmrl.config.sources import without_none
+from vlmrl.config.sources import choices, without_none
+from vlmrl.config.verb import Run
 
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
 
@@ -75,6 +75,9 @@ def _takes(kind: Any) -> str:
     kind = without_none(kind)
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
+    if len(choices(kind)) > 1:
+        # One word or several, as of `str | tuple[str, ...]`; what takes several shows it.
+        return max((_takes(choice) for choice in choices(kind)), key=len)
     if kind is bool:
         return "[true|false]"
     if get_origin(kind) is Literal:

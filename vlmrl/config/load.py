@@ -14,8 +14,9 @@ from pydantic_core import ErrorDetails
 from vlmrl.config.base import ConflictError
 from vlmrl.config.names import named_in, nearest
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
-from vlmrl.config.run import VERBS, Run
+from vlmrl.config.run import VERBS
 from vlmrl.config.sources import Given, Unknown, Written, read
+from vlmrl.config.verb import Run
 from vlmrl.errors import ConfigError
 
 Config = TypeVar("Config", bound=Run)
@@ -50,9 +51,7 @@ def _explain(unknown: Unknown, kind: type[Run], written: Written) -> str | None:
     """Say what is wrong with an unknown name; returns the setting that was meant, when there is one."""
     dashes = "--" if unknown.origin.startswith("--") else ""
     here = unknown.origin if dashes else f"{unknown.origin}: {unknown.name}"
-    refused = REFUSED.get(unknown.name) or next(
-        (reason for name, reason in REFUSED.items() if unknown.is_section and name.startswith(f"{unknown.name}.")), None
-    )
+    refused = REFUSED.get(unknown.name)
     if refused is not None:
         written.mistakes.append(f"{here}: {refused}")
         return None

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -22,13 +22,28 @@ class Adam(Section):
     """Decoupled weight decay."""
 
 
+class Muon(Section):
+    """Muon (kellerjordan.github.io/posts/muon), DeepSpeed's, for the matrices inside the layers."""
+
+    lr: PositiveFloat = 0.02
+    """Peak learning rate of the matrices; the rest (embeddings, output layer, norms, biases) takes `adam.lr`."""
+    momentum: Beta = 0.95
+    """Decay rate of the momentum."""
+    ns_steps: PositiveInt = 5
+    """Newton-Schulz iterations that orthogonalise a step. DeepSpeed's Muon makes 5, and takes no other number."""
+    nesterov: bool = True
+    """Look ahead along the momentum. DeepSpeed's Muon always does."""
+
+
 class Optimized(Section):
     """The settings that every trained model has."""
 
-    optim: Literal["adam", "adam_8bit", "adam_paged", "adam_8bit_paged"] = "adam"
-    """Optimizer: AdamW, or bitsandbytes' with a state of 8 bits, paged to CPU memory, or both (CUDA)."""
+    optim: Literal["adam", "adam_8bit", "adam_paged", "adam_8bit_paged", "muon"] = "adam"
+    """Optimizer: AdamW; bitsandbytes' AdamW with a state of 8 bits, paged to CPU memory, or both (CUDA); or Muon."""
     adam: Adam = Adam()
-    """AdamW's settings."""
+    """AdamW's settings; with `muon`, those of what Muon does not move."""
+    muon: Muon = Muon()
+    """Muon's settings."""
     lr_scheduler: Literal["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"] = "cosine_with_min_lr"
     """Shape of the learning rate over the run."""
     lr_warmup_ratio: Fraction = 0.03

@@ -1,24 +1,37 @@
 """What an answer is worth."""
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from vlmrl.config.base import ConflictError, Fraction, PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import ConflictError, Fraction, PositiveFloat, PositiveInt, Section, Text, names_function
 
 BUILT_IN = ("exact", "math", "format")
 """The reward functions that come with vlmrl: one file each in `rewards/`."""
+_SCHEMES = ("http://", "https://")
 
 
 class Scoring(Section):
-    """Reward functions."""
+    """Reward functions and reward servers."""
 
     functions: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
-    """Built-in reward functions and their weights: `exact`, `math`, `format`. By default `math`; none beside yours."""
-    remote_url: str | None = None
-    """Your own reward: `path/to/file.py:function`."""
+    """Built-in reward functions and their weights: `exact`, `math`, `format`. By default `math`; none beside another
+    source of rewards."""
+    remote_url: str | tuple[Text, ...] | None = None
+    """Your own reward: `path/to/file.py:function`, or the `http://` or `https://` URL of a reward server (`vlmrl
+    serve-rm`). Several URLs, separated by commas, are servers of the same reward: they share the work, and one that is
+    down is left out."""
     remote_weight: float = 1.0
-    """Weight of your own reward beside `reward.functions`."""
+    """Weight of your own reward beside the other sources."""
+    remote_timeout_s: PositiveFloat = 60.0
+    """A reward server that takes longer for one request is asked again."""
+    remote_retries: Annotated[int, Field(ge=0)] = 4
+    """How often a request is repeated, with growing pauses, before its answers score as failed."""
+    remote_batch_size: PositiveInt = 64
+    """Most answers in one request."""
+    remote_images: Literal["none", "data", "hash"] = "none"
+    """What a reward server is sent of the images: nothing, the images as the model saw them (`data`), or the hashes of
+    their content."""
     time_limit_s: PositiveFloat = 10.0
     """A reward function that takes longer for one answer is stopped, and the answer scores as failed."""
     num_workers: PositiveInt = 1
@@ -39,22 +52,46 @@ class Scoring(Section):
 
     @field_validator("remote_url")
     @classmethod
-    def check_url(cls, url: str | None) -> str | None:
-        if url is not None and (url.startswith(("http://", "https://")) or not all(url.rpartition(".py:")[::2])):
-            raise ValueError("a reward of your own is path/to/file.py:function; reward servers are not built yet")
-        return url
+    def check_url(cls, given: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if given is None:
+            return None
+        listed = given.split(",") if isinstance(given, str) else given
+        urls = [url.strip() for url in listed if url.strip()]
+        if len(urls) == 1 and (names_function(urls[0]) or urls[0].startswith(_SCHEMES)):
+            return urls[0]
+        if len(urls) > 1 and all(url.startswith(_SCHEMES) for url in urls):
+            return tuple(urls)
+        raise ValueError(
+            "a reward of your own is one path/to/file.py:function, or one or several URLs of servers, http://host:port"
+        )
+
+    @property
+    def user_function(self) -> str | None:
+        """`path/to/file.py:function` of `remote_url`; None when that is no function."""
+        return None if self.remote_url is None or self.servers else str(self.remote_url)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The URLs of `remote_url`; none when that is no server."""
+        urls = (self.remote_url,) if isinstance(self.remote_url, str) else self.remote_url or ()
+        return tuple(url for url in urls if url.startswith(_SCHEMES))
+
+    @property
+    def has_own_source(self) -> bool:
+        """Something beside the built-in functions scores answers."""
+        return self.remote_url is not None
 
     @model_validator(mode="after")
     def leave_the_user_alone(self) -> Self:
-        """A reward of the user's own is the only one, unless built-in ones are asked for beside it."""
-        if self.remote_url is not None and "functions" not in self.model_fields_set:
+        """A source of the user's own is the only one, unless built-in functions are asked for beside it."""
+        if self.has_own_source and "functions" not in self.model_fields_set:
             # Frozen is for those who read the settings; here they are still being made.
             self.__dict__["functions"] = {}
         return self
 
     @model_validator(mode="after")
     def check_anything_scores(self) -> Self:
-        if not self.functions and self.remote_url is None:
+        if not self.functions and not self.has_own_source:
             raise ConflictError(
                 ["reward.functions is empty and reward.remote_url is not given: nothing would score the answers"]
             )
@@ -62,8 +99,26 @@ class Scoring(Section):
 
 
 class Reward(Scoring):
-    """Reward functions and the shaping of what they return."""
+    """Every source of rewards, and the shaping of what they return."""
 
+    model_name_or_path: Text | None = None
+    """Local folder or Hub id of a reward model: a sequence classifier with one label, or a model with a value head."""
+    model_weight: float = 1.0
+    """Weight of the reward model beside the other sources."""
+    process_model_name_or_path: Text | None = None
+    """Local folder or Hub id of a process reward model, which scores every step of an answer."""
+    process_weight: float = 1.0
+    """Weight of the step scores, which are rewards of the tokens that end a step."""
+    process_separator: Annotated[str, Field(min_length=1)] = "\n\n"
+    """A step of an answer ends with this text, the last one with the answer."""
+    num_nodes: PositiveInt = 1
+    """Machines the reward models run on."""
+    num_gpus_per_node: PositiveInt = 1
+    """Ranks per machine."""
+    offload: bool = False
+    """Keep the weights of the reward models in CPU memory while they are not needed."""
+    normalize_enable: bool = False
+    """Subtract the mean and divide by the deviation that the reward model's config.json holds."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards are clipped to this range before any baseline."""
     overlong_buffer_len: PositiveInt | None = None
@@ -72,6 +127,15 @@ class Reward(Scoring):
     """The soft over-long penalty at its largest."""
     stop_properly_penalty_coef: float | None = Field(default=None, le=1.0)
     """Truncated answers: in [0, 1] their reward is multiplied by it; below 0 it replaces the reward (ProRL)."""
+
+    @property
+    def has_model(self) -> bool:
+        """A reward model runs beside the trainer, of answers or of their steps."""
+        return self.model_name_or_path is not None or self.process_model_name_or_path is not None
+
+    @property
+    def has_own_source(self) -> bool:
+        return super().has_own_source or self.has_model
 
     @model_validator(mode="after")
     def check_range(self) -> Self:

@@ -35,6 +35,8 @@ class Held(Section):
     """Answers per evaluation prompt, for pass@k."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each evaluation set."""
+    breakdown_key: str | None = "family"
+    """Column of the evaluation data by whose values the accuracy is told apart, where a set has it. None does not."""
 
 
 class Eval(Held):

@@ -1,24 +1,25 @@
 """The settings of each verb, put together from sections, and the checks that cross sections."""
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
-from pydantic.fields import FieldInfo
 
-from vlmrl.config import adapter_checks, checks
+from vlmrl.config import adapter_checks, algo_checks, checks, reward_checks, role_checks
 from vlmrl.config.actor import Actor, Model, Ref
-from vlmrl.config.algo import Algo
-from vlmrl.config.base import Section
+from vlmrl.config.algo import Aggregation, Algo
 from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
 from vlmrl.config.checks import Unread
 from vlmrl.config.ckpt import Ckpt, Logger
+from vlmrl.config.critic import Critic
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
 from vlmrl.config.merge import Merge
-from vlmrl.config.names import all_but, is_given, settings
+from vlmrl.config.names import all_but, is_given
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, HeldOut, Rollout
+from vlmrl.config.serve import Serve
 from vlmrl.config.train import Loop, TrainRl
+from vlmrl.config.verb import Run
 from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
@@ -27,40 +28,6 @@ _EVERY_RUN = ("seed", "timeout_s")
 _PUBLISH = ("bucket_mib", "sync_backend")
 _TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
-
-
-class Run(Section):
-    """What every verb's settings have."""
-
-    verb: ClassVar[str]
-    """How the command line calls it."""
-    omits: ClassVar[frozenset[str]] = frozenset()
-    """Full names of what its sections hold for other verbs: to this verb they do not exist."""
-
-    @classmethod
-    def settings(cls) -> dict[str, FieldInfo]:
-        """Full name -> field of every setting that the verb has."""
-        return {name: field for name, field in settings(cls).items() if name not in cls.omits}
-
-    @classmethod
-    def sections(cls) -> list[str]:
-        """Full names of the sections that hold them."""
-        found = {name.rsplit(".", depth)[0] for name in cls.settings() for depth in range(1, name.count(".") + 1)}
-        return sorted(found)
-
-    def unread(self) -> Unread:
-        """Settings that this run does not read, because of what others say: full name -> reason."""
-        return {}
-
-    def conflicts(self) -> list[str]:
-        """Settings that contradict each other, one line for each contradiction."""
-        return []
-
-    @model_validator(mode="after")
-    def check_sections_together(self) -> Self:
-        unread = dict.fromkeys(self.omits, f"vlmrl {self.verb} does not have it") | self.unread()
-        checks.refuse(self, conflicts=self.conflicts(), unread=unread)
-        return self
 
 
 class Training(Run):
@@ -85,13 +52,13 @@ class Training(Run):
             | checks.unread_of_vision(
                 self.actor,
                 reached_by_adapters=adapter_checks.reaches_vision(self.actor, lora) if lora.rank else None,
-                has_reference=self.has_reference,
+                has_frozen_tower_beside=self.has_frozen_tower_beside,
             )
         )
 
     @property
-    def has_reference(self) -> bool:
-        """A frozen model of its own is asked for log-probs too."""
+    def has_frozen_tower_beside(self) -> bool:
+        """A vision tower other than the actor's stays as it is."""
         return False
 
     def conflicts(self) -> list[str]:
@@ -117,6 +84,7 @@ class RlConfig(Training):
     omits: ClassVar[frozenset[str]] = frozenset({"data.output_key"})
 
     actor: Actor
+    critic: Critic = Critic()
     ref: Ref = Ref()
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
@@ -129,18 +97,67 @@ class RlConfig(Training):
     def unread(self) -> Unread:
         return (
             super().unread()
-            | checks.unread_of_actor(self.actor)
-            | checks.unread_of_algo(self.algo)
-            | checks.unread_of_train(self.train)
-            | checks.unread_of_user_reward(self.reward)
-            | checks.unread_of_reward(self.reward)
+            | algo_checks.unread_of_loss(self.actor)
+            | algo_checks.unread_of_advantage(self.algo.advantage)
+            | algo_checks.unread_of_filtering(self.algo)
+            | algo_checks.unread_of_updates(self.rollout, self.train)
+            | reward_checks.unread_of_sources(self.reward)
+            | reward_checks.unread_of_models(self.reward)
+            | reward_checks.unread_of_shaping(self.reward)
+            | role_checks.unread_of_average(self.train)
+            | role_checks.unread_of_best(self.eval)
+            | role_checks.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
+            | role_checks.unread_of_critic(
+                self.critic, estimator=self.algo.advantage.estimator, is_with_actor=self.critic_is_with_actor
+            )
+            | algo_checks.unread_of_kl(self.algo)
             | checks.unread_of_eval(self.eval)
             | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
             | (adapter_checks.unread_of_adapter_reference() if self.reference_is_base else {})
         )
 
     @property
+    def aggregation(self) -> Aggregation:
+        """`algo.loss_agg`, or what the papers use: `sequence` for gspo (arXiv:2507.18071), `constant` for dr_grpo
+        (arXiv:2503.20783), else `token`."""
+        if self.algo.loss_agg is not None:
+            return self.algo.loss_agg
+        if self.actor.policy_loss_type == "gspo":
+            return "sequence"
+        return "constant" if self.algo.advantage.estimator == "dr_grpo" else "token"
+
+    @property
+    def has_critic(self) -> bool:
+        """A critic is trained beside the actor."""
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def critic_is_with_actor(self) -> bool:
+        """The critic lives in the actor's processes."""
+        return self.has_critic and (self.train.colocate_actor_critic or self.train.colocate_all)
+
+    @property
+    def whole_critic(self) -> Critic:
+        """The critic's settings, with what was left open filled in."""
+        actor, critic = self.actor, self.critic
+        start = critic.model_name_or_path or self.reward.model_name_or_path or actor.model_name_or_path
+        same = ("gradient_checkpointing_enable", "freeze_visual_encoder", "freeze_projector")
+        filled: dict[str, Any] = {name: getattr(actor, name) for name in same if getattr(critic, name) is None}
+        filled |= {"model_name_or_path": start}
+        if critic.zero_stage is None:
+            filled |= {"zero_stage": self.ds.zero_stage}
+        if self.critic_is_with_actor:
+            filled |= {"num_nodes": actor.num_nodes, "num_gpus_per_node": actor.num_gpus_per_node}
+        return critic.model_copy(update=filled)
+
+    @property
+    def has_frozen_tower_beside(self) -> bool:
+        critic_keeps = self.has_critic and adapter_checks.keeps_tower(self.whole_critic.as_model, self.ds.lora)
+        return self.has_reference or self.reward.has_model or critic_keeps
+
+    @property
     def has_reference(self) -> bool:
+        """A frozen model of its own is asked for log-probs too."""
         return self.algo.kl.init_coef > 0 and not self.reference_is_base
 
     @property
@@ -148,11 +165,20 @@ class RlConfig(Training):
         """The reference is the actor with its adapters off: the same weights, and no model of its own."""
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
+    @property
+    def pools(self) -> list[frozenset[str]]:
+        """Roles that have the same devices, and use them one after the other."""
+        return role_checks.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
+
     def conflicts(self) -> list[str]:
         return [
-            *checks.conflicts_of_batch(self.rollout, self.train, self.algo),
-            *checks.conflicts_of_sampling(self.rollout, self.reward),
-            *checks.conflicts_of_placement(self.vllm, self.train),
+            *algo_checks.conflicts_of_batch(self.rollout, self.train, self.algo),
+            *algo_checks.conflicts_of_correction(self.actor, self.algo.advantage),
+            *reward_checks.conflicts_of_sampling(self.rollout, self.reward),
+            *reward_checks.conflicts_of_filtering(self.reward, self.algo),
+            *role_checks.conflicts_of_devices(self.vllm, self.train),
+            *role_checks.conflicts_of_best(self.ckpt, self.eval),
+            *(role_checks.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
             *adapter_checks.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
             *super().conflicts(),
         ]
@@ -162,7 +188,7 @@ class SftConfig(Training):
     """Supervised fine-tuning on the labels of a dataset."""
 
     verb: ClassVar[str] = "sft"
-    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts"})
+    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts", "ckpt.best_metric_key"})
 
 
 class EvalConfig(Run):
@@ -190,7 +216,7 @@ class EvalConfig(Run):
     ckpt: Ckpt = Ckpt()
 
     def unread(self) -> Unread:
-        return checks.unread_of_columns(self.data) | checks.unread_of_user_reward(self.reward)
+        return checks.unread_of_columns(self.data) | reward_checks.unread_of_sources(self.reward)
 
 
 class PublishBench(Run):
@@ -260,7 +286,7 @@ class StepBench(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        found = adapter_checks.unread_of_adapters(self.ds)
+        found = checks.unread_of_optimized("actor", self.actor) | adapter_checks.unread_of_adapters(self.ds)
         if not self.bench.image_size:
             found["bench.images_per_prompt"] = "bench.image_size 0 means no images"
         return found
@@ -286,6 +312,33 @@ class StepBench(Run):
         ]
 
 
+class ServeConfig(Run):
+    """Reward server: scores answers over HTTP, by a reward model or by your own function."""
+
+    verb: ClassVar[str] = "serve-rm"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(
+            *(Reward, "reward", "model_name_or_path", "normalize_enable"),
+            *("functions", "remote_url", "time_limit_s", "num_workers"),
+        )
+        | all_but(Columns, "data", "max_len", "min_pixels", "max_pixels", "max_image_pixels")
+        | all_but(Loop, "train", "max_tokens_per_gpu")
+        | all_but(Ds, "ds", "param_dtype", "attn_implementation", "use_liger_kernel")
+    )
+
+    serve: Serve = Serve()
+    reward: Reward = Reward()
+    data: Columns = Columns()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+
+    def unread(self) -> Unread:
+        return reward_checks.unread_of_served(self.reward)
+
+    def conflicts(self) -> list[str]:
+        return reward_checks.conflicts_of_served(self.reward)
+
+
 class MergeConfig(Run):
     """Adapter and base to a model that loads by itself."""
 
@@ -305,6 +358,6 @@ class LogprobsBench(Run):
 
 
 VERBS: tuple[type[Run], ...] = (
-    *(RlConfig, SftConfig, EvalConfig, MergeConfig),
+    *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
     *(PublishBench, RolloutBench, StepBench, LogprobsBench),
 )

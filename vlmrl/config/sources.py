@@ -93,7 +93,7 @@ def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], writ
     kind = without_none(field.annotation)
     if kind is bool and not words:
         words = ["true"]
-    several = get_origin(kind) in (tuple, list)
+    several = any(get_origin(choice) in (tuple, list) for choice in choices(kind))
     if not words:
         written.mistakes.append(f"{flag}: wants a value")
         written.spoilt.add(name)
@@ -117,6 +117,8 @@ def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
     if get_origin(kind) in (tuple, list):
         # `0.9 0.95` as OpenRLHF takes it, or one word: `0.9,0.95`, `[0.9, 0.95]`, `(0.9, 0.95)`.
         return words if len(words) > 1 else [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
+    if len(words) > 1:
+        return words
     if get_origin(kind) is dict:
         try:
             return yaml.safe_load(text)
@@ -127,13 +129,19 @@ def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
     return text
 
 
+def choices(kind: Any) -> tuple[Any, ...]:
+    """`(str, int)` of `str | int`; any other type by itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def without_none(kind: Any) -> Any:
     """`int` of `int | None`; any other type as it is."""
-    if get_origin(kind) in (Union, UnionType):
-        rest = [choice for choice in get_args(kind) if choice is not NoneType]
-        if len(rest) == 1:
-            return get_args(rest[0])[0] if hasattr(rest[0], "__metadata__") else rest[0]
-    return kind
+    rest = [choice for choice in choices(kind) if choice is not NoneType]
+    if len(rest) == len(choices(kind)):
+        return kind
+    if len(rest) > 1:
+        return Union[tuple(rest)]  # noqa: UP007, the choices are not known here
+    return get_args(rest[0])[0] if hasattr(rest[0], "__metadata__") else rest[0]
 
 
 def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], written: Written) -> None:

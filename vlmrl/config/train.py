@@ -39,9 +39,18 @@ class TrainRl(Loop):
     num_episodes: PositiveInt = 1
     """Passes over the prompts."""
     colocate_all: bool = False
-    """Actor, reference and engines share the same devices."""
+    """All models share the same devices."""
     colocate_actor_ref: bool = False
     """Actor and reference share the same devices."""
+    colocate_actor_critic: bool = False
+    """The critic lives in the actor's processes, and has the features of a frozen vision tower from it."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share the same devices."""
+    enable_ema: bool = False
+    """Keep a moving average of the actor's weights, and write it too: model_ema/ in `ckpt.output_dir`, or adapter_ema/
+    with adapters."""
+    ema_beta: float = Field(default=0.992, gt=0.0, lt=1.0)
+    """How much of the average stays at each optimizer step."""
     sight_check_steps: int = Field(default=0, ge=-1)
     """Make sure, before the first update and before every so many steps' one, that engine and trainer see the images: a
     path whose log-probs do not follow them stops the run. 0 means before the first update only; -1 means never."""

@@ -1,11 +1,13 @@
-"""A prompt and the answer to be learnt, as a sample for supervised training."""
+"""A prompt with an answer, as a sample to train on: one that the data hold, or those that the engines gave."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from vlmrl.plugins import Processor
-from vlmrl.types import Prompt, Sample
+from vlmrl.types import Group, Prompt, Sample
 
 
 def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
@@ -24,3 +26,18 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
         group=prompt.index,
         source=prompt.source,
     )
+
+
+def to_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Every answer as a sample, group by group."""
+    return [
+        Sample(
+            tokens=rollout.tokens,
+            sampled=rollout.sampled,
+            media=group.prompt.media,
+            group=number,
+            source=group.prompt.source,
+        )
+        for number, group in enumerate(groups)
+        for rollout in group.rollouts
+    ]

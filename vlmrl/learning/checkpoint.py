@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
+from vlmrl.learning.ema import Ema
 from vlmrl.learning.folders import begin, finish, partial, prune
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
 from vlmrl.models.quantize import true_shape
 from vlmrl.plugins import Processor
@@ -44,8 +45,9 @@ def save_state(
     ds: Ds,
     extra: dict[str, Any],
     adapted: Adapted | None = None,
+    average: Ema | None = None,
 ) -> None:
-    """Write weights, optimizer, schedule and random numbers of all ranks, and `extra`. A collective.
+    """Write weights, their average, optimizer, schedule and random numbers of all ranks, and `extra`. A collective.
 
     Of an adapted model the base is not written: it is where it was.
     """
@@ -56,6 +58,8 @@ def save_state(
         engine.save_checkpoint(str(path), tag=_TAG, exclude_frozen_parameters=adapted is not None)
         if hook is not None:
             hook.remove()
+        if average is not None:
+            average.save(path)
         torch.save(_random_state(), _random_file(path))
         if torch.distributed.get_rank() == 0:
             (path / "identity.json").write_text(json.dumps(_identity(net, ds, adapted), indent=1))
@@ -65,7 +69,13 @@ def save_state(
 
 
 def load_state(
-    engine: Any, net: PreTrainedModel, folder: Path, *, ds: Ds, adapted: Adapted | None = None
+    engine: Any,
+    net: PreTrainedModel,
+    folder: Path,
+    *,
+    ds: Ds,
+    adapted: Adapted | None = None,
+    average: Ema | None = None,
 ) -> dict[str, Any]:
     """Undo `save_state` and return its `extra`. A collective.
 
@@ -81,6 +91,8 @@ def load_state(
     path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
         raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
+    if average is not None:
+        average.load(folder)
     _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
     return extra
 
@@ -98,10 +110,10 @@ def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None
 
 
 def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
-    """Write the adapter as PEFT and vLLM read it. A collective."""
+    """Write the adapter as PEFT and vLLM read it, with what was trained whole beside it. A collective."""
 
     def write(path: Path) -> None:
-        weights = list(whole_tensors(net, _adapter_tensors(net), max_bytes=_GATHER_BYTES))
+        weights = list(whole_tensors(net, _trained_tensors(net), max_bytes=_GATHER_BYTES))
         if torch.distributed.get_rank() == 0:
             write_adapter(path, adapted.plan, weights, base=adapted.base)
 
@@ -141,13 +153,15 @@ def _drop_frozen(module: torch.nn.Module, state: dict[str, Any], *_: Any) -> Non
         del state[name]
 
 
-def _adapter_tensors(net: PreTrainedModel) -> NamedTensors:
-    return list(adapter_tensors(net))
+def _trained_tensors(net: PreTrainedModel) -> NamedTensors:
+    """Of a model with adapters, under PEFT's names: these, and what trains whole, as a value head does."""
+    whole = [(n, p) for n, p in net.named_parameters() if p.requires_grad and ".lora_" not in n]
+    return [*adapter_tensors(net), *((f"{PREFIX}{name}", parameter) for name, parameter in whole)]
 
 
 def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str, Any]:
     """What must be equal for a checkpoint to fit."""
-    tensors = saved_tensors(net) if adapted is None else _adapter_tensors(net)
+    tensors = saved_tensors(net) if adapted is None else _trained_tensors(net)
     identity: dict[str, Any] = {
         "model": {name: list(true_shape(tensor)) for name, tensor in tensors},
         "trained": [name for name, parameter in net.named_parameters() if parameter.requires_grad],

@@ -135,6 +135,26 @@ def start(module: nn.Module, *, actor: Model, ds: Ds, total_steps: int) -> Any:
     return engine
 
 
+def start_frozen(module: nn.Module, *, ds: Ds, offload: bool) -> Any:
+    """A DeepSpeed engine that shards the weights of `module`, of which nothing trains, over the ranks (ZeRO-3).
+
+    With `offload` the shards lie in CPU memory and come to the device a layer at a time. Call `init_distributed` first.
+    """
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": _largest_vector(module)}
+    if offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "steps_per_print": None,
+    }
+    if ds.param_dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+    return engine
+
+
 def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
@@ -154,10 +174,14 @@ def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
         # Norms and biases stay whole on every rank: gathering them costs more than it saves. DeepSpeed's own bound
         # would keep a small model's matrices whole too.
         zero["stage3_param_persistence_threshold"] = _largest_vector(module)
+    if actor.optim == "muon":
+        # It works on whole gradients.
+        zero["reduce_scatter"] = False
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if is_plain(ds) else actor.max_norm,
+        # Most stages would clip Muon's step, whose size is always the same, in the place of its gradient.
+        "gradient_clipping": 0.0 if is_plain(ds) or actor.optim == "muon" else actor.max_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         # The optimizer is PyTorch's on any device, so that a run on CPU and one on a GPU make the same steps.

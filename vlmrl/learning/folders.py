@@ -32,8 +32,13 @@ def finish(folder: Path) -> None:
     for path in sorted(written.rglob("*")):
         _sync(path)
     _sync(written)
+    replace(folder, by=written)
+
+
+def replace(folder: Path, *, by: Path) -> None:
+    """Give the whole folder `by` the name `folder`, in the place of any older one."""
     older = _aside(folder) if folder.exists() else None
-    written.rename(folder)
+    by.rename(folder)
     _sync(folder.parent)
     if older is not None:
         shutil.rmtree(older)

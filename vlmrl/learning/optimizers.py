@@ -23,8 +23,10 @@ when the device is full (arXiv:2305.14314)."""
 def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
     """The optimizer that `actor.optim` names, of the parameters that want a gradient.
 
-    Raises ConfigError for one that the device does not have.
+    Raises ConfigError for one that the device does not have, or that has nothing to move.
     """
+    if actor.optim == "muon":
+        return _muon(module, actor=actor, where=where)
     groups = parameter_groups(module, weight_decay=actor.adam.weight_decay)
     how: dict[str, Any] = {"lr": actor.adam.lr, "betas": actor.adam.betas, "eps": actor.adam.eps}
     if actor.optim == "adam":
@@ -35,6 +37,48 @@ def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.
     import bitsandbytes
 
     found: torch.optim.Optimizer = getattr(bitsandbytes.optim, _OF_BITSANDBYTES[actor.optim])(groups, **how)
+    return found
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The matrices inside the layers that train: what Muon is defined for. Of the Hugging Face model in `module`,
+    neither embeddings nor output layer, neither vectors nor the filters of the patches."""
+    from transformers import PreTrainedModel
+
+    net = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
+    tables = {id(part.weight) for part in net.modules() if isinstance(part, nn.Embedding)}
+    # What is not in the base model is an output layer, be it of log-probabilities or of values.
+    inside: nn.Module = net.base_model
+    return [p for p in inside.parameters() if p.requires_grad and len(true_shape(p)) == 2 and id(p) not in tables]
+
+
+def _muon(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon, with AdamW inside for all that Muon is not for.
+
+    Its iterations run in fp16: the last bit of a gradient shows in the third digit of a step.
+    """
+    if (actor.muon.ns_steps, actor.muon.nesterov) != (5, True):
+        raise ConfigError("optim muon is DeepSpeed's, which takes 5 ns_steps with nesterov: leave both out")
+    if where.type != "cuda":
+        # It would compile its kernels, which takes long and a compiler that may not be there.
+        torch.compiler.set_stance("force_eager")
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    matrices = hidden_matrices(module)
+    if not matrices:
+        raise ConfigError("optim muon moves the matrices inside the layers, and none of them trains: use adam")
+    moved = {id(p) for p in matrices}
+    for parameter in module.parameters():
+        # By this name DeepSpeed asks for it.
+        parameter.use_muon = id(parameter) in moved  # type: ignore[attr-defined]
+    adam, decay = actor.adam, actor.adam.weight_decay
+    by_muon = {"use_muon": True, "lr": actor.muon.lr, "momentum": actor.muon.momentum, "weight_decay": decay}
+    by_adam = {"use_muon": False, "lr": adam.lr, "betas": adam.betas, "eps": adam.eps}
+    groups: list[dict[str, Any]] = [by_muon | {"params": matrices}]
+    for group in parameter_groups(module, weight_decay=decay):
+        if rest := [p for p in group["params"] if id(p) not in moved]:
+            groups.append(group | by_adam | {"params": rest})
+    found: torch.optim.Optimizer = MuonWithAuxAdam(groups)
     return found
 
 

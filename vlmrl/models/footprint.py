@@ -16,7 +16,7 @@ With P numbers in the model, of which T train, on N ranks, s bytes in `ds.param_
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -66,6 +66,8 @@ class Sizes:
     vocabulary: int
     text: Blocks
     tower: Blocks | None
+    output: int = 0
+    """Numbers in an output layer that is not the embedding too."""
 
     @property
     def total(self) -> int:
@@ -114,6 +116,7 @@ def sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) -> Sizes
         quantized=sum(linears[name][0] * linears[name][1] for name in quantized_layers(net, group)),
         linears=linears,
         vocabulary=text.vocab_size,
+        output=_output(net),
         text=Blocks(
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
@@ -126,9 +129,16 @@ def sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) -> Sizes
     )
 
 
+def with_value_head(size: Sizes) -> Sizes:
+    """Of the same model with a score layer in the place of its output layer."""
+    language = size.parameters["language"] - size.output + size.text.hidden
+    return replace(size, parameters={**size.parameters, "language": language}, vocabulary=1, output=0)
+
+
 def trainer(
     size: Sizes,
     *,
+    role: str = "actor",
     model: Model,
     ds: Ds,
     adapter: AdapterPlan | None,
@@ -137,15 +147,19 @@ def trainer(
     patches: int,
     device: str,
     cache_bytes: float = 0.0,
+    has_average: bool = False,
 ) -> Role:
-    """A rank that trains on packs of so many tokens and vision patches, on `device` (cpu or cuda)."""
+    """A rank that trains on packs of so many tokens and vision patches, on `device` (cpu or cuda).
+
+    `role` is actor or critic. `has_average`: the ranks keep a moving average of the weights together, in fp32.
+    """
     s = _BYTES[ds.param_dtype]
     own = adapter_numbers(size, adapter) if adapter is not None else 0
     trains = own if adapter is not None else _thawed(size, model)
     sharded = ranks if ds.zero_stage else 1
     # Without sharding, DeepSpeed's bf16 optimizer is that of stage 1; in fp32 there is no copy to update.
     plain = ds.zero_stage == 0 and ds.param_dtype == "fp32"
-    moments = 2 if "8bit" in model.optim else 8
+    moments = _moment_bytes(size, model, adapter)
     optimizer = trains * (moments if plain else moments + 4) / sharded
     bucket = min(trains, _BUCKET) * (4 if ds.zero_stage < 2 else s) * (2 if ds.overlap_comm else 1)
     # Plain fp32 reduces when the backward pass is over.
@@ -155,17 +169,18 @@ def trainer(
         size, model, s, device, tokens, patches, vision_trains(model, adapter), adapted=adapter is not None
     )
     more = "set ds.lora.rank to train adapters alone" if adapter is None else "lower ds.lora.rank"
-    shard = "" if ds.zero_stage == 3 else ", or raise ds.zero_stage and actor.num_gpus_per_node"
+    shard = "" if ds.zero_stage == 3 else f", or raise ds.zero_stage and {role}.num_gpus_per_node"
     parts = [
         Part("weights", weight_bytes(size, ds, ranks=ranks), _weights_flag(ds, adapter)),
         Part("adapters", own * s / (ranks if ds.zero_stage == 3 else 1), "lower ds.lora.rank"),
         Part("gradients", gradients, more + shard),
-        Part("optimizer", optimizer, f"{more}{shard}, or actor.optim adam_8bit", ds.adam_offload and device != "cpu"),
-        Part("activations", working, _activations_flag(model)),
+        Part("optimizer", optimizer, f"{more}{shard}, or {role}.optim adam_8bit", ds.adam_offload and device != "cpu"),
+        Part("activations", working, _activations_flag(role, model)),
         Part("update", max(0.0, update - working), more + shard),
+        Part("moving average", has_average * 4 * trains / ranks, "leave train.enable_ema off", in_host_memory=True),
         Part("vision cache", cache_bytes, "lower vision.cache_gib", in_host_memory=True),
     ]
-    return Role("actor", tuple(part for part in parts if part.num_bytes))
+    return Role(role, tuple(part for part in parts if part.num_bytes))
 
 
 def engine(
@@ -200,15 +215,22 @@ def sequence_bytes(size: Sizes, *, vllm: Vllm, ds: Ds, tokens: int) -> float:
 
 def reference(size: Sizes, *, ds: Ds, tokens: int, device: str) -> Role:
     """A frozen model of its own, whole on every rank."""
+    return _frozen("ref", size, ds, Part("weights", weight_bytes(size, ds, ranks=1), _ANOTHER), tokens, device)
+
+
+def reward_model(name: str, size: Sizes, *, ds: Ds, ranks: int, tokens: int, device: str, is_offloaded: bool) -> Role:
+    """A reward model, of `with_value_head` sizes. Never in 4 bits; whole on every rank, but for ZeRO-3."""
+    ds = ds.model_copy(update={"load_in_4bit": False})
+    flag = "set reward.offload" if device != "cpu" and not is_offloaded else "set ds.zero_stage 3, on more GPUs"
+    held = weight_bytes(size, ds, ranks=ranks)
+    weights = Part("weights", held, flag, in_host_memory=is_offloaded and device != "cpu")
+    return _frozen(name, size, ds, weights, tokens, device)
+
+
+def _frozen(name: str, size: Sizes, ds: Ds, weights: Part, tokens: int, device: str) -> Role:
     s = _BYTES[ds.param_dtype]
     working = saved(size.text, s, adapted=True) * tokens + _head(size, tokens, device)
-    return Role(
-        "ref",
-        (
-            Part("weights", weight_bytes(size, ds, ranks=1), _ANOTHER),
-            Part("activations", working, "lower rollout.max_tokens_per_gpu"),
-        ),
-    )
+    return Role(name, (weights, Part("activations", working, "lower rollout.max_tokens_per_gpu")))
 
 
 def weight_bytes(size: Sizes, ds: Ds, *, ranks: int) -> float:
@@ -296,6 +318,19 @@ def _weights_flag(ds: Ds, adapter: AdapterPlan | None) -> str:
     return "set ds.lora.rank and ds.load_in_4bit" if adapter is None else "set ds.zero_stage 3, on more GPUs"
 
 
-def _activations_flag(model: Model) -> str:
+def _moment_bytes(size: Sizes, model: Model, adapter: AdapterPlan | None) -> float:
+    """Of a number that trains, on average: two moments, or Muon's one for the matrices inside the layers."""
+    if model.optim != "muon":
+        return 2.0 if "8bit" in model.optim else 8.0
+    inside = sum(out * inner for out, inner in size.linears.values()) - size.output
+    return 4.0 if adapter is not None else 8.0 - 4.0 * inside / size.total
+
+
+def _activations_flag(role: str, model: Model) -> str:
     less = "lower train.max_tokens_per_gpu"
-    return less if model.gradient_checkpointing_enable else f"set actor.gradient_checkpointing_enable, or {less}"
+    return less if model.gradient_checkpointing_enable else f"set {role}.gradient_checkpointing_enable, or {less}"
+
+
+def _output(net: PreTrainedModel) -> int:
+    layer, embedding = net.get_output_embeddings(), net.get_input_embeddings()
+    return 0 if layer is None or layer.weight is embedding.weight else int(layer.weight.numel())

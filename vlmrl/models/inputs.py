@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def model_inputs(
     net: PreTrainedModel, processor: Processor, pack: Pack, *, seen: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """The arguments of `Scorer.forward` for one pack, on CPU. B rows, T tokens of the longest row.
+    """The arguments of `Scorer.forward` or `Valuer.forward` for one pack, on CPU. B rows, T tokens of the longest row.
 
     * `input_ids` [B, T];
     * `position_ids`: [B, T], each sample counting from 0; with M-RoPE [4, B, T], the three rows of `get_rope_index`
@@ -47,9 +47,8 @@ def model_inputs(
     inputs: dict[str, Any] = {
         "input_ids": place(pack, [sample.tokens for sample in pack.samples], fill=processor.pad_token_id),
         "position_ids": _position_ids(net, processor, pack),
-        "scored": place(pack, [_scored(sample) for sample in pack.samples], fill=False),
-        "previous": _previous(pack),
         "use_cache": False,
+        **_states_before(pack),
     }
     if pack.is_one_per_row:
         lengths = [np.ones(len(sample.tokens), dtype=np.int64) for sample in pack.samples]
@@ -60,6 +59,21 @@ def model_inputs(
         types = [processor.token_types(sample.tokens) for sample in pack.samples]
         inputs["mm_token_type_ids"] = place(pack, types, fill=0)
     return inputs | images
+
+
+def states_at(pack: Pack, marks: Sequence[Bools]) -> dict[str, Tensor]:
+    """`scored` and `previous` for who asks what a model thinks once a token is said: the tokens that `marks` marks, [T]
+    per sample, and the states at them.
+
+    A token that samples share is asked about when one of them has it marked: an empty answer ends with its prompt.
+    """
+    whole = [mark.copy() for mark in marks]
+    for row in pack.rows:
+        for members, prefix in row:
+            # Of what samples share, `place` takes the first one's.
+            whole[members[0]][:prefix] = np.any([marks[i][:prefix] for i in members], axis=0)
+    scored = place(pack, whole, fill=False)
+    return {"scored": scored, "previous": scored.flatten().nonzero()[:, 0]}
 
 
 def attention_plan(pack: Pack) -> Plan:
@@ -122,10 +136,11 @@ def _scored(sample: Sample) -> Bools:
     return scored
 
 
-def _previous(pack: Pack) -> Tensor:
+def _states_before(pack: Pack) -> dict[str, Tensor]:
     """In the order in which `scored` is read: the state before a token, which for the first token of an answer that
     shares its prompt is the prompt's last.
     """
+    scored = place(pack, [_scored(sample) for sample in pack.samples], fill=False)
     _, width = pack.shape
     found = []
     for segment in pack.segments:
@@ -134,7 +149,7 @@ def _previous(pack: Pack) -> Tensor:
             prompt = pack.segments[segment.parent]
             where[0] = prompt.row * width + prompt.start + prompt.last - 1
         found.append(where[_scored(pack.samples[segment.sample])[segment.first : segment.last]])
-    return torch.from_numpy(np.concatenate(found))
+    return {"scored": scored, "previous": torch.from_numpy(np.concatenate(found))}
 
 
 def _images(processor: Processor, pack: Pack, seen: Container[str]) -> dict[str, Any]:

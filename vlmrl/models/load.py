@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_utils import set_zero3_state
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
@@ -18,6 +21,8 @@ from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, tr
 from vlmrl.plugins import MODEL_FLAG, first_line, looks_local
 
 if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
     from vlmrl.plugins import ParameterGroup, Processor
 
 
@@ -48,51 +53,89 @@ def load_model(
     Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight: a weight
     that is not in the files would be random, and nothing later would tell.
     """
-    where = _found(path, flag)
-    bits: dict[str, Any] = {}
-    if four_bit is not None:
-        bare = skeleton(path, trust_remote_code=trust_remote_code, flag=flag)
-        bits["quantization_config"] = quantization(four_bit, bare, dtype=dtype)
+    where = located(path, flag=flag)
+    bare = None if four_bit is None else skeleton(path, trust_remote_code=trust_remote_code, flag=flag)
     try:
         factory, config = _factory(where, trust_remote_code=trust_remote_code)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{flag}: the weights of {path} are quantised already: name the model that they were made of"
-            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unreadable(path, error, flag) from error
+    net, lacking = read_weights(
+        factory,
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        bits=None if four_bit is None or bare is None else quantization(four_bit, bare, dtype=dtype),
+        flag=flag,
+    )
+    refuse_lacking(lacking, path, flag=flag)
+    return net
+
+
+def read_weights(
+    factory: Any,
+    path: str,
+    *,
+    config: Any,
+    dtype: torch.dtype,
+    attn_implementation: str | dict[str, str] | None,
+    trust_remote_code: bool,
+    bits: BitsAndBytesConfig | None,
+    flag: str,
+) -> tuple[PreTrainedModel, list[str]]:
+    """What `factory.from_pretrained` makes of the files, with our attention, and the names of weights that they lack.
+
+    `flag` is the setting that `path` came from, for messages. Raises ConfigError when they cannot be read.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{flag}: the weights of {path} are quantised already: name the model that they were made of")
+    more: dict[str, Any] = {} if bits is None else {"quantization_config": bits}
+    try:
         net, report = factory.from_pretrained(
-            where,
+            located(path, flag=flag),
+            config=config,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **bits,
+            **more,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unreadable(path, error, flag) from error
-    lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
-    if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise ConfigError(f"{flag}: the files of {path} lack the weight {lacking[0]}{more}: get them again")
     assert isinstance(net, PreTrainedModel)
-    if four_bit is not None:
+    if bits is not None:
         settle(net)
     see_all_images_at_once(net)
     project_patches(net)
-    return net
+    return net, sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+
+
+def refuse_lacking(lacking: Sequence[str], path: str, *, flag: str) -> None:
+    """Raise ConfigError when the files in `path` lack a weight."""
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(f"{flag}: the files of {path} lack the weight {lacking[0]}{more}: get them again")
 
 
 def skeleton(path: str, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> PreTrainedModel:
     """The model without its weights, on the meta device: names, shapes and classes, as `load_model` has them in memory.
 
-    Reads the configuration alone, so that a driver can ask what a model has before any weight is read.
-    Raises ConfigError when there is no such model.
+    Reads the configuration alone, so that a driver can ask what a model has before any weight is read. `flag` is the
+    setting that `path` came from, for messages. Raises ConfigError when there is no such model.
     """
     try:
-        factory, config = _factory(_found(path, flag), trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            net = factory.from_config(config, trust_remote_code=trust_remote_code)
+        factory, config = _factory(located(path, flag=flag), trust_remote_code=trust_remote_code)
+        return without_weights(partial(factory.from_config, trust_remote_code=trust_remote_code), config)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unreadable(path, error, flag) from error
+
+
+def without_weights(make: Callable[[Any], Any], config: Any) -> PreTrainedModel:
+    """What `make` makes of a configuration, on the meta device."""
+    # Where ZeRO-3 is about to shard a model, Transformers would shard this one too, and there is nothing in it.
+    with torch.device("meta"), set_zero3_state():
+        net = make(config)
     assert isinstance(net, PreTrainedModel)
     return net
 
@@ -127,8 +170,8 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
     return [Part(group, *totals[group]) for group in order if group in totals]
 
 
-def _found(path: str, flag: str) -> str:
-    """A folder as such, anything else as a Hub id."""
+def located(path: str, *, flag: str = MODEL_FLAG) -> str:
+    """A folder as such, anything else as a Hub id. Raises ConfigError for a folder that does not exist."""
     local = Path(path).expanduser()
     if looks_local(path) and not local.is_dir():
         raise ConfigError(f"{flag}: there is no folder {path}")

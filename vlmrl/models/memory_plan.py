@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from vlmrl.config.data import Columns
+from vlmrl.config.actor import Model, Ref
+from vlmrl.config.critic import Critic
+from vlmrl.config.reward import Reward
+from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.doctor import free_memory
 from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
-from vlmrl.models.footprint import Part, Role, Sizes, engine, reference, sequence_bytes, sizes, trainer
+from vlmrl.models.footprint import (
+    Part,
+    Role,
+    Sizes,
+    engine,
+    reference,
+    reward_model,
+    sequence_bytes,
+    sizes,
+    trainer,
+    with_value_head,
+)
 from vlmrl.models.load import skeleton
 from vlmrl.plugins import Processor, processor_of
 
 GIB = 2**30
-_IMPORTS = {"actor": 0.55 * GIB, "ref": 0.55 * GIB, "vllm": 1.3 * GIB}
+_IMPORTS = dict.fromkeys(("actor", "critic", "ref", *REWARD_MODELS), 0.55 * GIB) | {"vllm": 1.3 * GIB}
 """What a role holds when it has imported its libraries and nothing else, measured on Linux; an engine is two processes.
 Beside a GPU it is main memory."""
 _HOARDED = 0.67
@@ -112,36 +126,29 @@ def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
 
 def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
     """The roles of the run, on a machine like this. Reads configurations, no weights."""
-    size, reader = _read(config.actor.model_name_or_path, config.actor.trust_remote_code, config.data)
+    size, reader = _read(config.actor.model_name_or_path, config)
     adapter = plan_adapter(config.actor, config.ds.lora, reader)
-    ranks = config.actor.num_nodes * config.actor.num_gpus_per_node
+    ranks = _ranks(config.actor)
     tokens, patches = largest_pack(config, reader, ranks)
-    roles = [
-        (
-            trainer(
-                size,
-                model=config.actor,
-                ds=config.ds,
-                adapter=adapter,
-                ranks=ranks,
-                tokens=tokens,
-                patches=patches,
-                device=machine.device,
-                cache_bytes=_cache_bytes(config, size, adapter),
-            ),
-            ranks,
-        )
-    ]
-    sequence = 0.0
+    actor = trainer(
+        size,
+        model=config.actor,
+        ds=config.ds,
+        adapter=adapter,
+        ranks=ranks,
+        tokens=tokens,
+        patches=patches,
+        device=machine.device,
+        cache_bytes=_cache_bytes(config, config.actor, size, adapter),
+        has_average=isinstance(config, RlConfig) and config.train.enable_ema,
+    )
+    roles, sequence = [(actor, ranks)], 0.0
     if isinstance(config, RlConfig):
         longest = config.data.max_len + config.rollout.max_new_tokens
         sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=longest)
-        if config.has_reference:
-            path = config.ref.model_name_or_path or config.actor.model_name_or_path
-            other, _ = _read(path, config.actor.trust_remote_code, config.data)
-            without_gradient = max(tokens, config.rollout.max_tokens_per_gpu or 0)
-            held = reference(other, ds=config.ds, tokens=without_gradient, device=machine.device)
-            roles.append((held, config.ref.num_nodes * config.ref.num_gpus_per_node))
+        if config.has_critic:
+            roles.append(_critic(config, actor, machine.device))
+        roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
         serving = engine(
             size,
             vllm=config.vllm,
@@ -151,8 +158,70 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
             device_bytes=machine.device_bytes,
         )
         roles.append((serving, config.vllm.num_engines * config.vllm.tensor_parallel_size))
-    whole = tuple((_with_process(role, machine), count) for role, count in roles)
+    alone = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
+    whole = tuple((_with_process(role, machine, has_imports=role.name in alone), count) for role, count in roles)
     return MemoryPlan(whole, tuple(_shares(config, whole, machine)), sequence)
+
+
+def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
+    """The critic, and how many ranks it has.
+
+    In the actor's processes they take turns: it counts with what is above the actor's peak. Where both begin as one
+    model, they have the features of images together.
+    """
+    critic = config.whole_critic
+    model = critic.as_model
+    size, reader = _read(model.model_name_or_path, config)
+    adapter = plan_adapter(model, config.ds.lora, reader)
+    ranks = _ranks(critic)
+    tokens, patches = largest_pack(config, reader, ranks)
+    role = trainer(
+        with_value_head(size),
+        role="critic",
+        model=model,
+        ds=config.ds.model_copy(update={"zero_stage": critic.zero_stage}),
+        adapter=adapter,
+        ranks=ranks,
+        tokens=tokens,
+        patches=patches,
+        device=device,
+        cache_bytes=_cache_bytes(config, model, size, adapter),
+    )
+    if not config.critic_is_with_actor:
+        return role, ranks
+    in_turn = ["activations", "update"]
+    if model.model_name_or_path == config.actor.model_name_or_path:
+        in_turn.append("vision cache")
+    parts = (
+        replace(part, num_bytes=max(0.0, part.num_bytes - _of(actor, part.name))) if part.name in in_turn else part
+        for part in role.parts
+    )
+    return Role("critic", tuple(part for part in parts if part.num_bytes)), ranks
+
+
+def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[Role, int]]:
+    """Reference and reward models, and how many ranks they have."""
+    found = []
+    if config.has_reference:
+        size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
+        found.append((reference(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
+    reward = config.reward
+    paths = (reward.model_name_or_path, reward.process_model_name_or_path)
+    for name, path in zip(REWARD_MODELS, paths, strict=True):
+        if path is None:
+            continue
+        size, _ = _read(path, config)
+        role = reward_model(
+            name,
+            with_value_head(size),
+            ds=config.ds,
+            ranks=_ranks(reward),
+            tokens=tokens,
+            device=device,
+            is_offloaded=reward.offload,
+        )
+        found.append((role, _ranks(reward)))
+    return found
 
 
 def largest_pack(config: RlConfig | SftConfig, reader: Processor, ranks: int) -> tuple[int, int]:
@@ -214,36 +283,47 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[Role, int], ...], m
 
 
 def _neighbours(config: RlConfig | SftConfig) -> list[set[str]]:
-    """Roles that have the same GPUs."""
-    if isinstance(config, RlConfig) and config.train.colocate_all:
-        return [{"actor", "ref", "vllm"}]
-    if isinstance(config, RlConfig) and config.train.colocate_actor_ref:
-        return [{"actor", "ref"}, {"vllm"}]
-    return [{"actor"}, {"ref"}, {"vllm"}]
+    """Roles that have the same GPUs, and those that have their own."""
+    pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
+    for pool in pools:
+        if "actor" in pool and _is_with_actor(config):
+            pool.add("critic")
+    pooled = set().union(*pools)
+    return [*pools, *({name} for name in ("critic", "ref", "vllm") if name not in pooled)]
 
 
-def _read(path: str, trust_remote_code: bool, columns: Columns) -> tuple[Sizes, Processor]:
+def _is_with_actor(config: RlConfig | SftConfig) -> bool:
+    return isinstance(config, RlConfig) and config.critic_is_with_actor
+
+
+def _ranks(role: Model | Critic | Ref | Reward) -> int:
+    return role.num_nodes * role.num_gpus_per_node
+
+
+def _read(path: str, config: RlConfig | SftConfig) -> tuple[Sizes, Processor]:
+    columns, trust_remote_code = config.data, config.actor.trust_remote_code
     reader = processor_of(path, columns, trust_remote_code=trust_remote_code)
     return sizes(skeleton(path, trust_remote_code=trust_remote_code), reader.parameter_group), reader
 
 
-def _cache_bytes(config: RlConfig | SftConfig, size: Sizes, adapter: AdapterPlan | None) -> float:
+def _cache_bytes(config: RlConfig | SftConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:
     """Of image features, when what makes them stays as it is."""
     if size.tower is None:
         return 0.0
-    return 0.0 if vision_trains(config.actor, adapter) else config.vision.cache_gib * GIB
+    return 0.0 if vision_trains(model, adapter) else config.vision.cache_gib * GIB
 
 
-def _with_process(role: Role, machine: Machine) -> Role:
-    imports = Part("process", _IMPORTS[role.name], "", in_host_memory=machine.device != "cpu")
+def _with_process(role: Role, machine: Machine, *, has_imports: bool) -> Role:
+    process = Part("process", _IMPORTS[role.name], "", in_host_memory=machine.device != "cpu")
+    imports = (process,) if has_imports else ()
     if machine.device != "cpu":
-        return Role(role.name, (*role.parts, imports))
+        return Role(role.name, (*role.parts, *imports))
     hoarded = [
         Part("kept by malloc", _HOARDED * part.num_bytes, part.flag)
         for part in role.parts
         if part.name == "activations"
     ]
-    return Role(role.name, (*role.parts, *hoarded, imports))
+    return Role(role.name, (*role.parts, *hoarded, *imports))
 
 
 def _all_on_device(role: Role) -> Role:

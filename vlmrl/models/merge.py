@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
@@ -17,7 +17,8 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import PREFIX
 from vlmrl.models.adapters import StoredAdapter, check_base, read_adapter
 from vlmrl.models.load import load_model
-from vlmrl.models.quantize import DTYPES, FourBit, dequantized, four_bit, is_four_bit, quantization, settle
+from vlmrl.models.quantize import DTYPES, dequantized, four_bit, is_four_bit
+from vlmrl.models.value_head import HEAD, is_classifier, value_net
 from vlmrl.plugins import Processor, first_line, looks_local, processor_of
 
 _FLAG = "merge.model_name_or_path"
@@ -119,41 +120,17 @@ def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Process
         ds = ds.model_copy(update={"load_in_4bit": stored.base.is_four_bit})
     elif ds.load_in_4bit and stored.base.fingerprint is not None and not stored.base.is_four_bit:
         raise ConfigError("ds.load_in_4bit: the adapter was trained on its base as it is: leave the flag out")
-    dtype, bits, trust = DTYPES[ds.param_dtype], four_bit(ds, reader), config.merge.trust_remote_code
-    if _is_classifier(path, stored, trust_remote_code=trust):
-        return _load_classifier(path, stored, dtype=dtype, bits=bits, trust_remote_code=trust)
-    return load_model(path, dtype=dtype, attn_implementation=None, trust_remote_code=trust, four_bit=bits, flag=_FLAG)
-
-
-def _is_classifier(path: str, stored: StoredAdapter, *, trust_remote_code: bool) -> bool:
-    """It scores whole sequences: says its base's configuration, or the score layer in the adapter's file."""
-    architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
-    return "score.weight" in whole_tensors(stored) or any(a.endswith("SequenceClassification") for a in architectures)
-
-
-def _load_classifier(
-    path: str, stored: StoredAdapter, *, dtype: torch.dtype, bits: FourBit | None, trust_remote_code: bool
-) -> PreTrainedModel:
-    """A model with a score layer in the place of its output layer."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    held = whole_tensors(stored)
-    if "score.weight" in held:
-        config.num_labels = held["score.weight"].shape[0]
-    more: dict[str, Any] = {}
-    if bits is not None:
-        with torch.device("meta"):
-            bare = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
-        more["quantization_config"] = quantization(bits, bare, dtype=dtype)
-    try:
-        net, report = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **more
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"merge.adapter: {path} cannot be read as a classifier: {first_line(error)}") from error
-    lacking = sorted(set(report["missing_keys"]) - held.keys())
-    if lacking:
-        raise ConfigError(f"merge.adapter: neither it nor the files of {path} hold the weight {lacking[0]}")
-    if bits is not None:
-        settle(net)
-    assert isinstance(net, PreTrainedModel)
-    return net
+    how: dict[str, Any] = {
+        "dtype": DTYPES[ds.param_dtype],
+        "attn_implementation": None,
+        "trust_remote_code": config.merge.trust_remote_code,
+        "four_bit": four_bit(ds, reader),
+        "flag": _FLAG,
+    }
+    head = whole_tensors(stored).get(HEAD)
+    if head is not None:
+        # The adapter's own head takes the place of whatever is there.
+        return value_net(path, head_seed=0, labels=head.shape[0], **how)
+    if is_classifier(path, trust_remote_code=config.merge.trust_remote_code):
+        return value_net(path, head_seed=None, **how)
+    return load_model(path, **how)

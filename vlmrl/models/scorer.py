@@ -33,50 +33,19 @@ class ImageFeatures(NamedTuple):
     """The same of earlier levels of the tower, for the families that have them (Qwen3-VL)."""
 
 
-class Scorer(nn.Module):
-    """Wraps a Hugging Face causal or vision-language model, `net`, whose parameters keep their names under `net.`
-
-    Its output layer becomes a `ScoringHead`. Raises ConfigError for a model that does more than one linear layer
-    between hidden states and logits.
+class Backbone(nn.Module):
+    """Wraps a Hugging Face model, `net`, whose parameters keep their names under `net.`, for what is read off its
+    hidden states: log-probabilities (`Scorer`) or values (`models.value_head.Valuer`).
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
-        head = net.get_output_embeddings()
-        text = net.config.get_text_config()
-        scaled = [name for name in _CHANGES_LOGITS if getattr(text, name, None) not in (None, 1, 1.0)]
-        if not isinstance(head, nn.Linear) or scaled:
-            what = scaled[0] if scaled else "an output layer that is not linear"
-            raise ConfigError(
-                f"{type(net).__name__} has {what}, which its log-probabilities would ignore: use another model"
-            )
         self.net = net
-        ScoringHead.adopt(head)
-
-    def forward(
-        self,
-        inputs: dict[str, Any],
-        *,
-        temperature: float = 1.0,
-        banned: tuple[int, ...] = (),
-        features: dict[str, ImageFeatures] | None = None,
-    ) -> ScorerOutput:
-        """Score the tokens that `inputs["scored"]` marks, under the tempered distribution without the banned tokens.
-
-        Args:
-            inputs: what `models.inputs.model_inputs` made, on the model's device.
-            features: what is known of images by content hash, when nothing that they come from trains; those of new
-                images are added.
-        """
-        states, targets = self.states(inputs, features=features)
-        found = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
-        scored = inputs["scored"]
-        return ScorerOutput(_scatter(found.logprobs, scored), _scatter(found.entropy, scored))
 
     def states(
         self, inputs: dict[str, Any], *, features: dict[str, ImageFeatures] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states [n, D] that predict the scored tokens, and those tokens [n], row by row."""
+        """The hidden states [n, D] that belong to the scored tokens, and those tokens [n], row by row."""
         inputs = dict(inputs)
         scored, previous = inputs.pop("scored"), inputs.pop("previous")
         images, places = inputs.pop("images", ()), inputs.pop("image_places", ())
@@ -101,11 +70,51 @@ class Scorer(nn.Module):
         }
 
 
+class Scorer(Backbone):
+    """Wraps a causal or vision-language model, whose output layer becomes a `ScoringHead`.
+
+    Raises ConfigError for a model that does more than one linear layer between hidden states and logits.
+    """
+
+    def __init__(self, net: PreTrainedModel) -> None:
+        super().__init__(net)
+        head = net.get_output_embeddings()
+        text = net.config.get_text_config()
+        scaled = [name for name in _CHANGES_LOGITS if getattr(text, name, None) not in (None, 1, 1.0)]
+        if not isinstance(head, nn.Linear) or scaled:
+            what = scaled[0] if scaled else "an output layer that is not linear"
+            raise ConfigError(
+                f"{type(net).__name__} has {what}, which its log-probabilities would ignore: use another model"
+            )
+        ScoringHead.adopt(head)
+
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        *,
+        temperature: float = 1.0,
+        banned: tuple[int, ...] = (),
+        features: dict[str, ImageFeatures] | None = None,
+    ) -> ScorerOutput:
+        """Score the tokens that `inputs["scored"]` marks, under the tempered distribution without the banned tokens.
+
+        Args:
+            inputs: what `models.inputs.model_inputs` made, on the model's device.
+            features: what is known of images by content hash, when nothing that they come from trains; those of new
+                images are added.
+        """
+        states, targets = self.states(inputs, features=features)
+        found = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
+        scored = inputs["scored"]
+        return ScorerOutput(scattered(found.logprobs, scored), scattered(found.entropy, scored))
+
+
 def _laid_out(images: list[ImageFeatures]) -> Any:
     """As Transformers' models take it: the images in the order of their places."""
     levels = tuple(zip(*(image.deepstack for image in images), strict=True))
     return SimpleNamespace(pooler_output=tuple(image.rows for image in images), deepstack_features=list(levels))
 
 
-def _scatter(values: Tensor, scored: Tensor) -> Tensor:
+def scattered(values: Tensor, scored: Tensor) -> Tensor:
+    """[n] values of the n tokens that `scored` [B, T] marks -> [B, T], 0 on the others."""
     return torch.zeros(scored.shape, dtype=values.dtype, device=values.device).masked_scatter(scored, values)

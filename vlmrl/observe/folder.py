@@ -48,6 +48,25 @@ class RunFolder:
         """What a run that trains adapters leaves instead of `model`."""
         return self.root / "adapter"
 
+    def average(self, *, has_adapter: bool) -> Path:
+        """The moving average of what trains, beside `model` or `adapter`."""
+        return self.root / ("adapter_ema" if has_adapter else "model_ema")
+
+    @property
+    def best(self) -> Path:
+        """The model, or adapter, that is best by `ckpt.best_metric_key`, whatever becomes of the checkpoints."""
+        return self.root / "best"
+
+    @property
+    def critic(self) -> Path:
+        """The final critic."""
+        return self.root / "critic"
+
+    @property
+    def critic_checkpoints(self) -> Path:
+        """The critic's part of each checkpoint."""
+        return self.checkpoints / "critic"
+
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"

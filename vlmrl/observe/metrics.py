@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from vlmrl.types import Metrics
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.@+:-]+)+")
+_PASS_RATE = re.compile(r"eval/(.+)/pass@1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,22 @@ def check_name(name: str) -> None:
     """Raise ValueError unless `name` looks like `area/quantity`, such as `time/rollout_s` or `eval/math/pass@1`."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"metric name {name!r} does not look like area/quantity")
+
+
+def evaluated_sets(names: Iterable[str]) -> dict[str, list[str]]:
+    """The evaluation sets with a pass@1 among the names, and the parts that each is broken down into.
+
+    Example: eval/toy/pass@1 and eval/toy/count/pass@1 are {"toy": ["count"]}.
+    """
+    sets: dict[str, list[str]] = {}
+    # A set comes before its parts.
+    for path in sorted(found[1] for name in names if (found := _PASS_RATE.fullmatch(name))):
+        owner, _, part = path.rpartition("/")
+        if owner in sets:
+            sets[owner].append(part)
+        else:
+            sets[path] = []
+    return sets
 
 
 def _checked(name: str, metric: Metric) -> Metric:

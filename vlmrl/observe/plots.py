@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vlmrl.observe.metrics import evaluated_sets
 from vlmrl.observe.sinks import read_metrics
 
 if TYPE_CHECKING:
@@ -81,14 +82,14 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
             axes.set_title("loss", loc="left", fontweight="bold")
             _line(axes, steps, loss, _BLUE, "training loss")
             drawn = True
-    evaluations = sorted({name for record in records for name in record if re.fullmatch(r"eval/.+/pass@1", name)})
+    evaluations = list(evaluated_sets({name for record in records for name in record}))
     if evaluations:
         # A share needs an axis of its own beside a reward of another scale; beside one of 0 and 1 it would mislead.
         right = axes.twinx() if drawn and not _is_share(_curve(records, "reward/mean")[1]) else axes
         _percent(right, "pass@1" if right is not axes else "")
         for name, color in zip(evaluations, _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
-            where, value = _curve(records, name)
-            label = name.removeprefix("eval/").removesuffix("/pass@1")[:30] + " pass@1"
+            where, value = _curve(records, f"eval/{name}/pass@1")
+            label = f"{name[:30]} pass@1"
             right.plot(where, value, "o--", color=color, markersize=5, linewidth=1, label=label)
             for at in {0, len(where) - 1}:
                 right.annotate(

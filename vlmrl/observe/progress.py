@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vlmrl.observe.metrics import evaluated_sets
 from vlmrl.types import Metrics
 
 _RECENT_STEPS = 20
@@ -63,6 +64,7 @@ class Progress:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._metrics: Metrics = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
+        self._parts: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -130,24 +132,25 @@ class Progress:
         self._print_evaluations(metrics)
 
     def _remember(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            if name.startswith("eval/") and name.endswith("/pass@1"):
-                self._evaluations.setdefault(_set_of(name), []).append((step, value))
+        for name, parts in evaluated_sets(metrics).items():
+            self._evaluations.setdefault(name, []).append((step, metrics[f"eval/{name}/pass@1"]))
+            self._parts[name] = {part: metrics[f"eval/{name}/{part}/pass@1"] for part in parts}
 
     def _print_evaluations(self, metrics: Metrics) -> None:
-        for name in metrics:
-            if self._live is None and name.startswith("eval/") and name.endswith("/pass@1"):
-                self._print(self._history(_set_of(name)))
+        if self._live is None:
+            for name in evaluated_sets(metrics):
+                self._print(self._history(name))
 
     def _print(self, line: str) -> None:
         # No wrapping, colours or markup: these lines are for log files.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _history(self, name: str) -> str:
-        """`eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`: the first and the newest."""
+        """`eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`: the first and the newest, and its parts."""
         seen = self._evaluations[name]
         shown = [f"{value:.1%} at step {step}" for step, value in ([seen[0], seen[-1]] if len(seen) > 1 else seen)]
-        return f"eval {name}: pass@1 {' -> '.join(shown)}"
+        parts = ", ".join(f"{part} {value:.1%}" for part, value in self._parts[name].items())
+        return f"eval {name}: pass@1 {' -> '.join(shown)}{f' ({parts})' if parts else ''}"
 
     def _numbers(self) -> list[str]:
         return [f"{label} {show(self._metrics[name])}" for name, label, show in _SHOWN if name in self._metrics]
@@ -181,10 +184,6 @@ class Progress:
             return ""
         share = f" {phase.done}/{phase.total}" if phase.total else ""
         return f"{phase.name}{share}, {_duration(self._clock() - phase.start)}"
-
-
-def _set_of(name: str) -> str:
-    return name.removeprefix("eval/").removesuffix("/pass@1")
 
 
 def _duration(seconds: float) -> str:

@@ -102,7 +102,7 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Ve
         if "images" in loaded.declared.arguments:
             given["images"] = [_open(file) for file in images]
         returned = loaded.function(**given)
-        return _judge(returned)
+        return to_verdict(returned)
     except BaseException as error:  # the user's code may raise anything, sys.exit included
         return Verdict(problem=_reason(error, loaded.file))
 
@@ -135,11 +135,12 @@ def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str
     return names
 
 
-def _judge(returned: Any) -> Verdict:
+def to_verdict(returned: Any) -> Verdict:
+    """What a function or a server returned for one answer: a number, or a dict of numbers with one named `total`."""
     if not isinstance(returned, Mapping):
         return _finite({"it": returned}, "it")
     if "total" not in returned:
-        return Verdict(problem=f"it returned a dict without 'total' (keys: {_short(sorted(map(str, returned)))})")
+        return Verdict(problem=f"it returned a dict without 'total' (keys: {one_line(sorted(map(str, returned)))})")
     return _finite(returned, "total")
 
 
@@ -187,7 +188,7 @@ def _describe(value: Any) -> str:
 def _reason(error: BaseException, file: str) -> str:
     """`ValueError: what it said (reward.py:12)`: the line is the last one in the function's own file."""
     try:
-        message = _short(str(error))
+        message = one_line(str(error))
     except Exception:  # an exception of the user's may not even print
         message = "?"
     frames = traceback.extract_tb(error.__traceback__)
@@ -198,8 +199,9 @@ def _reason(error: BaseException, file: str) -> str:
     return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
 
 
-def _short(value: object) -> str:
-    line = " ".join(str(value).split())
+def one_line(value: object) -> str:
+    """What others wrote, short enough for a message."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
 

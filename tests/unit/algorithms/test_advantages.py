@@ -2,8 +2,17 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from vlmrl.algorithms.advantages import advantages, group_norm, normalise, returns, reward_minus_group_mean, rloo
+from vlmrl.algorithms.advantages import (
+    ESTIMATORS,
+    advantages,
+    group_norm,
+    reward_minus_group_mean,
+    rloo,
+    step_advantages,
+)
+from vlmrl.errors import ConfigError
 
 F, T = False, True
 REWARDS = torch.tensor([[1.0, 0.0, 0.0], [5.0, 3.0, 1.0]])
@@ -47,27 +56,61 @@ def test_a_group_of_one_is_zero_and_not_nan(estimate) -> None:  # type: ignore[n
 def test_group_estimators_put_the_scalar_on_every_sampled_token_and_nowhere_else() -> None:
     found = advantages(REWARDS, SAMPLED, estimator="rloo", gamma=0.5)
     expected = torch.tensor([[1.0], [-0.5], [-0.5], [3.0], [0.0], [-3.0]]) * SAMPLED
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found.advantages, expected)
+    assert found.returns is None
 
 
-def test_a_return_discounts_by_sampled_tokens_only() -> None:
-    found = returns(torch.tensor([8.0, 4.0]), torch.tensor([[F, T, F, F, T, T], [T, T, F, F, F, F]]), gamma=0.5)
-    assert found.tolist() == [[0.0, 2.0, 0.0, 0.0, 4.0, 8.0], [2.0, 4.0, 0.0, 0.0, 0.0, 0.0]]
-
-
-def test_a_penalty_is_charged_to_its_token_and_to_those_before_it() -> None:
-    sampled = torch.tensor([[F, T, F, T, T], [T, T, F, F, F]])
-    penalty = torch.tensor([[9.0, 1.0, float("nan"), 2.0, 4.0], [1.0, 0.0, 9.0, 9.0, 9.0]])
-    found = returns(torch.tensor([8.0, 2.0]), sampled, gamma=0.5, penalty=penalty)
-    # Backwards: 8 - 4 = 4; 4/2 - 2 = 0; 0/2 - 1 = -1. Second row: 2 - 0 = 2; 2/2 - 1 = 0.
-    assert found.tolist() == [[0.0, -1.0, 0.0, 0.0, 4.0], [0.0, 2.0, 0.0, 0.0, 0.0]]
-
-
-def test_a_group_of_equal_rewards_still_feels_the_penalty() -> None:
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
+def test_a_group_of_equal_rewards_still_feels_the_penalty(estimator: str) -> None:
     sampled = torch.tensor([[T, T], [T, F]])
     penalty = torch.tensor([[0.25, 0.5], [1.0, 0.0]])
-    found = advantages(torch.ones(1, 2), sampled, estimator="group_norm", penalty=penalty)
-    assert found.tolist() == [[-0.75, -0.5], [-1.0, 0.0]]
+    found = advantages(torch.ones(1, 2), sampled, estimator=estimator, penalty=penalty)
+    assert found.advantages.tolist() == [[-0.75, -0.5], [-1.0, 0.0]]
+
+
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_an_answer_without_a_token_counts_in_its_group_and_has_no_advantage(estimator: str) -> None:
+    sampled = torch.tensor([[F, F, F], [T, T, F], [T, F, F], [F, F, F]])
+    values = torch.full((4, 3), float("nan")).masked_fill(sampled, 0.25)
+    rewards = torch.tensor([[0.0, 1.0], [4.0, 2.0]])
+    found = advantages(rewards, sampled, estimator=estimator, values=values).advantages
+    assert found[~sampled].tolist() == [0.0] * 9
+    assert bool(found.isfinite().all())
+    if estimator == "dr_grpo":
+        assert found.tolist() == [[0, 0, 0], [0.5, 0.5, 0], [1.0, 0, 0], [0, 0, 0]]
+
+
+def test_reinforce_discounts_the_reward_less_the_penalty_and_normalises() -> None:
+    rewards = torch.tensor([[4.0, 0.0], [1.0, 2.0]])
+    sampled = torch.tensor([[T, F, T], [F, T, F], [T, F, F], [F, F, T]])
+    penalty = torch.tensor([[1.0, 9.0, 2.0], [9.0, 1.0, 9.0], [0.0, 9.0, 9.0], [9.0, 9.0, 1.0]])
+    # Returns: 4 - 2 = 2 and 2/2 - 1 = 0; -1; 1; 2 - 1 = 1. Mean 3/5, mean square 7/5.
+    expected = torch.tensor([[0.0, 0, 2.0], [0, -1.0, 0], [1.0, 0, 0], [0, 0, 1.0]])
+    centred = torch.where(sampled, expected - 0.6, 0.0)
+    only_centred = advantages(
+        rewards, sampled, estimator="reinforce", gamma=0.5, penalty=penalty, no_std_norm=True
+    ).advantages
+    torch.testing.assert_close(only_centred, centred)
+    found = advantages(rewards, sampled, estimator="reinforce", gamma=0.5, penalty=penalty).advantages
+    torch.testing.assert_close(found, centred / math.sqrt(1.4 - 0.36))
+
+
+def test_gae_normalises_its_advantages_and_not_its_returns() -> None:
+    rewards = torch.tensor([[8.0], [5.0]])
+    sampled = torch.tensor([[T, F, T, T, F], [F, T, F, F, F]])
+    nan = float("nan")
+    values = torch.tensor([[1.0, nan, 2.0, 4.0, nan], [nan, 3.0, nan, nan, nan]])
+    found = advantages(rewards, sampled, estimator="gae", gamma=0.5, lambd=0.5, values=values, no_std_norm=True)
+    # Worked out in test_returns.py: 0.25, 1, 4 and 2, of mean 7.25 / 4.
+    expected = torch.tensor([[0.25, 0, 1.0, 4.0, 0], [0, 2.0, 0, 0, 0]]) - 1.8125
+    torch.testing.assert_close(found.advantages, torch.where(sampled, expected, 0.0))
+    assert found.returns is not None
+    assert found.returns.tolist() == [[1.25, 0, 3.0, 8.0, 0], [0, 5.0, 0, 0, 0]]
+
+
+def test_gae_without_a_critic_is_refused() -> None:
+    with pytest.raises(ValueError, match="values"):
+        advantages(REWARDS, SAMPLED, estimator="gae")
 
 
 def test_reinforce_baseline_normalises_over_all_sampled_tokens_of_the_step() -> None:
@@ -78,9 +121,9 @@ def test_reinforce_baseline_normalises_over_all_sampled_tokens_of_the_step() -> 
     deviation = math.sqrt(4.75 / 7 - mean**2)
     scalars = torch.tensor([[0.5], [-0.5], [1.0], [-1.0]])
     centred = (scalars - mean) * sampled
-    found = advantages(rewards, sampled, estimator="reinforce_baseline")
+    found = advantages(rewards, sampled, estimator="reinforce_baseline").advantages
     torch.testing.assert_close(found, centred / deviation)
-    only_centred = advantages(rewards, sampled, estimator="reinforce_baseline", no_std_norm=True)
+    only_centred = advantages(rewards, sampled, estimator="reinforce_baseline", no_std_norm=True).advantages
     torch.testing.assert_close(only_centred, centred)
 
 
@@ -89,15 +132,115 @@ def test_reinforce_baseline_discounts_before_it_normalises() -> None:
     sampled = torch.tensor([[T, T, F], [F, T, T]])
     # Scalars 2 and -2: returns 1, 2 and -1, -2, of mean 0.
     found = advantages(rewards, sampled, estimator="reinforce_baseline", gamma=0.5, no_std_norm=True)
-    assert found.tolist() == [[1.0, 2.0, 0.0], [0.0, -1.0, -2.0]]
+    assert found.advantages.tolist() == [[1.0, 2.0, 0.0], [0.0, -1.0, -2.0]]
 
 
-def test_reinforce_baseline_stays_at_zero_when_every_group_is_constant() -> None:
+@pytest.mark.parametrize("estimator", ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
+def test_a_step_of_constant_groups_is_exactly_zero(estimator: str) -> None:
     rewards = torch.tensor([[0.1, 0.1, 0.1], [0.7, 0.7, 0.7]])
-    assert advantages(rewards, SAMPLED, estimator="reinforce_baseline").abs().max() == 0
+    assert advantages(rewards, SAMPLED, estimator=estimator).advantages.abs().max() == 0
 
 
-def test_normalising_ignores_what_stands_in_the_padding() -> None:
-    values = torch.tensor([[1.0, float("nan")], [3.0, float("inf")]])
-    found = normalise(values, torch.tensor([[T, F], [T, F]]), by_deviation=True)
-    assert found.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+def test_a_step_of_one_reward_everywhere_is_exactly_zero_for_reinforce() -> None:
+    assert advantages(torch.full((2, 3), 0.1), SAMPLED, estimator="reinforce").advantages.abs().max() == 0
+
+
+# Steps of two groups of two answers: 1, 3 and 2 in the first, 0.5 twice in the second.
+STEP_TOKENS = torch.tensor([[T, T, T], [F, T, T], [T, T, F], [T, F, F]])
+STEPS = torch.tensor([[1.0, 0, 3.0], [0, 0, 2.0], [0, 0.5, 0], [0.5, 0, 0]])
+
+
+def test_steps_are_measured_by_the_steps_of_their_group() -> None:
+    # First group: mean 2, deviation 1 (of -1, 1, 0, unbiased). Second: all the same.
+    centred = [[-1.0, 0, 1.0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert step_advantages(STEPS, group_size=2, by_deviation=False).tolist() == centred
+    found = step_advantages(STEPS, group_size=2, by_deviation=True)
+    torch.testing.assert_close(found, torch.tensor(centred, dtype=torch.float64), rtol=0, atol=2e-6)
+    assert found[2:].abs().max() == 0
+
+
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_steps_that_are_all_worth_the_same_are_exactly_zero(by_deviation: bool) -> None:
+    steps = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.1, 0.0, 0.1, 0.1]])
+    assert step_advantages(steps, group_size=2, by_deviation=by_deviation).abs().max() == 0
+
+
+def test_a_single_step_has_nothing_to_be_measured_by() -> None:
+    steps = torch.tensor([[0.0, 0.3], [0.0, 0.0]])
+    assert step_advantages(steps, group_size=2, by_deviation=True).tolist() == [[0, 0], [0, 0]]
+
+
+def test_step_rewards_join_the_outcome_and_go_to_the_tokens_before_them() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
+    found = advantages(rewards, STEP_TOKENS, estimator="dr_grpo", token_rewards=STEPS)
+    # Outcome 0.5 and -0.5; steps -1 at the first and 1 at the last token of the first answer.
+    assert found.advantages.tolist() == [[0.5, 1.5, 1.5], [0, -0.5, -0.5], [0, 0, 0], [0, 0, 0]]
+
+
+def test_only_group_norm_divides_steps_by_their_deviation() -> None:
+    steps = 3 * STEPS
+    centred = torch.tensor([[0.0, 3.0, 3.0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    for estimator, expected in (("rloo", centred), ("group_norm", centred / 3)):
+        found = advantages(torch.ones(2, 2), STEP_TOKENS, estimator=estimator, token_rewards=steps)
+        torch.testing.assert_close(found.advantages, expected, rtol=0, atol=2e-6)
+
+
+def test_step_rewards_are_rewards_where_no_group_is_the_baseline() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
+    found = advantages(rewards, STEP_TOKENS, estimator="gae", token_rewards=STEPS, values=torch.zeros(4, 3))
+    assert found.returns is not None
+    assert found.returns.tolist() == [[5.0, 4.0, 4.0], [0, 2.0, 2.0], [2.5, 2.5, 0], [2.5, 0, 0]]
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rewards \[2, 3\] and tokens \[4, 5\]"):
+        advantages(REWARDS, SAMPLED[:4], estimator="rloo")
+    with pytest.raises(ValueError, match=r"penalty \[6, 4\] does not line up with the tokens \[6, 5\]"):
+        advantages(REWARDS, SAMPLED, estimator="rloo", penalty=torch.zeros(6, 4))
+
+
+def test_an_unknown_estimator_lists_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"no estimator is called grpo; there are: gae, reinforce, .*dr_grpo"):
+        advantages(REWARDS, SAMPLED, estimator="grpo")
+
+
+def test_a_users_scalars_go_to_every_sampled_token_and_are_charged_the_penalty() -> None:
+    def best_of_group(rewards: Tensor) -> Tensor:
+        return (rewards == rewards.amax(dim=1, keepdim=True)).float()
+
+    sampled = torch.tensor([[T, T, F], [F, T, F], [T, F, T], [F, F, F]])
+    rewards = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    penalty = torch.full((4, 3), 0.25)
+    found = advantages(rewards, sampled, estimator=best_of_group, penalty=penalty)
+    assert found.advantages.tolist() == [[0.5, 0.75, 0], [0, -0.25, 0], [-0.5, 0, -0.25], [0, 0, 0]]
+
+
+def test_a_users_estimator_takes_over_what_it_declares() -> None:
+    def mine(rewards: Tensor, *, sampled: Tensor, penalty: Tensor | None, values: Tensor | None = None) -> Tensor:
+        assert values is None
+        assert penalty is not None
+        return rewards.view(-1, 1) - penalty.view(sampled.shape)
+
+    sampled = torch.tensor([[T, T], [F, T]])
+    steps = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    penalty = torch.tensor([[0.5, 0.0], [float("nan"), 2.0]])
+    found = advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator=mine, penalty=penalty, token_rewards=steps)
+    # Its own penalty is per token; the step reward, which it does not know, is earned by the tokens before it.
+    assert found.advantages.tolist() == [[1.5, 2.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (lambda rewards: rewards.sum(dim=1), r"returned float32 \[2\]; numbers \[2, 3\] or \[6, 5\] are wanted"),
+        (lambda rewards: rewards > 0, r"returned bool \[2, 3\]"),
+        (lambda rewards: rewards.tolist(), "returned a list; a tensor"),
+        (lambda rewards: rewards / 0 * 0, "not a finite number"),
+        (lambda rewards: rewards.no_such_thing(), r"failed: AttributeError: .*test_advantages.py:\d+"),
+        (lambda scores: scores, "asks for scores; it is given, by name, what it declares of: rewards, sampled"),
+    ],
+)
+def test_a_users_estimator_that_is_wrong_is_one_line(mine, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=f"^algo.advantage.estimator: .*{message}") as caught:
+        advantages(REWARDS, SAMPLED, estimator=mine)
+    assert "\n" not in str(caught.value)

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from vlmrl.algorithms.kl import kl_to_reference
+from vlmrl.algorithms.kl import AdaptiveKl, kl_to_reference
 
 LOGPROBS = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
 REFERENCE = torch.tensor([[-1.5, -2.0], [-1.5, -1.0]])
@@ -34,3 +36,33 @@ def test_all_three_estimate_the_same_divergence() -> None:
     for estimator, tolerance in (("k1", 1e-6), ("k2", 0.05), ("k3", 1e-5)):
         expected = (policy.exp() * kl_to_reference(policy, reference, estimator=estimator)).sum()  # type: ignore[arg-type]
         assert expected.item() == pytest.approx(exact.item(), rel=tolerance, abs=1e-6)
+
+
+def test_k3_of_models_far_apart_is_held_and_its_gradient_is_0_and_not_nan() -> None:
+    logprobs = torch.tensor([[-500.0, 0.0]], requires_grad=True)
+    found = kl_to_reference(logprobs, torch.tensor([[0.0, -500.0]]), estimator="k3")
+    torch.testing.assert_close(found, torch.tensor([[math.exp(20) - 21, math.exp(-20) + 19]]))
+    found.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_the_weight_follows_the_kl_to_its_target() -> None:
+    leash = AdaptiveKl(coef=0.1, target=0.5, horizon=100)
+    # 0.55 / 0.5 - 1 = 0.1 over 20 of 100 answers; twice the target counts as 20 % above, none at all as 20 % below.
+    assert leash.updated(0.55, num_samples=20).coef == pytest.approx(0.1 * (1 + 0.1 * 0.2))
+    assert leash.updated(1.0, num_samples=50).coef == pytest.approx(0.1 * 1.1)
+    assert leash.updated(-3.0, num_samples=50).coef == pytest.approx(0.1 * 0.9)
+    assert leash.updated(0.5, num_samples=50) == leash
+    assert leash.updated(1.0, 50).updated(1.0, 50).coef == pytest.approx(0.1 * 1.1**2)
+
+
+def test_without_a_target_the_weight_stays() -> None:
+    leash = AdaptiveKl(coef=0.1)
+    assert leash.updated(99.0, num_samples=10**6) is leash
+
+
+@pytest.mark.parametrize(("kl", "num_samples"), [(float("nan"), 1), (0.1, 50)])
+def test_a_step_that_cannot_steer_is_refused(kl: float, num_samples: int) -> None:
+    with pytest.raises(ValueError, match="cannot steer a horizon of 10"):
+        AdaptiveKl(coef=0.1, target=0.5, horizon=10).updated(kl, num_samples)

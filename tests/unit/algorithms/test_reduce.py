@@ -58,3 +58,10 @@ def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggrega
     assert loss.item() == 0.0
     assert losses.grad is not None
     assert losses.grad.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("token", 24 / 6), ("sequence", 14 / 4), ("constant", 24 / 40)])
+def test_an_answer_without_a_token_counts_as_an_answer(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
+    totals = Totals(num_tokens=6, num_samples=4)
+    found = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
+    assert found.item() == pytest.approx(expected)

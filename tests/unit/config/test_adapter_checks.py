@@ -5,7 +5,8 @@ import pytest
 from vlmrl.config.adapter_checks import merged_because
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
-from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, Run, SftConfig, StepBench
+from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, SftConfig, StepBench
+from vlmrl.config.verb import Run
 from vlmrl.errors import ConfigError
 
 MODEL = ["--actor.model_name_or_path", "m"]

@@ -8,7 +8,8 @@ import yaml
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
 from vlmrl.config.names import value
-from vlmrl.config.run import EvalConfig, RlConfig, Run, SftConfig
+from vlmrl.config.run import EvalConfig, RlConfig, ServeConfig, SftConfig
+from vlmrl.config.verb import Run
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d?size=3&families=a+b"]
 
@@ -19,6 +20,10 @@ RUNS: list[tuple[type[Run], list[str]]] = [
     (EvalConfig, ["--actor.model_name_or_path", "m", "--eval.dataset", "d", "--eval.temperature", "0"]),
     (RlConfig, [*NEEDED, "--algo.kl.init_coef", "1e-3", "--ref.num_gpus_per_node", "2", "--train.colocate_actor_ref"]),
     (RlConfig, [*NEEDED, "--algo.advantage.estimator", "reinforce_baseline", "--algo.advantage.gamma", "0.9"]),
+    (RlConfig, [*NEEDED, "--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "judge"]),
+    (RlConfig, [*NEEDED, "--actor.policy_loss_type", "gspo", "--algo.advantage.is_correction_enable", "false"]),
+    (ServeConfig, ["--reward.model_name_or_path", "judge"]),
+    (ServeConfig, ["--reward.remote_url", "a.py:f"]),
     (RlConfig, [*NEEDED, "--actor.eps_clip_low_high", "0.2", "0.28", "--actor.adam.lr", "1e-5", "--eval.dataset", "e"]),
     (
         RlConfig,
@@ -70,4 +75,20 @@ def test_what_follows_from_other_settings_is_told_and_still_follows(tmp_path: Pa
     assert "loss_agg: null  # constant" in text
     assert "max_tokens_per_gpu: null  # 16192" in text
     changed = load(RlConfig, ["--config", str(tmp_path / "config.yaml"), "--algo.advantage.estimator", "rloo"])
-    assert changed.algo.aggregation == "token"
+    assert changed.aggregation == "token"
+
+
+def test_gspo_has_its_papers_clip_range_when_the_run_is_repeated_too(tmp_path: Path) -> None:
+    config = load(RlConfig, [*NEEDED, "--actor.policy_loss_type", "gspo"])
+    dump_yaml(config, tmp_path / "config.yaml")
+    assert "# eps_clip: 0.2  # not read: " in (tmp_path / "config.yaml").read_text()
+    assert load(RlConfig, ["--config", str(tmp_path / "config.yaml")]).actor.clip_range == (3e-4, 4e-4)
+
+
+def test_what_the_critic_has_of_the_actor_is_told(tmp_path: Path) -> None:
+    gae = ["--algo.advantage.estimator", "gae", "--actor.freeze_projector", "--ds.zero_stage", "3"]
+    dump_yaml(load(RlConfig, [*NEEDED, *gae]), tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "  model_name_or_path: null  # m\n" in text
+    assert "  freeze_projector: null  # True\n" in text
+    assert "  zero_stage: null  # 3\n" in text

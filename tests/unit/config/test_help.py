@@ -1,7 +1,8 @@
 import pytest
 
 from vlmrl.config.help import help_text
-from vlmrl.config.run import VERBS, EvalConfig, RlConfig, Run
+from vlmrl.config.run import VERBS, EvalConfig, RlConfig
+from vlmrl.config.verb import Run
 
 
 @pytest.mark.parametrize("kind", VERBS)

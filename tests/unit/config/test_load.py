@@ -180,7 +180,7 @@ def test_every_mistake_is_told_in_one_go(tmp_path: Path) -> None:
         "actor: {modell: x}\ntrain:\n  micro_batch_size: 0\nalgo:\n  kl: {use_loss: true, init_coef: 0.1}\n",
     )
     lines = mistakes(
-        *["--config", file, "--critic.adam.lr", "1", "--ds.zero_stage", "9", "--vllm.enable_sleep"],
+        *["--config", file, "--train.async_enable", "--ds.zero_stage", "9", "--vllm.enable_sleep"],
         *["--data.min_pixels", "10", "--data.max_pixels", "5", "--rollout.top_p", "0.5", "--rollout.temperature", "2"],
         *["--rollout.n_samples_per_prompt", "1", "--data.prompt_dataset"],
         needed=False,
@@ -188,7 +188,7 @@ def test_every_mistake_is_told_in_one_go(tmp_path: Path) -> None:
     said = [
         f"{file}:1: actor.modell: no such setting; did you mean actor.model_name_or_path?",
         f"{file}:3: train.micro_batch_size: 0: should be greater than 0",
-        "--critic.adam.lr: not built yet",
+        "--train.async_enable: not built yet",
         "--ds.zero_stage 9: should be",
         "--data.prompt_dataset: wants a value",
         "algo.kl.estimator k1 has no useful gradient",

@@ -44,9 +44,8 @@ def test_its_default_way_of_publishing_weights_is_carried_and_is_not_ours() -> N
     assert load(RlConfig, needed).vllm.sync_backend == "shm"
 
 
-def test_a_refused_section_of_a_file_is_told_once(tmp_path: Path) -> None:
-    file = tmp_path / "ppo.yaml"
-    file.write_text("actor: {model_name_or_path: m}\ndata: {prompt_dataset: d}\ncritic:\n  adam:\n    lr: 1.0e-5\n")
-    with pytest.raises(ConfigError) as caught:
-        load(RlConfig, ["--config", str(file)])
-    assert str(caught.value) == f"{file}:3: critic: {REFUSED['critic.adam.lr']}"
+def test_its_critic_flags_are_carried() -> None:
+    needed = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--algo.advantage.estimator", "gae"]
+    critic = load(RlConfig, [*needed, "--critic.adam.lr", "1e-5", "--critic.freezing_steps", "10"]).critic
+    assert (critic.adam.lr, critic.adam.betas, critic.freezing_steps) == (1e-5, (0.9, 0.95), 10)
+    assert load(RlConfig, needed).critic.adam.lr == 9e-6

@@ -60,7 +60,10 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest answer"),
         ({"reward.functions": {}}, "nothing would score the answers"),
         ({"reward.functions": {"maths": 1.0}}, "there are exact, math, format"),
-        ({"reward.remote_url": "http://host/score"}, "path/to/file.py:function"),
+        (
+            {"reward.remote_url": "http://host/score,reward.py:f"},
+            "one path/to/file.py:function, or one or several URLs",
+        ),
         ({"reward.remote_url": "reward.py"}, "path/to/file.py:function"),
         ({"reward.clip_range": (1.0, -1.0)}, "give the smaller bound first"),
         ({"data.min_pixels": 10, "data.max_pixels": 9}, "data.min_pixels 10 is above data.max_pixels 9"),
@@ -165,21 +168,6 @@ def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool | None, 
 
 def test_a_layout_that_packs_may_be_named_beside_openrlhfs_flag() -> None:
     assert rl(**{"ds.packing_samples": True, "train.layout": "packed"}).train.layout == "packed"
-
-
-@pytest.mark.parametrize(
-    ("estimator", "loss_agg", "resolved"),
-    [
-        ("group_norm", None, "token"),
-        ("rloo", None, "token"),
-        ("dr_grpo", None, "constant"),
-        ("dr_grpo", "token", "token"),
-        ("group_norm", "sequence", "sequence"),
-    ],
-)
-def test_the_aggregation_is_the_estimators_unless_given(estimator: str, loss_agg: str | None, resolved: str) -> None:
-    algo = rl(**{"algo.advantage.estimator": estimator, "algo.loss_agg": loss_agg}).algo
-    assert algo.aggregation == resolved
 
 
 def test_evaluation_has_no_settings_of_training() -> None:

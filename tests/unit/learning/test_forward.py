@@ -15,13 +15,14 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import FILLER, Pack, cut, make_pack
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning import forward as module
-from vlmrl.learning.forward import Forward
+from vlmrl.learning.forward import Forward, ValueForward
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
 from vlmrl.models.adapters import adapter_tensors, adapters_off, inject
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import freeze, load_model
 from vlmrl.models.scorer import Scorer
+from vlmrl.models.value_head import Valuer
 from vlmrl.observe.metrics import Sum
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Floats, Layout, Sample
@@ -288,6 +289,111 @@ def test_text_models_have_nothing_to_keep(made: Any) -> None:
     rows = passes.logprobs([make_pack([Sample(np.arange(5) + 65, np.arange(5) > 1)], [0], "shared")])
     assert [(i, len(row)) for i, row in rows] == [(0, 5)]
     assert counts(passes) == (0, 0)
+
+
+# ---------------------------------------------------------------- two models and one cache
+
+
+def valued(made: Any, family: tiny.Family, seed: int = 0) -> tuple[PreTrainedModel, Processor]:
+    """The same model with a value head."""
+    source, read = made(family)
+    net: Any = source
+    net.score = torch.nn.Linear(net.config.get_text_config().hidden_size, 1, bias=False)
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(net.score.weight)
+    return net, read
+
+
+def beside(made: Any, family: tiny.Family = "qwen2_5_vl") -> tuple[Watched, ValueForward, list[int]]:
+    """Log-probs of one model, values of another, and what the other's tower gets."""
+    policy = Watched(made(family))
+    net, read = valued(made, family)
+    freeze(net, read, vision=True, projector=True)
+    calls: list[int] = []
+    tower: Any = net.base_model.visual
+    tower.register_forward_pre_hook(lambda *_: calls.append(1), with_kwargs=True)
+    return policy, ValueForward(Valuer(net), read, device=CPU, cache_bytes=GIB), calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_share_features_see_each_image_once(made: Any, family: tiny.Family) -> None:
+    policy, critic, calls = beside(made, family)
+    expected = critic.values(packs(batch(policy.read)))
+    assert len(calls) == 1
+    assert not critic.shares_features(policy.forward)
+    policy.forward.share_features(critic)
+    assert critic.shares_features(policy.forward)
+    assert policy.forward.shares_features(critic)
+    calls.clear()
+    policy.logprobs(packs(batch(policy.read)))
+    found = critic.values(packs(batch(policy.read)))
+    assert (policy.calls, calls) == ([3], [])
+    assert_equal([row for _, row in found], [row for _, row in expected])
+
+
+def test_when_one_forgets_both_do_and_alone_again_each_keeps_its_own(made: Any) -> None:
+    policy, critic, calls = beside(made)
+    policy.forward.share_features(critic)
+    policy.logprobs(packs(batch(policy.read)))
+    critic.forget()
+    critic.values(packs(batch(policy.read)))
+    assert (policy.calls, calls) == ([3], [1])
+    policy.forward.keep_features()
+    critic.keep_features()
+    assert not critic.shares_features(policy.forward)
+    policy.logprobs(packs(batch(policy.read)))
+    critic.values(packs(batch(policy.read)))
+    assert (policy.calls, calls) == ([3, 3], [1, 1])
+
+
+def test_towers_of_other_weights_must_not_share(made: Any) -> None:
+    policy, critic, calls = beside(made)
+    with torch.no_grad():
+        for parameter in critic.tower.values():
+            parameter.mul_(1.1)
+    expected = dict(critic.values(packs(batch(policy.read))))
+    policy.forward.share_features(critic)
+    policy.logprobs(packs(batch(policy.read)))
+    wrong = dict(critic.values(packs(batch(policy.read))))
+    for i, sample in enumerate(batch(policy.read)):
+        gap = np.abs(wrong[i] - expected[i]).max()
+        assert gap > 1e-3 if sample.media else gap < 1e-5
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("who", ["policy", "critic"])
+def test_a_tower_of_either_that_thaws_is_refused_by_both(made: Any, who: str) -> None:
+    policy, critic, _ = beside(made)
+    policy.forward.share_features(critic)
+    tower = policy.forward.tower if who == "policy" else critic.tower
+    next(iter(tower.values())).requires_grad_(True)
+    with pytest.raises(VlmrlError, match="kept while the vision tower or projector trains"):
+        policy.logprobs(packs(batch(policy.read)))
+    with pytest.raises(VlmrlError, match="kept while the vision tower or projector trains"):
+        critic.values(packs(batch(policy.read)))
+
+
+# ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_a_value_is_that_of_the_state_before_a_token_that_was_sampled(made: Any, layout: Layout) -> None:
+    net, read = valued(made, "qwen3")
+    passes = ValueForward(Valuer(net), read, device=CPU, cache_bytes=0)
+    prompt = np.array([65, 66, 67])
+    # Of the second answer the fifth token came from elsewhere.
+    flags = [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 1]]
+    samples = [
+        Sample(np.concatenate([prompt, np.arange(70, 70 + len(row) - 3)]), np.array(row, bool), (), 0) for row in flags
+    ]
+    found = dict(passes.values([make_pack(samples, [7, 4], layout)]))
+    assert sorted(found) == [4, 7]
+    for i, sample in ((7, samples[0]), (4, samples[1])):
+        states: Any = net.base_model(torch.from_numpy(sample.tokens)[None], use_cache=False).last_hidden_state[0]
+        expected = np.zeros(len(sample.tokens), np.float32)
+        expected[1:] = (states[:-1] @ net.score.weight[0]).detach().numpy()  # type: ignore[union-attr, index, operator]
+        np.testing.assert_allclose(found[i], np.where(sample.sampled, expected, 0.0), atol=2e-5)
+        assert np.abs(found[i][sample.sampled]).min() > 1e-3
 
 
 # ---------------------------------------------------------------- ranks that move together

@@ -1,14 +1,20 @@
 """Optimizers, what they do to which weights, and learning rates worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from vlmrl.config.actor import Model
 from vlmrl.errors import ConfigError
 from vlmrl.learning.optimizers import optimizer, parameter_groups, schedule
+from vlmrl.models.load import load_model
+from vlmrl.models.scorer import Scorer
+from vlmrl.models.tiny import build
+from vlmrl.models.value_head import Valuer, value_net
 
 CPU = torch.device("cpu")
 
@@ -80,3 +86,94 @@ def test_frozen_parameters_have_no_optimizer_state_and_vectors_no_decay() -> Non
     assert matrices["weight_decay"] == 0.1
     assert len(vectors["params"]) == 4
     assert vectors["weight_decay"] == 0.0
+
+
+def _model(**actor: object) -> Model:
+    adam = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2}
+    return Model.model_validate({"model_name_or_path": "x", "optim": "muon", "adam": adam} | actor)
+
+
+@pytest.fixture(scope="module")
+def vision_language(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    folder = build("qwen2_5_vl", tmp_path_factory.mktemp("model") / "vl", size="micro", tied=False)
+    return Scorer(load_model(str(folder), dtype=torch.float32, attn_implementation="sdpa"))
+
+
+def test_muon_gets_the_matrices_inside_the_layers_and_adam_the_rest(vision_language: nn.Module) -> None:
+    names = {id(p): name for name, p in vision_language.named_parameters()}
+    groups = optimizer(vision_language, actor=_model(), where=CPU).param_groups
+    by_muon, matrices, vectors = ([names[id(p)] for p in group["params"]] for group in groups)
+    assert sorted([*by_muon, *matrices, *vectors]) == sorted(names.values())
+    # Two layers of seven; the tower's, and its merger's.
+    text = [name for name in by_muon if ".language_model.layers." in name]
+    assert len(text) == 14
+    assert all(".visual." in name and (".blocks." in name or ".merger." in name) for name in set(by_muon) - set(text))
+    assert sorted(name.rpartition(".visual.")[2] for name in matrices) == [
+        "net.lm_head.weight",
+        "net.model.language_model.embed_tokens.weight",
+        "patch_embed.proj.weight",
+    ]
+    assert all(vision_language.get_parameter(name).ndim == 1 for name in vectors)
+    assert [p.use_muon for p in vision_language.parameters()] == [n in by_muon for n in names.values()]
+
+
+def test_muon_and_the_adam_beside_it_have_settings_of_their_own(vision_language: nn.Module) -> None:
+    actor = _model(muon={"lr": 0.5, "momentum": 0.75})
+    muon, matrices, vectors = optimizer(vision_language, actor=actor, where=CPU).param_groups
+    assert [muon[name] for name in ("use_muon", "lr", "momentum", "weight_decay")] == [True, 0.5, 0.75, 0.2]
+    for group, decay in ((matrices, 0.2), (vectors, 0.0)):
+        assert [group[name] for name in ("use_muon", "lr", "betas", "eps")] == [False, 0.1, (0.5, 0.6), 1e-3]
+        assert group["weight_decay"] == decay
+
+
+def test_muon_leaves_the_layer_of_a_critic_to_adam(tmp_path: Path) -> None:
+    path = str(build("qwen3", tmp_path / "model", size="micro"))
+    net = value_net(path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False, head_seed=1)
+    critic = Valuer(net)
+    by_muon, matrices, _ = optimizer(critic, actor=_model(), where=CPU).param_groups
+    assert len(by_muon["params"]) == 14
+    names = {id(p): name for name, p in critic.named_parameters()}
+    assert sorted(names[id(p)] for p in matrices["params"]) == ["net.model.embed_tokens.weight", "net.score.weight"]
+
+
+def test_both_rates_of_muon_follow_the_schedule(vision_language: nn.Module) -> None:
+    actor = _model(muon={"lr": 0.5}, lr_scheduler="linear", lr_warmup_ratio=0.0)
+    found = optimizer(vision_language, actor=actor, where=CPU)
+    scheduler = schedule(found, actor=actor, total_steps=4)
+    found.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.375, 0.075, 0.075])
+
+
+def test_muon_moves_a_matrix_by_its_rate_in_every_direction() -> None:
+    class Net(PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(PreTrainedConfig())
+            self.inner = nn.Linear(4, 4, bias=False)
+
+    net = Net()
+    net.inner.weight.data.zero_()
+    found = optimizer(net, actor=_model(muon={"lr": 0.5}), where=CPU)
+    net.inner.weight.grad = torch.tensor([[3.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, -2.0, 0], [0, 0, 0, 0.5]])
+    found.step()
+    # An orthogonal matrix with the signs of the gradient, however steep: Newton-Schulz leaves it within 0.7 and 1.2.
+    moved = -net.inner.weight.detach() / 0.5
+    assert torch.equal(moved, moved.diag().diag())
+    assert moved.diag().sign().tolist() == [1, 1, -1, 1]
+    assert ((moved.diag().abs() > 0.6) & (moved.diag().abs() < 1.3)).all()
+
+
+def test_muon_without_a_matrix_to_move_is_refused() -> None:
+    class Net(PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(PreTrainedConfig())
+            self.table = nn.Embedding(3, 4)
+
+    with pytest.raises(ConfigError, match="optim muon moves the matrices inside the layers, and none of them trains"):
+        optimizer(Net(), actor=_model(), where=CPU)
+
+
+@pytest.mark.parametrize("muon", [{"ns_steps": 6}, {"nesterov": False}])
+def test_settings_that_the_muon_of_deepspeed_has_not_are_refused(muon: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="takes 5 ns_steps with nesterov: leave both out"):
+        optimizer(nn.Linear(2, 2), actor=_model(muon=muon), where=CPU)

@@ -1,7 +1,9 @@
 """What is counted of memory, against numbers worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,18 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.lora import Lora
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.footprint import Blocks, Role, Sizes, adapter_numbers, engine, saved, sizes, trainer
+from vlmrl.models.footprint import (
+    Blocks,
+    Role,
+    Sizes,
+    adapter_numbers,
+    engine,
+    reward_model,
+    saved,
+    sizes,
+    trainer,
+    with_value_head,
+)
 from vlmrl.models.quantize import quantized_layers
 from vlmrl.plugins import ParameterGroup, plugin
 
@@ -99,6 +112,13 @@ def test_8_bit_adam_keeps_its_moments_in_a_byte_each() -> None:
     assert parts(Ds(zero_stage=2), optim="adam_8bit")["optimizer"] == (4 + 2) * 1200
 
 
+def test_muon_keeps_one_moment_of_the_matrices_inside_the_layers() -> None:
+    # q and v have 4 * 6 + 2 * 6 numbers; the other 1164 have AdamW's two moments. All have the copy that is updated.
+    assert parts(Ds(zero_stage=2), optim="muon")["optimizer"] == pytest.approx(4 * 1200 + 4 * 36 + 8 * 1164)
+    adapters = parts(Ds(zero_stage=2, lora=Lora(rank=3)), adapter=ADAPTER, optim="muon")["optimizer"]
+    assert adapters == (4 + 4) * adapter_numbers(SIZE, ADAPTER)
+
+
 def test_checkpointing_keeps_the_input_of_a_layer() -> None:
     ds = Ds(param_dtype="fp32")
     each, head = saved(BLOCKS, 4, adapted=False), 12 * 100 * 16
@@ -109,7 +129,8 @@ def test_checkpointing_keeps_the_input_of_a_layer() -> None:
 
 
 def test_a_tower_that_trains_keeps_activations_and_a_frozen_one_none() -> None:
-    ds, frozen = Ds(param_dtype="fp32"), {"freeze_visual_encoder": True, "freeze_projector": True}
+    ds = Ds(param_dtype="fp32")
+    frozen: dict[str, Any] = {"freeze_visual_encoder": True, "freeze_projector": True}
     text = parts(ds, tokens=100)["activations"]
     tower = SIZE.tower
     assert tower is not None
@@ -200,3 +221,30 @@ def test_the_table_of_the_readme(name: str) -> None:
         published(name, "qlora"),
     )
     assert tuple(round(role.num_bytes() / GIB) for role in found) == README[name]
+
+
+def test_a_value_head_takes_the_place_of_an_output_layer() -> None:
+    # 16 tokens of a width of 4 go, and one row of 4 comes.
+    untied = with_value_head(replace(SIZE, output=64))
+    assert untied.parameters == {"vision": 200, "language": 1000 - 64 + 4}
+    # What is the embedding too stays.
+    assert with_value_head(SIZE).parameters["language"] == 1004
+    # Three arrays of one number a token instead of 16: the layer is then the largest thing that passes.
+    assert untied.vocabulary == 1
+
+
+def test_a_reward_model_is_whole_on_every_rank_but_for_zero_3() -> None:
+    size = with_value_head(SIZE)
+
+    def weights(ds: Ds, **how: bool) -> tuple[float, bool]:
+        role = reward_model(
+            "reward_model", size, ds=ds, ranks=2, tokens=1, device="cuda", is_offloaded=how.get("is_offloaded", False)
+        )
+        (found,) = (part for part in role.parts if part.name == "weights")
+        return found.num_bytes, found.in_host_memory
+
+    assert weights(Ds(zero_stage=2)) == (2 * 1204, False)
+    assert weights(Ds(zero_stage=3)) == (2 * 1204 / 2 + 2 * 1204, False)
+    assert weights(Ds(zero_stage=2), is_offloaded=True) == (2 * 1204, True)
+    # Never in 4 bits.
+    assert weights(Ds(zero_stage=2, load_in_4bit=True, lora=Lora(rank=3))) == (2 * 1204, False)

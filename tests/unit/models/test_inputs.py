@@ -14,7 +14,7 @@ from vlmrl.data.packing import FILLER, Branch, Pack, collect, make_pack
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.models.attention import PACKED
 from vlmrl.models.attention_plan import Span
-from vlmrl.models.inputs import model_inputs
+from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.tiny import Family
 from vlmrl.types import Layout, Media, Pixels, Sample
 
@@ -234,6 +234,28 @@ def test_what_the_environment_said_is_seen_and_not_scored(net: Make, reader: Mak
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1], "shared"))
     assert inputs["input_ids"][inputs["scored"]].tolist() == [*map(ord, "bef")]
     assert inputs["previous"].tolist() == [0, 3, 0]
+
+
+def test_states_at_tokens_lie_where_the_tokens_do(reader: Make) -> None:
+    # Places: a 0, b 1; c 2, d 3; e 4; the second answer is empty, and ends with the prompt. Then a sample from 5 on.
+    samples = [*answers(reader, "ab", "cd", "", "e", family="qwen3"), text(2)]
+    ends = [np.arange(len(s.tokens)) == len(s.tokens) - 1 for s in samples]
+    shared = states_at(make_pack(samples, [0, 1, 2, FILLER], "shared"), ends)
+    assert shared["scored"].tolist() == [[False, True, False, True, True, False, True]]
+    assert shared["previous"].tolist() == [1, 3, 4, 6]
+    # Rows of four: a b c d | a b . . | a b e . | x y . .
+    padded = states_at(make_pack(samples, range(4), "padded"), ends)
+    assert padded["previous"].tolist() == [3, 5, 10, 13]
+    # The caller's marks stay what they were.
+    assert [end.tolist().index(True) for end in ends] == [3, 1, 2, 1]
+
+
+def test_several_tokens_of_a_sample_can_be_asked_about_or_none(reader: Make) -> None:
+    samples = answers(reader, "a", "bcd", "ef", family="qwen3")
+    marks = [np.array([False, True, False, True]), np.zeros(3, dtype=np.bool_)]
+    found = states_at(make_pack(samples, [0, 1], "packed"), marks)
+    assert found["previous"].tolist() == [1, 3]
+    assert not states_at(make_pack(samples[1:], [1], "packed"), marks[1:])["scored"].any()
 
 
 # ---------------------------------------------------------------- images

@@ -10,6 +10,7 @@ import pytest
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.errors import ClusterError
+from vlmrl.models.load import skeleton
 from vlmrl.models.memory_plan import GIB, Machine, MemoryPlan, largest_pack, memory_plan, show
 from vlmrl.plugins import processor
 
@@ -152,3 +153,92 @@ def test_a_plan_counts_every_process(folder: Callable[..., Path]) -> None:
     with pytest.raises(ClusterError):
         replace(plan, shares=(replace(share, available=share.needed - 1),)).check()
     assert engine == pytest.approx(plan.roles[1][0].num_bytes())
+
+
+GAE = "--algo.advantage.estimator gae"
+
+
+def part(plan: MemoryPlan, role: str, name: str) -> float:
+    (found,) = (held for held, _ in plan.roles if held.name == role)
+    return sum(part.num_bytes for part in found.parts if part.name == name)
+
+
+def test_critic_and_reward_models_are_roles_with_their_own_ranks(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    line = f"{GAE} --critic.num_gpus_per_node 2 --reward.model_name_or_path {model} --reward.num_gpus_per_node 3"
+    plan = memory_plan(rl(model, f"{line} --reward.process_model_name_or_path {model}"), HOST)
+    assert names(plan) == [("actor", 1), ("critic", 2), ("reward_model", 3), ("process_model", 3), ("vllm", 1)]
+    # Nothing of a reward model has a gradient.
+    assert part(plan, "reward_model", "gradients") == 0
+    assert part(plan, "critic", "optimizer") > 0
+
+
+def test_a_critic_has_a_score_layer_instead_of_an_output_layer(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    plan = memory_plan(rl(model, f"{GAE} --ds.param_dtype fp32"), HOST)
+    net = skeleton(str(model))
+    head = net.get_output_embeddings().weight
+    gone = 0 if head is net.get_input_embeddings().weight else head.numel()
+    hidden = net.config.get_text_config().hidden_size
+    assert part(plan, "critic", "weights") == part(plan, "actor", "weights") + 4 * (hidden - gone)
+    # It computes no logits.
+    assert part(plan, "critic", "activations") <= part(plan, "actor", "activations")
+
+
+def test_a_critic_in_the_actors_processes_takes_turns_with_it(folder: Callable[..., Path]) -> None:
+    frozen = "--actor.freeze_visual_encoder --actor.freeze_projector"
+    apart = memory_plan(rl(folder("qwen2_5_vl"), f"{GAE} {frozen}"), HOST)
+    within = memory_plan(rl(folder("qwen2_5_vl"), f"{GAE} {frozen} --train.colocate_actor_critic"), HOST)
+    for name in ("activations", "vision cache", "process"):
+        assert part(apart, "critic", name) > 0 == part(within, "critic", name), name
+    for name in ("weights", "gradients", "optimizer"):
+        assert part(apart, "critic", name) == part(within, "critic", name) > 0, name
+
+
+def test_on_gpus_who_shares_them_is_counted_together(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    judge = f"--reward.model_name_or_path {model}"
+
+    def shares(line: str) -> list[str]:
+        return [share.name.removeprefix("a GPU of ") for share in memory_plan(rl(model, line), GPU).shares]
+
+    assert shares(f"{GAE} {judge}") == ["actor", "reward_model", "critic", "vllm", "main memory"]
+    assert shares(f"{GAE} --train.colocate_actor_critic") == ["actor and critic", "vllm", "main memory"]
+    assert shares(f"{GAE} {judge} --train.colocate_critic_reward") == [
+        "actor",
+        "critic and reward_model",
+        "vllm",
+        "main memory",
+    ]
+    assert shares(f"{GAE} {judge} --train.colocate_all") == [
+        "actor and critic and reward_model and vllm",
+        "main memory",
+    ]
+
+
+def test_a_reward_model_is_in_main_memory_when_it_is_to_be(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    line = f"--reward.model_name_or_path {model}"
+    stays, goes = (memory_plan(rl(model, f"{line} {more}"), GPU) for more in ("", "--reward.offload"))
+    weights = part(stays, "reward_model", "weights")
+    beside = [plan.shares[-1].needed for plan in (stays, goes)]
+    assert beside[1] - beside[0] == pytest.approx(weights)
+    assert weights > 0
+
+
+def test_a_moving_average_takes_its_place(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    assert part(memory_plan(rl(model), HOST), "actor", "moving average") == 0
+    numbers = sum(parameter.numel() for parameter in skeleton(str(model)).parameters())
+    plan = memory_plan(rl(model, "--train.enable_ema"), HOST)
+    assert part(plan, "actor", "moving average") == 4 * numbers
+    # Two ranks have one of them together.
+    two = memory_plan(rl(model, "--train.enable_ema --actor.num_gpus_per_node 2"), HOST)
+    assert part(two, "actor", "moving average") == 2 * numbers
+
+
+def test_what_the_critic_takes_is_told_with_the_critics_flags(folder: Callable[..., Path]) -> None:
+    wide = "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000"
+    line = f"{GAE} {wide} --actor.gradient_checkpointing_enable --critic.gradient_checkpointing_enable false"
+    with pytest.raises(ClusterError, match=r"activations of critic.*set critic\.gradient_checkpointing_enable"):
+        memory_plan(rl(folder("qwen2_5_vl"), line), HOST).check()

@@ -24,6 +24,7 @@ from vlmrl.models.adapters import Base, adapter_tensors, base_fingerprint, injec
 from vlmrl.models.load import load_model
 from vlmrl.models.merge import merge
 from vlmrl.models.quantize import four_bit
+from vlmrl.models.value_head import value_net
 from vlmrl.plugins import processor
 
 WORD = torch.arange(5, 40)[None]
@@ -154,6 +155,39 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
     result = AutoModelForSequenceClassification.from_pretrained(output, dtype=torch.float32).eval()
     with torch.no_grad():
         assert (result(input_ids=WORD[:, :-1]).logits - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_an_adapter_of_a_reward_model_that_sees_is_merged_with_its_score_layer(
+    in_4bit: bool, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from vlmrl.models.merge import write_out
+
+    base = folder("qwen2_5_vl", tied=True)
+    reader = processor(str(base), min_pixels=3136, max_pixels=100_000)
+    bits = four_bit(Ds(param_dtype="fp32", load_in_4bit=in_4bit, lora=Lora(rank=4)), reader)
+    net = value_net(str(base), dtype=torch.float32, attn_implementation=None, four_bit=bits, head_seed=1)
+    if in_4bit:
+        write_out(net)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["score"], lora_alpha=16)
+    peft: Any = get_peft_model(net, config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name or "score" in name:
+                parameter.normal_(std=0.2)
+    want = logits(peft)
+    peft.save_pretrained(tmp_path / "adapter")
+    output = merged(
+        Trained(base, tmp_path / "adapter", want),
+        tmp_path / "merged",
+        *("--merge.model_name_or_path", str(base), "--ds.load_in_4bit", str(in_4bit).lower()),
+    )
+    result = value_net(str(output), dtype=torch.float32, attn_implementation=None, head_seed=None)
+    assert (logits(result) - want).abs().max() < 1e-4
+    assert want.abs().max() > 0.1
 
 
 # ---------------------------------------------------------------- bad input

@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from vlmrl.observe.metrics import Max, Mean, Sum, check_name, merge, reduce
+from vlmrl.observe.metrics import Max, Mean, Sum, check_name, evaluated_sets, merge, reduce
 
 
 def test_shares_of_unequal_size_join_to_the_mean_of_the_whole() -> None:
@@ -55,3 +55,9 @@ def test_metrics_survive_the_way_between_processes() -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be negative"):
         Mean(1.0, -1)
+
+
+def test_parts_of_an_evaluation_set_are_told_from_sets() -> None:
+    names = ["eval/toy/clock/pass@1", "eval/toy/pass@1", "eval/hub/set/pass@1", "eval/toy/pass@2", "eval/x/reward"]
+    assert evaluated_sets(names) == {"hub/set": [], "toy": ["clock"]}
+    assert evaluated_sets([]) == {}

@@ -15,6 +15,7 @@ def rl(step: int) -> dict[str, Any]:
 
 
 EVALUATION = {"step": 0, "eval/visual_math/pass@1": 0.4, "eval/arithmetic/pass@1": 0.9}
+PARTS = {"eval/visual_math/clock/pass@1": 0.3, "eval/visual_math/count/pass@1": 0.5}
 SFT = {"step": 1, "policy/loss": 2.0, "policy/grad_norm": 1.0, "policy/lr": 1e-3, "time/update_s": 1.0}
 
 RUNS: dict[str, list[dict[str, Any]]] = {
@@ -23,6 +24,7 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "many steps": [rl(step) for step in range(1, 200)],
     "evaluation alone": [EVALUATION],
     "evaluations between": [EVALUATION, rl(1), rl(2) | EVALUATION | {"step": 2}],
+    "an evaluation in parts": [EVALUATION | PARTS],
     "supervised": [SFT],
     "negative rewards": [EVALUATION, rl(1) | {"reward/mean": -7.0}],
     "numbers that are missing": [rl(1) | {"reward/mean": None, "time/rollout_s": None}, rl(2)],

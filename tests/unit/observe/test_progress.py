@@ -85,6 +85,19 @@ def test_away_from_a_terminal_a_step_is_one_line() -> None:
     ]
 
 
+def test_an_evaluation_that_is_told_apart_is_one_line_with_its_newest_parts() -> None:
+    progress, _, out = made()
+    with progress:
+        progress.begin(total_steps=10)
+        for step, value in ((0, 0.25), (2, 0.5)):
+            metrics = {"eval/math/sums/pass@1": value, "eval/math/pass@1": value, "eval/math/clock/pass@1": 0.0}
+            progress.evaluation(step, metrics)
+    assert out.getvalue().splitlines() == [
+        "eval math: pass@1 25.0% at step 0 (clock 0.0%, sums 25.0%)",
+        "eval math: pass@1 25.0% at step 0 -> 50.0% at step 2 (clock 0.0%, sums 50.0%)",
+    ]
+
+
 def test_a_continued_run_tells_the_time_of_the_steps_that_are_left() -> None:
     progress, _, out = made()
     progress.begin(total_steps=10, done=7)

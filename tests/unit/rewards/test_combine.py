@@ -3,18 +3,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
+from rewards.answers import Picture, group
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.combine import Rewarder, check_functions
-from vlmrl.types import Group, Media, Pixels, Prompt, Rollout
+from vlmrl.types import Group
 
 FUNCTIONS = """
 import os, time, sys
@@ -55,6 +56,9 @@ def leaves(response):
     return 1.0
 def returns(response): return {"nan": float("nan"), "inf": float("inf"), "none": None, "list": [1.0, 2.0], "text": "1",
     "array": np.ones(3), "dict": {"score": 1.0}, "huge": 10**400, "part": {"total": 1.0, "c": [1]}}.get(response, 1.0)
+def slow(response):
+    time.sleep(0.6)
+    return len(response)
 def dies_later(response):
     import threading
     threading.Timer(0.2, os._exit, (1,)).start()
@@ -65,33 +69,6 @@ def reward_func(queries, prompts, labels): return [1.0]
 def asks(response, difficulty): return 1.0
 def blind(prompt): return 1.0
 """
-
-
-class Picture:
-    """A 5x4 image, all (1, 2, 3)."""
-
-    hash = "c0ffee"
-    size = (5, 4)
-
-    def fetch(self) -> Pixels:
-        return np.tile(np.array([1, 2, 3], np.uint8), (4, 5, 1))
-
-
-def group(*answers: str, label: str | None = "7", media: tuple[Media, ...] = ()) -> Group:
-    none = np.zeros(1, np.int64)
-    prompt = Prompt(3, "shapes:17", "how many?", none, none, label, media, {"family": "x"})
-    return Group(prompt, tuple(answer(text) for text in answers))
-
-
-def answer(text: str) -> Rollout:
-    return Rollout(
-        tokens=np.zeros(1, np.int64),
-        sampled=np.ones(1, np.bool_),
-        logprobs=np.zeros(1, np.float32),
-        text=text,
-        finish_reason="stop",
-        version=0,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +169,69 @@ def test_what_is_not_one_number_is_a_failure_that_says_so(file: Path, kind: str,
         rewarder.score([group("fine", kind)])
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_was_begun_is_scored_while_nobody_waits(file: Path) -> None:
+    groups = [group("a", index=1), group("bb", index=2)]
+    with own(file, "slow", num_workers=2) as rewarder:
+        start = time.perf_counter()
+        for one in groups:
+            rewarder.begin(one)
+        assert time.perf_counter() - start < 0.4
+        time.sleep(1.2)
+        start = time.perf_counter()
+        # The groups that are asked for are copies where calls cross processes.
+        scores = rewarder.score([group("bb", index=2), group("a", index=1)])
+        assert time.perf_counter() - start < 0.4
+    assert [[score.total for score in row] for row in scores] == [[2.0], [1.0]]
+
+
+def test_each_beginning_is_collected_once_and_what_was_not_begun_begins_late(file: Path) -> None:
+    with own(file, "length") as rewarder:
+        rewarder.begin(group("a"))
+        rewarder.begin(group("a"))
+        rewarder.begin(group("ccc", index=9))
+        scores = rewarder.score([group("a"), group("bb"), group("a"), group("a")])
+        assert [[score.total for score in row] for row in scores] == [[1.0], [2.0], [1.0], [1.0]]
+        assert rewarder.score([group("ccc", index=9)])[0][0].total == 3.0
+        assert not rewarder._begun
+
+
+def test_processes_that_die_under_what_was_begun_are_replaced(file: Path) -> None:
+    groups = [group("good", index=1), group("bad", "good", index=2), group("good", "good", index=3)]
+    with own(file, "dies", num_workers=2, max_failed_fraction=0.5) as rewarder:
+        for one in groups:
+            rewarder.begin(one)
+        time.sleep(0.5)
+        assert [[s.failed for s in row] for row in rewarder.score(groups[1:])] == [[True, False], [False, False]]
+        assert [[s.failed for s in row] for row in rewarder.score(groups[:1])] == [[False]]
+
+
+def test_images_are_kept_as_long_as_somebody_scores_them(file: Path) -> None:
+    left = sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*"))
+    groups = [group("x", "y", media=(Picture(),), index=number) for number in range(3)]
+    with own(file, "everything") as rewarder:
+        for one in groups:
+            rewarder.begin(one)
+        assert [[s.total for s in row] for row in rewarder.score(groups)] == [[1.0, 1.0]] * 3
+    assert sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*")) == left
+
+
+def test_a_missing_label_is_said_when_the_group_begins_and_when_it_is_asked_for() -> None:
+    with Rewarder(Reward(functions={"exact": 1.0})) as rewarder:
+        for ask in (rewarder.begin, lambda one: rewarder.score([one])):
+            with pytest.raises(RewardError, match=r"set data\.label_key"):
+                ask(group("7", label=None))
+
+
+def test_the_failures_of_what_is_asked_for_count_and_no_others(file: Path) -> None:
+    bad, good = group("bad", "bad", index=1), group("good", "good", index=2)
+    with own(file, "raises", max_failed_fraction=0.25) as rewarder:
+        rewarder.begin(bad)
+        rewarder.begin(good)
+        assert [s.total for s in rewarder.score([good])[0]] == [1.0, 1.0]
+        with pytest.raises(RewardError, match="1 of 2 answers could not be scored"):
+            rewarder.score([bad])
 
 
 def test_a_process_that_dies_while_nobody_waits_is_replaced(file: Path) -> None:

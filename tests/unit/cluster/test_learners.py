@@ -6,8 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vlmrl.cluster.learners import (
+    Cut,
+    Ranks,
+    RemotePolicy,
+    RemoteReference,
+    Steps,
+    Tally,
+    count,
+    experience_of,
+    minibatches,
+)
 from vlmrl.cluster.publish import Publication
-from vlmrl.cluster.roles import Cut, RemotePolicy, RemoteReference, Tally, count, experience_of, minibatches
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
@@ -63,23 +73,14 @@ def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
 
 
 def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReference:
-    return RemoteReference(group, cut(), max_tokens=max_tokens, tally=tally)
+    return RemoteReference(Ranks(group, cut(), max_tokens, tally))
 
 
 WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False)
 
 
 def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
-    return RemotePolicy(
-        group,
-        cut(),
-        max_tokens=100,
-        tally=tally,
-        batch_size=4,
-        epochs=1,
-        seed=0,
-        publication=publication,
-    )
+    return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0), publication)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -101,7 +102,7 @@ def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
 
 def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adapter() -> None:
     group = Echo(1)
-    reference = RemoteReference(group, cut(), max_tokens=100, tally=Tally(), adapter=False)  # type: ignore[arg-type]
+    reference = RemoteReference(Ranks(group, cut(), 100, Tally()), adapter=False)  # type: ignore[arg-type]
     reference.logprobs([sample(0)])
     reference.logprobs([sample(0)], gradient=True)
     assert [how for _, _, how in group.asked] == [{"adapter": False}, {"adapter": False, "gradient": True}]
@@ -149,9 +150,12 @@ def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
     experience = Experience(samples, columns, columns, columns)
     ranks.logprobs(samples)
     reference.logprobs(samples)
+    assert ranks.update(experience, step=1) == {"policy/loss": 2.0}
+    ranks.engines = Received()  # type: ignore[assignment]
     # A call per rank for the policy's pass and for the reference's, and one per rank in the update.
-    assert ranks.update(experience, step=1)["vision/tower_calls"] == 2 + 2 + 2
-    assert ranks.update(experience, step=2)["vision/tower_calls"] == 2
+    assert ranks.publish(1)["vision/tower_calls"] == 2 + 2 + 2
+    ranks.update(experience, step=2)
+    assert ranks.publish(2)["vision/tower_calls"] == 2
     assert tally.take() == {}
 
 
@@ -194,5 +198,5 @@ def test_fillers_get_zeros_and_samples_their_own_columns() -> None:
 
 def test_columns_that_do_not_line_up_are_refused() -> None:
     short = [np.zeros(2, dtype=np.float32)]
-    with pytest.raises(ValueError, match="do not line up"):
+    with pytest.raises(ValueError, match="the advantages of an experience do not line up"):
         Experience(samples=[sample(0)], advantages=short, old_logprobs=short, rollout_logprobs=short)

@@ -1,0 +1,51 @@
+"""Seconds that the advantages of one step take on one core, for every estimator.
+
+    .venv/bin/python tests/benchmarks/advantages.py
+
+By default 1,024 answers of 8,192 tokens in groups of 8: a prompt, an answer over two turns with text of an environment
+between them, a KL in the reward, and a critic's values for gae. The best of several repeats counts. The exit status is
+1 when an estimator takes longer than `--most` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+
+from vlmrl.algorithms.advantages import ESTIMATORS, advantages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--answers", type=int, default=1024)
+    parser.add_argument("--group", type=int, default=8, help="answers per prompt")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prompt and its answer")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--most", type=float, default=0.5, help="seconds that an estimator may take")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokens = arguments.tokens
+    sampled = torch.ones(arguments.answers, tokens, dtype=torch.bool)
+    sampled[:, : tokens // 32] = False
+    sampled[:, tokens // 2 : tokens // 2 + tokens // 64] = False
+    rewards = torch.rand(arguments.answers // arguments.group, arguments.group)
+    penalty, values = 0.01 * torch.randn(sampled.shape), torch.randn(sampled.shape)
+    slowest = 0.0
+    for estimator in ESTIMATORS:
+        critic = values if estimator == "gae" else None
+        taken = []
+        for _ in range(arguments.repeats):
+            start = time.perf_counter()
+            advantages(rewards, sampled, estimator=estimator, gamma=0.99, lambd=0.95, penalty=penalty, values=critic)
+            taken.append(time.perf_counter() - start)
+        slowest = max(slowest, min(taken))
+        print(f"{estimator:20} {min(taken):.3f} s", flush=True)
+    sys.exit(slowest > arguments.most)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What one rank does in test_optimizers_ranks.py: takes steps with Muon, keeps a moving average, looks. A script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+STEPS = 3
+BETA = 0.75
+FROZEN = "model.layers.0.mlp.up_proj.weight"
+
+
+class Trained:
+    """A model under DeepSpeed that takes steps on sequences dealt out to the ranks."""
+
+    def __init__(self, *, model: str, stage: int, dtype: str, optim: str, offload: bool = False) -> None:
+        from vlmrl.config.actor import Model
+        from vlmrl.config.data import Columns
+        from vlmrl.config.ds import Ds
+        from vlmrl.learning.engine import device, seed, sharded_loading, start
+        from vlmrl.learning.forward import read_model
+        from vlmrl.models.scorer import Scorer
+
+        seed(1, deterministic=False)
+        ds = Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload)  # type: ignore[arg-type]
+        adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
+        actor = Model.model_validate(
+            {"model_name_or_path": model, "adam": adam, "optim": optim, "muon": {"lr": 0.05}, "max_norm": 1.0}
+        )
+        with sharded_loading(ds):
+            self.net, _ = read_model(actor, ds=ds, columns=Columns(), where=device())
+        for name, parameter in self.net.named_parameters():
+            parameter.requires_grad_(name != FROZEN)
+        self.engine = start(Scorer(self.net).train(), actor=actor, ds=ds, total_steps=10)
+
+    def step(self, number: int) -> None:
+        rows = torch.arange(5, 37)[None] + number + torch.arange(2)[:, None] * 7
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        mine = rows[rank::ranks]
+        for n, row in enumerate(mine):
+            ids = row[None]
+            inputs = {"input_ids": ids, "scored": ids > ids[:, :1], "previous": torch.arange(31), "use_cache": False}
+            self.engine.set_gradient_accumulation_boundary(n == len(mine) - 1)
+            self.engine.backward(-self.engine(inputs).logprobs.sum() * ranks / 62)
+        self.engine.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All that are saved, whole and in fp32, the same on all ranks."""
+        from vlmrl.learning.weights import gathered, saved_tensors
+
+        tensors = saved_tensors(self.net)
+        with gathered(tensors):
+            return {name: tensor.detach().float().clone() for name, tensor in tensors}
+
+    def trained(self) -> set[str]:
+        return {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+
+
+def muon(folder: Path, **how: Any) -> None:
+    """The weights after a few steps, and which of them Muon moved."""
+    learner = Trained(optim="muon", **how)
+    moved = [name for name, p in learner.net.named_parameters() if p.requires_grad and p.use_muon]
+    for number in range(STEPS):
+        learner.step(number)
+    weights = learner.weights()
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, folder / "weights.pt")
+        (folder / "moved.json").write_text(json.dumps(moved))
+
+
+def resume(folder: Path, **how: Any) -> None:
+    """How far a run that went on from a checkpoint is from one that was never stopped."""
+    one = Trained(optim="muon", **how)
+    one.step(0)
+    one.engine.save_checkpoint(str(folder / "checkpoint"), tag="x")
+    one.step(1)
+    wanted = one.weights()
+    other = Trained(optim="muon", **how)
+    other.engine.load_checkpoint(str(folder / "checkpoint"), tag="x")
+    other.step(1)
+    found = other.weights()
+    if torch.distributed.get_rank() == 0:
+        worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+        (folder / "found.json").write_text(json.dumps({"worst": worst}))
+
+
+def average(folder: Path, **how: Any) -> None:
+    """What the average is off by from the definition, what a swap leaves behind, and what a checkpoint does."""
+    from vlmrl.errors import ConfigError
+    from vlmrl.learning.ema import Ema
+
+    learner, twin = Trained(optim="adam", **how), Trained(optim="adam", **how)
+    ema = Ema(learner.net, beta=BETA)
+    wanted = start = before = twin.weights()
+    for number in range(STEPS):
+        learner.step(number)
+        ema.update()
+        twin.step(number)
+        before = twin.weights()
+        wanted = {name: BETA * wanted[name] + (1 - BETA) * now for name, now in before.items()}
+    # Nobody looks at the learner's weights before: ZeRO-3 still has some of them whole, from its last step.
+    with ema.swapped():
+        inside = learner.weights()
+    for one in (learner, twin):
+        one.step(STEPS)
+    with ema.swapped():
+        pass
+    after, unswapped = learner.weights(), twin.weights()
+    trained = learner.trained()
+    held = torch.tensor([sum(t.numel() for t in ema.state().values())])
+    torch.distributed.all_reduce(held)
+
+    checkpoint = folder / "average"
+    checkpoint.mkdir(exist_ok=True)
+    ema.save(checkpoint)
+    fresh = Ema(learner.net, beta=BETA)
+    fresh.load(checkpoint)
+    refused = {}
+    for name, what in {"lost": folder, "other": checkpoint}.items():
+        try:
+            with torch.no_grad():
+                bare = Ema(torch.nn.Linear(2, 2) if name == "other" else learner.net, beta=BETA)
+            bare.load(what)
+        except ConfigError as error:
+            refused[name] = str(error)
+    found = {
+        "error": _worst(inside, wanted),
+        "frozen": _worst(inside, start, lambda name: name not in trained),
+        "moved": _worst(before, start),
+        "apart": _worst(inside, before),
+        "left": _worst(after, unswapped),
+        "resumed": max(float((fresh.state()[n] - t).abs().max()) for n, t in ema.state().items()),
+        "held": int(held),
+        "trained": sum(before[name].numel() for name in trained if name in before),
+        "dtypes": sorted({str(t.dtype) for t in ema.state().values()}),
+        "refused": refused,
+    }
+    if torch.distributed.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def _worst(one: dict[str, Tensor], two: dict[str, Tensor], where: Callable[[str], bool] = lambda _: True) -> float:
+    return max((float((one[name] - two[name]).abs().max()) for name in one if where(name)), default=0.0)
+
+
+if __name__ == "__main__":
+    from vlmrl import startup
+
+    startup.prepare()
+    from vlmrl.learning.engine import init_distributed
+
+    init_distributed(60)
+    torch.set_num_threads(1)
+    for out, what, how in json.loads(Path(sys.argv[1]).read_text()):
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        {"muon": muon, "resume": resume, "average": average}[what](folder, **how)
+        torch.distributed.barrier()

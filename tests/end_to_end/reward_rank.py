@@ -1,0 +1,79 @@
+"""What one rank does in test_reward_model.py: scores the same answers under one setting after another. A script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learning_rank import packs_of, samples
+
+from vlmrl.config.actor import Model
+from vlmrl.config.data import Columns
+from vlmrl.config.ds import Ds
+from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
+
+
+def main() -> None:
+    from vlmrl.learning.engine import init_distributed
+
+    torch.set_num_threads(1)
+    init_distributed(120)
+    for task in json.loads(Path(sys.argv[1]).read_text()):
+        {"score": score, "head": head}[task["do"]](Path(task["out"]), **task["arguments"])
+
+
+def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:
+    """Scores and step scores; and how many numbers of the weights this rank holds between passes."""
+    from vlmrl.learning.reward_model import RewardModel
+
+    model = RewardModel(
+        path=judge,
+        flag="reward.model_name_or_path",
+        actor=Model(model_name_or_path=base),
+        ds=Ds(zero_stage=stage, param_dtype="fp32"),  # type: ignore[arg-type]
+        loop=Loop(timeout_s=120),
+        columns=Columns(),
+        vision=Vision(),
+        offload=offload,
+        separator="e",
+    )
+    packs = packs_of(model, samples(model._processor), **cut)
+    found = {f"score.{i}": np.array(value) for i, value in model.score(packs)[0]}
+    found |= {f"steps.{i}": row for i, row in model.step_scores(packs)[0]}
+    held = sum(parameter.numel() for parameter in model._valuer.parameters())
+    write(out, found, held=held)
+
+
+def head(out: Path, *, base: str, stage: int) -> None:
+    """A new head on a model that is sharded while it is read."""
+    import deepspeed
+
+    from vlmrl.learning.engine import sharded_loading
+    from vlmrl.models.value_head import value_net
+
+    with sharded_loading(Ds(zero_stage=stage, param_dtype="fp32")):  # type: ignore[arg-type]
+        net = value_net(base, dtype=torch.float32, attn_implementation="sdpa", head_seed=4)
+    parameters = list(net.parameters())
+    held = sum(parameter.numel() for parameter in parameters)
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        found = {name: p.detach().clone().numpy() for name, p in net.named_parameters()}
+    write(out, found, held=held)
+
+
+def write(out: Path, found: dict[str, np.ndarray], *, held: int) -> None:
+    """Every rank's findings in one file."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (found, held))
+    if torch.distributed.get_rank() == 0:
+        np.savez(out.with_suffix(".npz"), **{name: value for tensors, _ in ranks for name, value in tensors.items()})
+        out.with_suffix(".json").write_text(json.dumps([held for _, held in ranks]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Our losses and their gradients against those of TRL's GRPOTrainer, on random answers with gaps and padding.
+
+TRL is asked for nothing but its `_compute_loss`: the log-probabilities come from the test instead of from a model.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.losses import PolicyLoss, policy_loss
+from vlmrl.algorithms.reduce import reduce
+from vlmrl.types import Totals
+
+grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs TRL: pip install trl")
+
+ANSWERS, TOKENS, LONGEST = 6, 9, 16
+
+
+class Batch:
+    """Random answers. Log-ratios are wide enough for every clip to act; one answer has no token that counts."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        shape = (ANSWERS, TOKENS)
+        lengths = torch.randint(1, TOKENS + 1, (ANSWERS, 1))
+        self.completion = torch.arange(TOKENS) < lengths
+        self.own = torch.rand(shape) < 0.8
+        self.own[0] = False
+        self.sampled = self.completion & self.own
+        self.logprobs = -2 * torch.rand(shape)
+        self.old = self.logprobs + 0.5 * torch.randn(shape)
+        self.rollout = self.old + 0.5 * torch.randn(shape)
+        self.reference = self.logprobs + 0.5 * torch.randn(shape)
+        self.entropy = torch.rand(shape)
+        self.advantages = torch.randn(ANSWERS, 1)
+
+
+def of_trl(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
+    """TRL's loss, and its gradient by the log-probabilities [B, T]."""
+    logprobs = batch.logprobs.clone().requires_grad_()
+    entropy = batch.entropy.clone().requires_grad_()
+    trainer = object.__new__(grpo_trainer.GRPOTrainer)
+    weights = settings.pop("weights", None)
+    defaults: dict[str, Any] = {
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "max_completion_length": LONGEST,
+        "args": SimpleNamespace(delta=settings.pop("delta", None), use_bias_correction_kl=False),
+        "use_vllm": weights is not None,
+        "vllm_importance_sampling_correction": True,
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
+        "current_gradient_accumulation_steps": 1,
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_adaptive_entropy": False,
+        "_metrics": {"train": defaultdict(list)},
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, entropy, None),
+    }
+    for name, value in (defaults | settings).items():
+        setattr(trainer, name, value)
+    trainer.args.steps_per_generation = trainer.steps_per_generation = 1
+    trainer._entropy_bonus_enabled = trainer.entropy_coef > 0
+    prompts = torch.zeros(ANSWERS, 1, dtype=torch.long)
+    loss = trainer._compute_loss(
+        trainer.model,
+        {
+            "prompt_ids": prompts,
+            "prompt_mask": prompts + 1,
+            "completion_ids": torch.zeros(ANSWERS, TOKENS, dtype=torch.long),
+            "completion_mask": batch.completion.long(),
+            "tool_mask": batch.own.long(),
+            "advantages": batch.advantages[:, 0],
+            "old_per_token_logps": batch.old,
+            "ref_per_token_logps": batch.reference,
+            "importance_sampling_ratio": weights,
+            "num_items_in_batch": batch.sampled.sum(),
+        },
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.detach(), logprobs.grad
+
+
+def of_ours(batch: Batch, *, kl_coef: float = 0.0, **knobs: Any) -> tuple[Tensor, Tensor]:
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss = PolicyLoss(**({"max_new_tokens": LONGEST, "kl_estimator": "k3"} | knobs))
+    owner = torch.arange(ANSWERS)[:, None].expand(-1, TOKENS)
+    terms = policy_loss(
+        loss,
+        logprobs=logprobs,
+        old=batch.old,
+        rollout=batch.rollout,
+        advantages=batch.advantages.expand(-1, TOKENS),
+        sampled=batch.sampled,
+        owner=owner,
+        entropy=batch.entropy.clone().requires_grad_(),
+        reference=batch.reference,
+        kl_coef=kl_coef,
+    )
+    share = reduce(
+        terms.losses,
+        batch.sampled,
+        aggregation=loss.aggregation,
+        owner=owner,
+        totals=Totals(num_tokens=int(batch.sampled.sum()), num_samples=ANSWERS),
+        max_new_tokens=LONGEST,
+    )
+    share.backward()
+    assert logprobs.grad is not None
+    return share.detach(), logprobs.grad
+
+
+CASES = {
+    "grpo with a kl": ({"aggregation": "sequence", "kl_coef": 0.3}, {"loss_type": "grpo", "beta": 0.3}),
+    "dapo's clip-higher": ({"aggregation": "token", "clip_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dapo with an entropy bonus": (
+        {"aggregation": "token", "entropy_coef": 0.2},
+        {"loss_type": "dapo", "entropy_coef": 0.2},
+    ),
+    "dr_grpo": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
+    "dual clip": ({"aggregation": "token", "dual_clip": 1.5}, {"loss_type": "dapo", "delta": 1.5}),
+    "gspo": (
+        {"aggregation": "sequence", "kind": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+        {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
+    ),
+    # TRL's epsilon_high of CISPO is the bound of the weight itself.
+    "cispo": ({"aggregation": "token", "kind": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.2}),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_trl(case: str, seed: int) -> None:
+    ours, theirs = CASES[case]
+    batch = Batch(seed)
+    torch.testing.assert_close(of_ours(batch, **ours), of_trl(batch, **theirs))
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop"])
+def test_a_corrected_loss_is_that_of_trl(kind: str) -> None:
+    batch = Batch(7)
+    weights = (batch.old - batch.rollout).exp()
+    outside = (weights < 0.7) | (weights > 1.5)
+    weights = weights.masked_fill(outside, 0.0) if kind == "icepop" else weights.clamp(0.7, 1.5)
+    assert bool(outside[batch.sampled].any())
+    ours = of_ours(batch, aggregation="token", kl_coef=0.3, correction=Correction(kind, 0.7, 1.5))  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, of_trl(batch, loss_type="dapo", beta=0.3, weights=weights))

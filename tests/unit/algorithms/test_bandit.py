@@ -1,0 +1,153 @@
+"""Every estimator with every loss on a bandit: a policy of a few logits has to find the one rewarded token per place.
+
+Answers have up to three tokens and one prompt token in front; two optimizer steps are made per experience, so that the
+ratios leave 1 and the clips act. All that is learnt goes through the same functions as in a run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlmrl.algorithms.advantages import ESTIMATORS, advantages
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.kl import kl_to_reference
+from vlmrl.algorithms.losses import KINDS, PolicyLoss, policy_loss, value_loss
+from vlmrl.algorithms.reduce import Aggregation, reduce, token_mean
+from vlmrl.types import Totals
+
+PROMPTS, GROUP, PLACES, VOCABULARY = 4, 6, 3, 5
+REWARDED = torch.tensor([2, 0, 4])
+CLIPS = {"ppo": (0.2, 0.2), "gspo": (0.1, 0.1), "cispo": (0.2, 0.2)}
+DEFAULT_AGGREGATION: dict[str, Aggregation] = {"gspo": "sequence", "dr_grpo": "constant"}
+
+
+def learnt(
+    estimator: str | Callable[..., Tensor],
+    kind: str | Callable[..., Tensor],
+    *,
+    steps: int = 40,
+    sign: float = 1.0,
+    kl_in_reward: float = 0.0,
+    kl_in_loss: float = 0.0,
+    **knobs: Any,
+) -> float:
+    """How likely the policy finds the rewarded token in the end, on average over the places; 0.2 when it starts."""
+    torch.manual_seed(0)
+    logits = torch.zeros(PLACES, VOCABULARY, requires_grad=True)
+    expected = torch.zeros(PLACES, requires_grad=True)
+    optimizer = torch.optim.Adam([logits, expected], lr=0.15)
+    low, high = CLIPS.get(str(kind), (0.2, 0.2))
+    aggregation = DEFAULT_AGGREGATION.get(str(kind)) or DEFAULT_AGGREGATION.get(str(estimator), "token")
+    settings = {"aggregation": aggregation, "max_new_tokens": PLACES, "clip_low": low, "clip_high": high}
+    loss = PolicyLoss(kind=kind, **(settings | knobs))
+    answers = PROMPTS * GROUP
+    owner = torch.arange(answers)[:, None].expand(-1, PLACES + 1)
+    for _ in range(steps):
+        lengths = torch.randint(1, PLACES + 1, (answers, 1))
+        sampled = (torch.arange(PLACES + 1) > 0) & (torch.arange(PLACES + 1) <= lengths)
+        totals = Totals(num_tokens=int(sampled.sum()), num_samples=answers)
+        with torch.no_grad():
+            tokens = torch.multinomial(logits.softmax(1).repeat(answers, 1), 1).reshape(answers, PLACES)
+            old, _ = scored(logits, tokens)
+        rewards = ((tokens == REWARDED) & sampled[:, 1:]).sum(1) / lengths[:, 0]
+        values = shifted(expected.detach().expand(answers, -1))
+        uniform = torch.full_like(old, 1 / VOCABULARY).log()
+        found = advantages(
+            rewards.reshape(PROMPTS, GROUP),
+            sampled,
+            estimator=estimator,
+            lambd=0.95,
+            values=values if estimator == "gae" else None,
+            penalty=kl_in_reward * kl_to_reference(old, uniform, estimator="k1") if kl_in_reward else None,
+        )
+        for _ in range(2):
+            logprobs, entropy = scored(logits, tokens)
+            terms = policy_loss(
+                loss,
+                logprobs=logprobs,
+                old=old,
+                rollout=old + 0.02 * torch.randn_like(old),
+                advantages=sign * found.advantages,
+                sampled=sampled,
+                owner=owner,
+                entropy=entropy,
+                reference=uniform,
+                kl_coef=kl_in_loss,
+            )
+            share = reduce(
+                terms.losses,
+                sampled,
+                aggregation=loss.aggregation,
+                owner=owner,
+                totals=totals,
+                max_new_tokens=PLACES,
+            )
+            if found.returns is not None:
+                now = shifted(expected.expand(answers, -1))
+                share = share + token_mean(
+                    value_loss(now, values, found.returns, clip=0.5).losses, sampled, num_tokens=totals.num_tokens
+                )
+            optimizer.zero_grad()
+            share.backward()
+            optimizer.step()
+    return float(logits.detach().softmax(1)[torch.arange(PLACES), REWARDED].mean())
+
+
+def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token, [B, T], behind the prompt's token."""
+    table = logits.log_softmax(1)
+    chosen = table.expand(len(tokens), -1, -1).gather(2, tokens[:, :, None])[:, :, 0]
+    entropy = -(table.exp() * table).sum(1).expand(len(tokens), -1)
+    return shifted(chosen), shifted(entropy)
+
+
+def shifted(answers: Tensor) -> Tensor:
+    return torch.nn.functional.pad(answers, (1, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+def test_the_policy_finds_the_rewarded_tokens(estimator: str, kind: str) -> None:
+    assert learnt(estimator, kind) > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
+    assert learnt("group_norm", kind, sign=-1.0) < 0.1
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"correction": Correction("tis")},
+        {"correction": Correction("icepop")},
+        {"correction": Correction("seq-mask-tis")},
+        {"dual_clip": 3.0},
+        {"entropy_coef": 0.01},
+        {"kl_in_reward": 0.01},
+        {"kl_in_loss": 0.01},
+        {"aggregation": "sequence"},
+        {"aggregation": "constant"},
+    ],
+    ids=str,
+)
+def test_what_is_added_to_ppo_does_not_keep_it_from_learning(knobs: dict[str, Any]) -> None:
+    assert learnt("group_norm", "ppo", **knobs) > 0.9
+
+
+@pytest.mark.parametrize("knobs", [{"entropy_coef": 1.0}, {"kl_in_reward": 2.0}, {"kl_in_loss": 2.0}], ids=str)
+def test_entropy_and_kl_hold_the_policy_back_when_they_weigh_much(knobs: dict[str, Any]) -> None:
+    assert learnt("dr_grpo", "ppo", **knobs) < 0.6
+
+
+def test_a_users_own_estimator_and_loss_learn_too() -> None:
+    def above_average(rewards: Tensor) -> Tensor:
+        return rewards - rewards.mean()
+
+    def likelihood(logprobs: Tensor, advantages: Tensor) -> Tensor:
+        return -advantages * logprobs
+
+    assert learnt(above_average, likelihood) > 0.9

@@ -1,0 +1,79 @@
+"""Rewards from several sources: their weighted sum, their own metrics, and what is paid at single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_loop import make_prompt, make_rollout
+
+from vlmrl.cluster.scoring import Judges, RewardModel
+from vlmrl.errors import RewardError
+from vlmrl.types import Group, Sample, Score
+
+
+class FixedRanks:
+    """Ranks that answer by a table."""
+
+    def __init__(self, answers: dict[int, Any]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def ask(self, method: str, samples: Sequence[Sample]) -> dict[int, Any]:
+        self.asked.append(method)
+        return self.answers
+
+
+class Functions:
+    def __init__(self, scores: list[list[Score]]) -> None:
+        self.scores = scores
+        self.begun: list[int] = []
+
+    def begin(self, group: Group) -> None:
+        self.begun.append(group.prompt.index)
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return self.scores
+
+
+def groups() -> list[Group]:
+    found = []
+    for index in range(2):
+        prompt = make_prompt(index)
+        found.append(Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))))
+    return found
+
+
+def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) -> RewardModel:
+    name = "process" if is_process else "model"
+    return RewardModel(name, FixedRanks(answers), weight, is_process)  # type: ignore[arg-type]
+
+
+def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
+    functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.0)], [Score(0.5), Score(0.0, failed=True)]])
+    model = source({0: 2.0, 1: -1.0, 2: 0.0, 3: 4.0}, weight=0.5)
+    judges = Judges(functions, [model])  # type: ignore[arg-type]
+    found = judges.score(groups())
+    assert [[score.total for score in group] for group in found] == [[2.0, -0.5], [0.5, 0.0]]
+    assert found[0][0].parts == {"math": 1.0, "model": 2.0}
+    assert found[1][1].failed, "an answer that a function could not score stays at 0, whatever the model thinks"
+    judges.begin(groups()[1])
+    assert functions.begun == [1]
+
+
+def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:
+    rows = {number: np.array([0.0, 0.0, 0.25 * number], np.float32) for number in range(4)}
+    model = source(rows, weight=2.0, is_process=True)
+    found = [score for group in Judges(None, [model]).score(groups()) for score in group]
+    assert [score.total for score in found] == [0.0] * 4
+    assert found[3].token_rewards is not None
+    assert found[3].token_rewards.tolist() == [0.0, 0.0, 1.5]
+    assert found[3].parts == {"process": 0.75}
+
+
+def test_a_model_whose_score_is_no_number_stops_the_run_and_names_the_answer() -> None:
+    model = source({0: 0.0, 1: float("nan"), 2: 0.0, 3: 0.0}, weight=1.0)
+    with pytest.raises(RewardError, match="the model reward of an answer to toy:0 is nan"):
+        Judges(None, [model]).score(groups())

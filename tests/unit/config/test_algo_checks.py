@@ -1,0 +1,197 @@
+"""What is said of estimators, losses, corrections, KL and filtering that do not go together, as a user meets it."""
+
+import pytest
+
+from vlmrl.algorithms.advantages import DISCOUNTED
+from vlmrl.algorithms.advantages import ESTIMATORS as BUILT
+from vlmrl.algorithms.losses import KINDS
+from vlmrl.config.actor import GSPO_CLIP, POLICY_LOSSES
+from vlmrl.config.algo import ESTIMATORS, GROUP_ESTIMATORS, NORMALISED_ESTIMATORS
+from vlmrl.config.load import load
+from vlmrl.config.run import RlConfig
+from vlmrl.errors import ConfigError
+
+NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
+ONE = "--rollout.batch_size 8 --rollout.n_samples_per_prompt 1 --train.batch_size 8"
+GAE, REINFORCE = "--algo.advantage.estimator gae", "--algo.advantage.estimator reinforce"
+KL = "--algo.kl.init_coef 0.1"
+CORRECTED = "--algo.advantage.is_correction_enable"
+
+
+def rl(line: str = "") -> RlConfig:
+    return load(RlConfig, [*NEEDED, *line.split()])
+
+
+def refused(line: str) -> str:
+    """The one line that a user sees."""
+    with pytest.raises(ConfigError) as caught:
+        rl(line)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_names_are_those_of_the_algorithms() -> None:
+    assert set(ESTIMATORS) == set(BUILT)
+    assert set(NORMALISED_ESTIMATORS) == DISCOUNTED
+    assert set(GROUP_ESTIMATORS) < set(ESTIMATORS)
+    assert set(POLICY_LOSSES) == set(KINDS)
+
+
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, "mine.py:baseline", "a/b c/mine.py:baseline"])
+def test_every_estimator_and_a_users_own_are_taken(estimator: str) -> None:
+    assert load(RlConfig, [*NEEDED, "--algo.advantage.estimator", estimator]).algo.advantage.estimator == estimator
+
+
+@pytest.mark.parametrize("loss", [*POLICY_LOSSES, "mine.py:loss"])
+def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
+    assert rl(f"--actor.policy_loss_type {loss}").actor.policy_loss_type == loss
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--algo.advantage.estimator grpo", "no estimator is called 'grpo': there are gae, reinforce, "),
+        ("--algo.advantage.estimator mine.py", "and path/to/file.py:function"),
+        ("--actor.policy_loss_type pg", "no policy loss is called 'pg': there are ppo, gspo, cispo, and path"),
+        ("--actor.dual_clip 1.0", "--actor.dual_clip 1.0: should be greater than 1"),
+        ("--actor.eps_clip -0.1", "--actor.eps_clip -0.1: should be greater than or equal to 0"),
+        ("--actor.entropy_coef -1", "greater than or equal to 0"),
+        ("--algo.advantage.gamma 1.1", "less than or equal to 1"),
+        (f"{GAE} --algo.advantage.lambd 2", "less than or equal to 1"),
+        # k1 has no useful gradient.
+        (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
+        (f"{KL} --algo.kl.target 0", "greater than 0"),
+        (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
+        ("--algo.kl.early_stop 0", "greater than 0"),
+        # Corrections.
+        (
+            f"{CORRECTED} --algo.advantage.is_correction_threshold 5 0.5",
+            "algo.advantage.is_correction_threshold 5 0.5 is empty: give the smaller bound first",
+        ),
+        (f"{CORRECTED} --algo.advantage.is_correction_threshold 2 2", "is empty"),
+        (f"{CORRECTED} --algo.advantage.is_correction_threshold -1 2", "greater than or equal to 0"),
+        (f"{CORRECTED} --algo.advantage.is_correction_type mis", "should be 'tis', 'icepop' or 'seq-mask-tis'"),
+        (
+            f"{CORRECTED} --algo.advantage.is_correction_type icepop --actor.policy_loss_type gspo",
+            "icepop weighs single tokens, and actor.policy_loss_type gspo whole answers: use seq-mask-tis",
+        ),
+        (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weighs single tokens"),
+        # Groups of one.
+        ("--rollout.n_samples_per_prompt 1", "algo.advantage.estimator group_norm without a group"),
+        *(
+            (f"{ONE} --algo.advantage.estimator {name}", f"estimator {name} without a group .*: use 2 or more")
+            for name in GROUP_ESTIMATORS
+        ),
+        (f"{ONE} {REINFORCE} --algo.dynamic_filtering_enable", "one answer to judge a prompt by: use 2 or more"),
+        # Ranges that keep nothing.
+        (
+            "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0",
+            "algo.dynamic_filtering_range 1 0 keeps no group: give the smaller bound first",
+        ),
+        ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.5 0.5", "keeps no group"),
+        ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_max_draws 0", "greater than 0"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rl(line)
+    assert refused(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "reason"),
+    [
+        ("--algo.advantage.lambd 0.9", "algo.advantage.lambd", "algo.advantage.estimator gae alone reads it, and here"),
+        (f"{REINFORCE} --algo.advantage.lambd 0.9", "algo.advantage.lambd", "and here it is reinforce"),
+        (
+            "--algo.advantage.gamma 0.9",
+            "algo.advantage.gamma",
+            "algo.advantage.estimator gae, reinforce, reinforce_baseline alone read it, and here it is group_norm",
+        ),
+        ("--algo.advantage.estimator rloo --algo.advantage.no_std_norm", "algo.advantage.no_std_norm", "it is rloo"),
+        ("--algo.advantage.estimator a.py:f --algo.advantage.gamma 0.9", "algo.advantage.gamma", "it is a.py:f"),
+        (
+            "--algo.advantage.is_correction_type icepop",
+            "algo.advantage.is_correction_type",
+            "algo.advantage.is_correction_enable is off",
+        ),
+        (
+            "--algo.advantage.is_correction_threshold 0.5 2",
+            "algo.advantage.is_correction_threshold",
+            "algo.advantage.is_correction_enable is off",
+        ),
+        ("--actor.dual_clip 3 --actor.policy_loss_type gspo", "actor.dual_clip", "ppo alone reads it, and here"),
+        ("--actor.dual_clip 3 --actor.policy_loss_type cispo", "actor.dual_clip", "it is cispo"),
+        ("--actor.dual_clip 3 --actor.policy_loss_type a.py:f", "actor.dual_clip", "it is a.py:f"),
+        ("--algo.kl.target 0.1", "algo.kl.target", "algo.kl.init_coef is 0"),
+        ("--algo.kl.horizon 100", "algo.kl.horizon", "algo.kl.init_coef is 0"),
+        (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "stays as it is without algo.kl.target"),
+        ("--algo.dynamic_filtering_range 0 1", "algo.dynamic_filtering_range", "dynamic_filtering_enable is off"),
+        ("--algo.dynamic_filtering_max_draws 3", "algo.dynamic_filtering_max_draws", "dynamic_filtering_enable is off"),
+        (
+            f"{ONE} {REINFORCE} --algo.kl.early_stop 0.1",
+            "algo.kl.early_stop",
+            "one optimizer step per batch of answers leaves no rest of an update: lower train.batch_size",
+        ),
+    ],
+)
+def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+    said = refused(line)
+    assert said.startswith(f"{name} would not be read: ")
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{GAE} {ONE} --algo.advantage.lambd 0.95 --algo.advantage.gamma 0.99 --algo.advantage.no_std_norm",
+        f"{REINFORCE} {ONE} --algo.advantage.gamma 0.99 {KL}",
+        "--algo.advantage.estimator reinforce_baseline --algo.advantage.no_std_norm",
+        f"--algo.advantage.estimator mine.py:f {ONE}",
+        f"{KL} --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.target 0.05 --algo.kl.horizon 100",
+        "--algo.kl.early_stop 0.1",
+        f"{ONE} {REINFORCE} --train.max_epochs 2 --algo.kl.early_stop 0.1",
+        f"{CORRECTED} --algo.advantage.is_correction_type icepop --algo.advantage.is_correction_threshold 0.5 2",
+        f"{CORRECTED} --algo.advantage.is_correction_type seq-mask-tis --actor.policy_loss_type gspo",
+        f"{CORRECTED} --actor.policy_loss_type cispo",
+        f"{CORRECTED} --actor.policy_loss_type mine.py:loss --actor.eps_clip 0.3",
+        "--actor.dual_clip 3 --actor.eps_clip_low_high 0.2 0.28 --actor.entropy_coef 0.001",
+        "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 --algo.dynamic_filtering_max_draws 3",
+    ],
+)
+def test_what_goes_together_is_accepted(line: str) -> None:
+    rl(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "clip"),
+    [
+        ("", (0.2, 0.2)),
+        ("--actor.eps_clip 0.3", (0.3, 0.3)),
+        ("--actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
+        ("--actor.policy_loss_type gspo", GSPO_CLIP),
+        # Given, it is what was given, even where that is the default of the other losses.
+        ("--actor.policy_loss_type gspo --actor.eps_clip 0.2", (0.2, 0.2)),
+        ("--actor.policy_loss_type gspo --actor.eps_clip_low_high 0.001 0.002", (0.001, 0.002)),
+        ("--actor.policy_loss_type cispo", (0.2, 0.2)),
+    ],
+)
+def test_gspo_has_its_papers_clip_range_unless_one_is_given(line: str, clip: tuple[float, float]) -> None:
+    assert rl(line).actor.clip_range == clip
+
+
+@pytest.mark.parametrize(
+    ("line", "aggregation"),
+    [
+        ("", "token"),
+        (GAE, "token"),
+        ("--algo.advantage.estimator dr_grpo", "constant"),
+        ("--algo.advantage.estimator dr_grpo --algo.loss_agg token", "token"),
+        ("--actor.policy_loss_type gspo", "sequence"),
+        ("--actor.policy_loss_type gspo --algo.advantage.estimator dr_grpo", "sequence"),
+        ("--actor.policy_loss_type gspo --algo.loss_agg token", "token"),
+        ("--actor.policy_loss_type cispo", "token"),
+    ],
+)
+def test_the_aggregation_is_the_papers_unless_given(line: str, aggregation: str) -> None:
+    assert rl(line).aggregation == aggregation

@@ -1,0 +1,199 @@
+"""What is said of critic, reward models, moving average and devices that do not go together, as a user meets it."""
+
+from typing import Any
+
+import pytest
+
+from vlmrl.config.actor import Model
+from vlmrl.config.load import load
+from vlmrl.config.run import RlConfig, SftConfig, StepBench
+from vlmrl.errors import ConfigError
+
+NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
+GAE = "--algo.advantage.estimator gae"
+JUDGE = "--reward.model_name_or_path judge"
+
+
+def rl(line: str = "") -> RlConfig:
+    return load(RlConfig, [*NEEDED, *line.split()])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor nothing of train.max_steps 5"),
+        (f"{GAE} --critic.freezing_steps 0", "above 0, or -1 for never"),
+        (f"{GAE} --critic.value_clip 0", "greater than 0"),
+        (f"{GAE} --ds.adam_offload --critic.zero_stage 0", "set critic.zero_stage to 1, 2 or 3"),
+        (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has one of its own"),
+        ("--ds.adam_offload --actor.optim muon", "actor.optim muon has one of its own"),
+        (
+            f"{GAE} --ds.lora.rank 8 --ds.lora.target_modules vision --critic.freeze_projector",
+            "would change what critic.freeze_projector keeps as it is",
+        ),
+        (
+            f"{GAE} --critic.optim muon --critic.muon.ns_steps 6",
+            "critic.muon.ns_steps 6 .* 5 steps with nesterov: leave",
+        ),
+        (
+            "--actor.optim muon --actor.muon.nesterov false",
+            "actor.muon.nesterov false are not what DeepSpeed's Muon does",
+        ),
+        ("--actor.optim muon --actor.muon.momentum 1", "less than 1"),
+        ("--train.enable_ema --train.ema_beta 1", "less than 1"),
+        ("--train.enable_ema --train.ema_beta 0", "greater than 0"),
+        ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        rl(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "reason"),
+    [
+        ("--critic.adam.lr 1e-5", "critic.adam.lr", "algo.advantage.estimator group_norm has no critic, gae has"),
+        ("--critic.num_gpus_per_node 2", "critic.num_gpus_per_node", "has no critic"),
+        ("--train.colocate_actor_critic", "train.colocate_actor_critic", "has no critic"),
+        (f"--train.colocate_critic_reward {JUDGE}", "train.colocate_critic_reward", "has no critic"),
+        (f"{GAE} --train.colocate_critic_reward", "train.colocate_critic_reward", "there is no reward model"),
+        (
+            f"{GAE} --train.colocate_actor_critic --critic.num_gpus_per_node 2",
+            "critic.num_gpus_per_node",
+            "lives in the actor's processes",
+        ),
+        (f"{GAE} --train.colocate_all --critic.num_nodes 2", "critic.num_nodes", "lives in the actor's processes"),
+        (
+            f"{GAE} --train.colocate_all --train.colocate_actor_critic",
+            "train.colocate_actor_critic",
+            "train.colocate_all includes it",
+        ),
+        (
+            f"{GAE} {JUDGE} --train.colocate_all --train.colocate_critic_reward",
+            "train.colocate_critic_reward",
+            "train.colocate_all includes it",
+        ),
+        (f"{GAE} --critic.muon.lr 0.1", "critic.muon.lr", "critic.optim is adam"),
+        ("--actor.muon.lr 0.1", "actor.muon.lr", "actor.optim is adam"),
+        (
+            f"{GAE} --critic.lr_scheduler linear --critic.min_lr_ratio 0.2",
+            "critic.min_lr_ratio",
+            "critic.lr_scheduler cosine_with_min_lr alone has a floor",
+        ),
+        (
+            f"{GAE} --critic.lr_scheduler constant --critic.lr_warmup_ratio 0.2",
+            "critic.lr_warmup_ratio",
+            "does not warm up",
+        ),
+        ("--train.ema_beta 0.9", "train.ema_beta", "train.enable_ema is off"),
+        ("--ckpt.best_metric_key a", "ckpt.best_metric_key", "nothing is evaluated without eval.dataset"),
+    ],
+)
+def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rl(line)
+    assert str(caught.value).startswith(f"{name} would not be read: ")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{GAE} --critic.freezing_steps 5 --train.max_steps 6 --critic.value_clip none",
+        f"{GAE} --critic.optim muon --critic.muon.lr 0.1 --critic.muon.nesterov true",
+        f"{GAE} {JUDGE} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
+        f"{GAE} {JUDGE} --train.colocate_critic_reward --train.colocate_actor_critic",
+        "--train.enable_ema --train.ema_beta 0.9",
+        "--eval.dataset d --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1 --eval.breakdown_key none",
+        # The critic's tower is frozen, so that what it makes of images is kept.
+        f"{GAE} --critic.freeze_visual_encoder --critic.freeze_projector --vision.cache_gib 1",
+        f"{JUDGE} --vision.cache_gib 1",
+    ],
+)
+def test_what_goes_together_is_accepted(line: str) -> None:
+    rl(line)
+
+
+def test_without_gae_there_is_no_critic() -> None:
+    assert not rl().has_critic
+    assert rl(GAE).has_critic
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        (GAE, "m"),
+        (f"{GAE} {JUDGE}", "judge"),
+        (f"{GAE} --reward.process_model_name_or_path steps", "m"),
+        (f"{GAE} {JUDGE} --critic.model_name_or_path other", "other"),
+    ],
+)
+def test_the_critic_starts_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
+    assert rl(line).whole_critic.model_name_or_path == path
+
+
+def test_what_is_left_open_of_the_critic_is_the_actors() -> None:
+    actor = "--actor.freeze_visual_encoder --actor.gradient_checkpointing_enable --ds.zero_stage 1"
+    whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").whole_critic
+    assert (whole.freeze_visual_encoder, whole.freeze_projector, whole.gradient_checkpointing_enable) == (True,) * 3
+    assert (whole.zero_stage, whole.num_gpus_per_node) == (1, 4)
+    own = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").whole_critic
+    assert (own.freeze_visual_encoder, own.zero_stage) == (False, 3)
+
+
+def test_a_critic_in_the_actors_processes_has_as_many_ranks() -> None:
+    ranks = "--actor.num_nodes 2 --actor.num_gpus_per_node 4"
+    for how in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
+        config = rl(f"{GAE} {ranks} {how}")
+        assert config.critic_is_with_actor
+        assert (config.whole_critic.num_nodes, config.whole_critic.num_gpus_per_node) == (2, 4)
+    apart = rl(f"{GAE} {ranks}")
+    assert not apart.critic_is_with_actor
+    assert (apart.whole_critic.num_nodes, apart.whole_critic.num_gpus_per_node) == (1, 1)
+    assert not rl(f"{ranks} --train.colocate_all").critic_is_with_actor
+
+
+def test_the_critic_is_a_model_in_the_words_of_any() -> None:
+    model = rl(f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3").whole_critic
+    found = model.as_model
+    assert isinstance(found, Model)
+    assert (found.adam.lr, found.adam.weight_decay, found.lr_scheduler) == (9e-6, 0.1, "linear")
+    assert (found.model_name_or_path, found.adapter_name_or_path) == ("m", None)
+
+
+ALL = {"actor", "ref", "vllm", "reward_model", "process_model"}
+MODELS = {"reward_model", "process_model"}
+REF = "--algo.kl.init_coef 0.1"
+
+
+@pytest.mark.parametrize(
+    ("line", "pools"),
+    [
+        ("", [{"actor"}, MODELS]),
+        (f"{GAE} {JUDGE} --train.colocate_all", [ALL]),
+        (f"{REF} --train.colocate_actor_ref", [{"actor", "ref"}, MODELS]),
+        (f"{GAE} {JUDGE} --train.colocate_critic_reward", [{"actor"}, MODELS | {"critic"}]),
+        (
+            f"{GAE} {JUDGE} {REF} --train.colocate_critic_reward --train.colocate_actor_ref",
+            [{"actor", "ref"}, MODELS | {"critic"}],
+        ),
+        (f"{GAE} --train.colocate_actor_critic", [{"actor"}, MODELS]),
+        (f"{GAE} {JUDGE} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
+    ],
+)
+def test_who_shares_devices(line: str, pools: list[Any]) -> None:
+    assert rl(line).pools == pools
+
+
+def test_a_benchmark_of_the_step_reads_muon_where_it_is_the_optimizer() -> None:
+    model = ["--actor.model_name_or_path", "m", "--actor.muon.lr", "0.1"]
+    assert load(StepBench, [*model, "--actor.optim", "muon"]).actor.muon.lr == 0.1
+    with pytest.raises(ConfigError, match=r"actor\.muon\.lr would not be read: actor\.optim is adam"):
+        load(StepBench, model)
+
+
+def test_supervised_training_knows_no_best_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="vlmrl sft does not have it; vlmrl rl does"):
+        load(SftConfig, [*NEEDED, "--ckpt.best_metric_key", "policy/loss"])

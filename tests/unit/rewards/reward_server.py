@@ -1,0 +1,86 @@
+"""Reward servers for tests: real ones, in threads of this process, good and bad."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from vlmrl.rewards.server import listen
+
+Asked = Mapping[str, Any]
+Reply = Callable[[int, Asked], tuple[int, bytes]]
+"""(how many requests came before, the request) -> (status, body)"""
+
+
+@dataclass
+class Seen:
+    """What came to a server."""
+
+    url: str
+    requests: list[Asked] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+
+def lengths(_: int, asked: Asked) -> tuple[int, bytes]:
+    """An answer is worth its number of characters."""
+    return 200, json.dumps({"rewards": [len(response) for response in asked["responses"]]}).encode()
+
+
+@contextmanager
+def server(reply: Reply = lengths, *, delay_s: float = 0.0) -> Iterator[Seen]:
+    """Answers POST as `reply` says."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                number = len(seen.requests)
+                seen.requests.append(asked)
+                seen.headers.append(dict(self.headers))
+            time.sleep(delay_s)
+            status, body = reply(number, asked)
+            with suppress(ConnectionError):  # the client has lost its patience
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        seen = Seen(f"http://127.0.0.1:{running.server_port}/get_reward")
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield seen
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The URL where the application answers."""
+    with listen("127.0.0.1", 0) as listener:
+        running = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning"))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not running.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            running.should_exit = True
+            thread.join()

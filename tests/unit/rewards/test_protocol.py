@@ -1,0 +1,83 @@
+import json
+
+import numpy as np
+import pytest
+from rewards.answers import Picture, group
+
+from vlmrl.rewards.protocol import read_answer, read_request, write_answer, write_request
+from vlmrl.rewards.question import questions
+from vlmrl.rewards.worker import Verdict
+
+
+def request(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    sent = [*questions(group("a", "b", media=(Picture(), Picture()))), *questions(group("ç\ud800", label=None))]
+    found = read_request(write_request(sent, "data"), wants_images=True)
+    assert [(q.prompt, q.response, q.label, q.metadata) for q in found] == [
+        (q.prompt, q.response, q.label, q.metadata) for q in sent
+    ]
+    assert [[m.size for m in q.media] for q in found] == [[(5, 4), (5, 4)], [(5, 4), (5, 4)], []]
+    assert np.array_equal(found[0].media[1].fetch(), Picture().fetch())
+
+
+def test_images_are_opened_only_for_who_wants_them() -> None:
+    sent = questions(group("a", media=(Picture(),)))
+    for images in ("none", "hash", "data"):
+        assert read_request(write_request(sent, images), wants_images=False)[0].media == ()
+    with pytest.raises(ValueError, match=r"image c0ffee is not in media: set reward\.remote_images"):
+        read_request(write_request(sent, "hash"), wants_images=True)
+
+
+def test_the_old_protocol_is_understood() -> None:
+    (alone,) = read_request(request(query=["2+2=4"]), wants_images=True)
+    assert (alone.prompt, alone.response, alone.label) == ("", "2+2=4", None)
+    (question,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
+    assert (question.prompt, question.response, question.label) == ("2+2=", "4", "4")
+    assert read_request(request(query=[]), wants_images=True) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "valid dictionary"),
+        (request(prompts=["a"]), "neither query nor responses"),
+        (request(responses="abc"), "responses: Input should be a valid list"),
+        (request(responses=[None]), r"responses\.0: Input should be a valid string"),
+        (request(responses=["a"], labels=["1", "2"]), r"lists of different lengths: {'responses': 1, 'labels': 2}"),
+        (request(responses=["a"], metadata=[1]), r"metadata\.0: "),
+        (request(responses=["a"], images=[["x"]], media={"x": "/etc/passwd"}), "media x is no data:image/ URL"),
+        (request(responses=["a"], media={"x": "http://127.0.0.1/x.png"}), "media x is no data:image/ URL"),
+        (request(responses=["a"], media={"x": "data:image/png;base64,AAAA"}), "media x: "),
+        (request(responses=["a"], media={"x\n": "data:image/png;base64,%%"}), "media x: "),
+    ],
+)
+def test_what_is_no_request_is_refused_in_one_line(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        read_request(content, wants_images=True)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_the_name_of_an_image_is_never_the_clients() -> None:
+    sent = json.loads(write_request(questions(group("a", media=(Picture(),))), "data"))
+    sent["media"] = {"../../evil": sent["media"]["c0ffee"]}
+    sent["images"] = [["../../evil"]]
+    (question,) = read_request(json.dumps(sent).encode(), wants_images=True)
+    assert question.media[0].hash.isalnum()
+
+
+def test_an_answer_arrives_as_it_was_sent() -> None:
+    sent = [Verdict(1.5, {"a": 2.0}), Verdict(problem="it broke"), Verdict(-1.0, {"b": 0.0})]
+    assert json.loads(write_answer(sent)) == {
+        "rewards": [1.5, None, -1.0],
+        "problems": [None, "it broke", None],
+        "extra_logs": {"a": [2.0, None, None], "b": [None, None, 0.0]},
+    }
+    assert read_answer(write_answer(sent), 3) == sent
+    assert read_answer(write_answer([]), 0) == []

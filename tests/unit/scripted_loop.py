@@ -1,0 +1,165 @@
+"""Small honest parts of the loop: an engine that answers by a script, a policy that remembers what it was taught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from vlmrl.agreement import compare_engine
+from vlmrl.config.run import RlConfig
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.trainer import Critic, train
+from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
+
+ANSWER_LOGPROB = -0.5
+
+
+def make_prompt(index: int, length: int = 2) -> Prompt:
+    tokens = np.arange(length, dtype=np.int64)
+    return Prompt(index=index, source=f"toy:{index}", text="?", tokens=tokens, request=tokens, label="right")
+
+
+def make_rollout(prompt: Prompt, text: str, *, version: int, length: int = 1, finish: str = "stop") -> Rollout:
+    sampled = np.array([False] * len(prompt.tokens) + [True] * length)
+    return Rollout(
+        tokens=np.concatenate([prompt.tokens, np.full(length, 7)]),
+        sampled=sampled,
+        logprobs=np.where(sampled, ANSWER_LOGPROB, 0.0).astype(np.float32),
+        text=text,
+        finish_reason=finish,  # type: ignore[arg-type]
+        version=version,
+    )
+
+
+class ScriptedEngine:
+    """Answers every prompt twice: once wrong, once right. Its version is what was last published."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+    ) -> list[Group]:
+        groups = [
+            Group(
+                prompt,
+                (
+                    make_rollout(prompt, "wrong", version=self.version),
+                    make_rollout(prompt, "right", version=self.version, length=3),
+                ),
+            )
+            for prompt in prompts
+        ]
+        for group in groups[::-1]:
+            if on_group is not None:
+                on_group(group)
+        return groups
+
+
+class CountingPrompts:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
+        start, self.position = self.position, self.position + count
+        return [make_prompt(index) for index in range(start, self.position)], {"media/bytes_moved": 0.0}
+
+
+class LabelRewarder:
+    """1 for the label. Remembers what it was told of before it was asked."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin(self, group: Group) -> None:
+        self.begun.append(group.prompt.index)
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return [
+            [
+                Score(float(r.text == group.prompt.label), {"exact": float(r.text == group.prompt.label)})
+                for r in group.rollouts
+            ]
+            for group in groups
+        ]
+
+
+class RememberingPolicy:
+    def __init__(self, engine: ScriptedEngine, *, offset: float = 0.0) -> None:
+        self.engine = engine
+        self.offset = offset
+        self.taught: list[Experience] = []
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return [np.where(s.sampled, ANSWER_LOGPROB + self.offset, 0.0).astype(np.float32) for s in samples]
+
+    def update(self, experience: Experience, *, step: int) -> Metrics:
+        self.taught.append(experience)
+        own = self.logprobs(experience.samples)
+        return {"policy/loss": 0.0} | ({} if experience.old_logprobs is not None else compare_engine(experience, own))
+
+    def publish(self, version: int) -> Metrics:
+        self.engine.version = version
+        return {"sync/version": float(version)}
+
+
+class Notebook:
+    def __init__(self) -> None:
+        self.steps: dict[int, Metrics] = {}
+        self.phases: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self.steps[step] = metrics
+
+
+def config(**changes: object) -> RlConfig:
+    return RlConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "model"},
+            "data": {"prompt_dataset": "toy"},
+            "rollout": {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4},
+            "train": {"batch_size": 4},
+            "ds": {"param_dtype": "fp32"},
+        }
+        | changes
+    )
+
+
+def run(
+    settings: RlConfig,
+    policy: RememberingPolicy,
+    *,
+    steps: int,
+    rewarder: LabelRewarder | None = None,
+    critic: Critic | None = None,
+    **hooks: object,
+) -> Notebook:
+    notebook = Notebook()
+    train(
+        settings,
+        prompts=CountingPrompts(),
+        engine=policy.engine,
+        rewarder=rewarder or LabelRewarder(),
+        policy=policy,
+        critic=critic,
+        report=notebook,
+        first_step=1,
+        last_step=steps,
+        kl_coef=settings.algo.kl.init_coef,
+        **{  # type: ignore[arg-type]
+            "reference": None,
+            "check_sight": lambda step, groups: {},
+            "check_publish": lambda version: {},
+            "after_step": lambda step, judged: {},
+            "save": lambda step, kl_coef: None,
+        }
+        | hooks,
+    )
+    return notebook

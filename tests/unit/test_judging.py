@@ -1,0 +1,74 @@
+"""What becomes of answers and scores before anything is learnt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scripted_loop import config, make_prompt, make_rollout
+
+from vlmrl.data.answers import to_samples
+from vlmrl.judging import Passes, judge
+from vlmrl.types import Group, Score
+
+
+def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
+    settings = config(algo={"kl": {"init_coef": 0.5, "estimator": "k1"}, "advantage": {"estimator": "dr_grpo"}})
+    prompt = make_prompt(0)
+    groups = [
+        Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0, length=2)))
+    ]
+    samples = to_samples(groups)
+    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    ref = [np.where(s.sampled, row - 0.2, 0).astype(np.float32) for s, row in zip(samples, old, strict=True)]
+    judged, metrics = judge(settings, groups, [[Score(0.0), Score(1.0)]], Passes(samples, old, ref), kl_coef=0.5)
+    # k1 is 0.2 on each sampled token, so 0.1 is charged to it and to those before it.
+    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
+    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
+    assert metrics["kl/reference"] == pytest.approx(0.2, abs=1e-6)
+    assert judged.experience.ref_logprobs is None
+
+
+def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on() -> None:
+    settings = config(
+        algo={"kl": {"init_coef": 0.5, "estimator": "k3", "use_loss": True}, "advantage": {"estimator": "rloo"}}
+    )
+    prompt = make_prompt(0)
+    groups = [Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0)))]
+    samples = to_samples(groups)
+    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    judged, _ = judge(settings, groups, [[Score(0.0), Score(1.0)]], Passes(samples, old, old), kl_coef=0.5)
+    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 1.0])
+    assert judged.experience.ref_logprobs is old
+    assert judged.experience.kl_coef == 0.5
+
+
+def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
+    prompt = make_prompt(0)
+    pair = (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))
+    groups = [Group(prompt, pair), Group(prompt, pair)]
+    samples = to_samples(groups)
+    old = [r.logprobs for g in groups for r in g.rollouts]
+    scores = [[Score(1.0), Score(1.0)], [Score(0.0), Score(1.0)]]
+    judged, metrics = judge(config(), groups, scores, Passes(samples, old), kl_coef=0.0)
+    assert metrics["group/constant_fraction"] == 0.5
+    assert not any(row.any() for row in judged.experience.advantages[:2])
+    assert [s.group for s in samples] == [0, 0, 1, 1]
+
+
+def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
+    settings = config(algo={"advantage": {"estimator": "gae", "no_std_norm": True}})
+    prompt = make_prompt(0)
+    groups = [Group(prompt, (make_rollout(prompt, "a", version=0, length=2), make_rollout(prompt, "b", version=0)))]
+    samples = to_samples(groups)
+    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    values = [np.array([0, 0, 0.5, 0.25], np.float32), np.array([0, 0, 0.5], np.float32)]
+    paid = np.array([0, 0, 0.5, 0], np.float32)
+    scores = [[Score(1.0, token_rewards=paid), Score(0.0)]]
+    judged, metrics = judge(settings, groups, scores, Passes(samples, old, values=values), kl_coef=0.0)
+    assert judged.experience.returns is not None
+    # The first answer is paid 0.5 and then 1, the second nothing; with gamma and lambda 1 returns are sums.
+    assert [row.tolist() for row in judged.experience.returns] == [[0, 0, 1.5, 1.0], [0, 0, 0.0]]
+    # Return minus value: 1, 0.75 and -0.5; minus their mean of 0.41667.
+    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
+    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
+    assert metrics["value/mean"] == pytest.approx(1.25 / 3)

@@ -1,0 +1,97 @@
+"""Which part of a run's state is written when, and what it goes on from."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_loop import config
+
+from vlmrl.observe.folder import RunFolder
+from vlmrl.saving import Saves
+
+
+class Remembering:
+    """A role that notes what it is asked to write, and writes a folder."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.extra: dict[Path, dict[str, Any]] = {}
+
+    def save_checkpoint(self, folder: Path, extra: dict[str, Any] | None = None) -> None:
+        self.log.append(f"{self.name} {folder.name}")
+        folder.mkdir(parents=True)
+        self.extra[folder] = extra or {}
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        self.log.append(f"{self.name} from {folder.name}")
+        return self.extra[folder]
+
+    def save_model(self, folder: Path) -> None:
+        self.log.append(f"{self.name} model {folder.name}")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    save_average = save_model
+
+    def state(self) -> dict[str, int]:
+        return {"drawn": 7}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self.log.append(f"{self.name} {state}")
+
+
+class Silent:
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        yield
+
+    def say(self, what: str) -> None:
+        pass
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+def saves(root: Path, log: list[str], **changes: Any) -> Saves:
+    settings = config(
+        algo={"advantage": {"estimator": "gae"}}, ckpt={"save_steps": 2, "max_num": 1, "load_enable": True} | changes
+    )
+    prompts, policy, critic = (Remembering(name, log) for name in ("prompts", "policy", "critic"))
+    return Saves(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
+
+
+def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    for step in range(1, 5):
+        run.save(step, kl_coef=0.5)
+    assert log == [f"{role} step_00000{step}" for step in (2, 4) for role in ("critic", "policy")]
+    left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step_*"))
+    assert left == ["checkpoints/critic/step_000004", "checkpoints/step_000004"], "both are pruned alike"
+
+
+def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    assert run.restore() == (0, None)
+    run.save(2, kl_coef=0.25)
+    # Killed between the two: a critic without its policy counts for nothing.
+    (tmp_path / "checkpoints/critic/step_000004").mkdir()
+    log.clear()
+    assert run.restore() == (2, 0.25)
+    assert log == ["policy from step_000002", "critic from step_000002", "prompts {'drawn': 7}"]
+
+
+def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    run.keep_best(0, {"eval/toy/pass@1": 0.5})
+    assert log == [], "nobody asked"
+    settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
+    policy = Remembering("policy", log)
+    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    for step, value in enumerate((0.5, 0.75, 0.75, 0.25)):
+        run.keep_best(step, {"eval/toy/pass@1": value})
+    assert len(log) == 2
+    assert '"step": 1' in (tmp_path / "best" / "best.json").read_text()

@@ -1,0 +1,72 @@
+"""What the settings say reaches the roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_loop import config
+
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.stage import absolute, critic_settings, last_step, optimizer_steps, policy_loss
+
+GAE = {"advantage": {"estimator": "gae"}}
+
+
+def loss(**changes: Any) -> Any:
+    return policy_loss(config(**changes))
+
+
+def actor(**changes: Any) -> dict[str, Any]:
+    return {"model_name_or_path": "model"} | changes
+
+
+def test_every_knob_of_the_loss_comes_from_its_setting() -> None:
+    plain = loss()
+    assert (plain.kind, plain.clip_low, plain.clip_high, plain.aggregation) == ("ppo", 0.2, 0.2, "token")
+    assert (plain.correction, plain.kl_early_stop, plain.entropy_coef, plain.dual_clip) == (None, None, 0.0, None)
+    knobs = loss(
+        actor=actor(eps_clip_low_high=[0.1, 0.3], dual_clip=3.0, entropy_coef=0.01),
+        algo={
+            "advantage": {
+                "is_correction_enable": True,
+                "is_correction_type": "icepop",
+                "is_correction_threshold": [0.4, 2.0],
+            },
+            "kl": {"early_stop": 0.05},
+            "loss_agg": "constant",
+        },
+        train={"batch_size": 2},
+    )
+    assert (knobs.clip_low, knobs.clip_high, knobs.dual_clip, knobs.entropy_coef) == (0.1, 0.3, 3.0, 0.01)
+    assert knobs.correction == Correction("icepop", 0.4, 2.0)
+    assert (knobs.kl_early_stop, knobs.aggregation, knobs.max_new_tokens) == (0.05, "constant", 4)
+
+
+def test_gspo_has_its_papers_range_and_weighs_answers() -> None:
+    gspo = loss(actor=actor(policy_loss_type="gspo"))
+    assert (gspo.kind, gspo.clip_low, gspo.clip_high, gspo.aggregation) == ("gspo", 3e-4, 4e-4, "sequence")
+    own = loss(actor=actor(policy_loss_type="gspo", eps_clip=0.1))
+    assert (own.clip_low, own.clip_high) == (0.1, 0.1)
+
+
+def test_a_file_of_the_users_is_found_from_wherever_a_rank_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert loss(actor=actor(policy_loss_type="mine.py:loss")).kind == f"{tmp_path}/mine.py:loss"
+    assert absolute("~/mine.py:loss") == f"{Path.home()}/mine.py:loss"
+
+
+def test_a_critic_gets_settings_that_leave_nothing_open() -> None:
+    settings = critic_settings(config(algo=GAE), None, num_rows=8)
+    critic = settings["critic"]
+    assert (critic.model_name_or_path, critic.zero_stage, critic.freeze_visual_encoder) == ("model", 2, False)
+    assert settings["total_steps"] == 4
+
+
+def test_the_schedule_spans_every_optimizer_step() -> None:
+    twice = config(train={"batch_size": 2, "max_epochs": 3})
+    # 8 rows are 4 steps of 2 prompts, each with 2 optimizer steps of 2 answers, 3 times over.
+    assert (last_step(twice, 8), optimizer_steps(twice, 8)) == (4, 24)

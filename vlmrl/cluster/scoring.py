@@ -1,0 +1,87 @@
+"""Who says what answers are worth: reward functions in processes of their own, and reward models over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.learners import Ranks
+from vlmrl.data.answers import to_samples
+from vlmrl.errors import RewardError
+from vlmrl.types import Floats, Group, Score
+
+
+class RemoteRewarder:
+    """Reward functions and reward servers, in a process of its own with worker processes below it."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def begin(self, group: Group) -> None:
+        """Start on a group, and return at once."""
+        self._group.submit("begin", group)
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        scores: list[list[Score]] = self._group.call("score", list(groups))[0]
+        return scores
+
+    def close(self) -> None:
+        self._group.end("close")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A model over ranks as one of the sources of reward."""
+
+    name: str
+    """What its metrics are called: `model` or `process`."""
+    ranks: Ranks
+    weight: float
+    is_process: bool
+    """It scores the steps of an answer, each at the token that ends it, and not the answer."""
+
+
+class Judges:
+    """All sources of a run's rewards: functions and servers score while answers are written, models once all are."""
+
+    def __init__(self, functions: RemoteRewarder | None, models: Sequence[RewardModel]) -> None:
+        self._functions = functions
+        self._models = models
+
+    def begin(self, group: Group) -> None:
+        """Start on a group, and return at once."""
+        if self._functions is not None:
+            self._functions.begin(group)
+
+    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """One score per answer, group by group: the weighted sum over all sources.
+
+        Raises RewardError when a model's score is not a number.
+        """
+        if self._functions is not None:
+            scores = [score for group in self._functions.score(groups) for score in group]
+        else:
+            scores = [Score(0.0) for group in groups for _ in group.rollouts]
+        samples = to_samples(groups)
+        for source in self._models:
+            found = source.ranks.ask("step_scores" if source.is_process else "score", samples)
+            scores = [
+                _with(score, source, found[number], samples[number].source) for number, score in enumerate(scores)
+            ]
+        ahead = iter(scores)
+        return [[next(ahead) for _ in group.rollouts] for group in groups]
+
+
+def _with(score: Score, source: RewardModel, found: float | Floats, where: str) -> Score:
+    """The score with what one more source says; an answer that another source could not score stays at 0."""
+    total = float(found.sum()) if source.is_process else float(found)  # type: ignore[union-attr]
+    if not math.isfinite(total):
+        raise RewardError(f"the {source.name} reward of an answer to {where} is {total}: the model is broken")
+    score = replace(score, parts={**score.parts, source.name: total})
+    if score.failed:
+        return score
+    if not source.is_process:
+        return replace(score, total=score.total + source.weight * total)
+    return replace(score, token_rewards=source.weight * found)  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""What the settings of the algorithm say about each other: estimator, policy loss, corrections, KL, filtering."""
+
+from vlmrl.config.actor import Actor, Ref
+from vlmrl.config.algo import GROUP_ESTIMATORS, NORMALISED_ESTIMATORS, Advantage, Algo
+from vlmrl.config.checks import Unread
+from vlmrl.config.names import settings
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.train import TrainRl
+
+
+def unread_of_loss(actor: Actor) -> Unread:
+    found: Unread = {}
+    if actor.eps_clip_low_high is not None:
+        found["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
+    elif actor.has_paper_clip:
+        found["actor.eps_clip"] = "actor.policy_loss_type gspo clips in its paper's range unless one is given"
+    if actor.policy_loss_type != "ppo":
+        found["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", ("ppo",), actor.policy_loss_type)
+    return found
+
+
+def unread_of_advantage(advantage: Advantage) -> Unread:
+    found: Unread = {}
+    if advantage.estimator != "gae":
+        found["algo.advantage.lambd"] = _read_by_alone("algo.advantage.estimator", ("gae",), advantage.estimator)
+    if advantage.estimator not in NORMALISED_ESTIMATORS:
+        reason = _read_by_alone("algo.advantage.estimator", NORMALISED_ESTIMATORS, advantage.estimator)
+        found |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
+    if not advantage.is_correction_enable:
+        names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
+        found |= dict.fromkeys(names, "algo.advantage.is_correction_enable is off")
+    return found
+
+
+def unread_of_kl(algo: Algo) -> Unread:
+    if algo.kl.init_coef == 0:
+        reason = "algo.kl.init_coef is 0, so there is no reference model"
+        names = (f"algo.kl.{name}" for name in ("estimator", "use_loss", "target", "horizon"))
+        return dict.fromkeys((*settings(Ref, "ref."), *names, "train.colocate_actor_ref"), reason)
+    if algo.kl.target is None:
+        return {"algo.kl.horizon": "algo.kl.init_coef stays as it is without algo.kl.target"}
+    return {}
+
+
+def unread_of_filtering(algo: Algo) -> Unread:
+    if algo.dynamic_filtering_enable:
+        return {}
+    names = ("algo.dynamic_filtering_range", "algo.dynamic_filtering_max_draws")
+    return dict.fromkeys(names, "algo.dynamic_filtering_enable is off")
+
+
+def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
+    """Settings that act between the optimizer steps of one batch of answers."""
+    if steps_per_batch(rollout, train) > 1:
+        return {}
+    reason = "one optimizer step per batch of answers leaves no rest of an update: lower train.batch_size"
+    return {"algo.kl.early_stop": reason}
+
+
+def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
+    kind = advantage.is_correction_type
+    if not advantage.is_correction_enable or actor.policy_loss_type != "gspo" or kind == "seq-mask-tis":
+        return []
+    line = (
+        f"algo.advantage.is_correction_type {kind} weighs single tokens, and actor.policy_loss_type gspo whole "
+        "answers: use seq-mask-tis, or leave algo.advantage.is_correction_enable off"
+    )
+    return [line]
+
+
+def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
+    n, found = rollout.n_samples_per_prompt, []
+    if n < 2 and algo.advantage.estimator in GROUP_ESTIMATORS:
+        found.append(
+            f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
+            "without a group to compare an answer with: use 2 or more"
+        )
+    if n < 2 and algo.dynamic_filtering_enable:
+        found.append(
+            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one answer to judge a prompt by: "
+            "use 2 or more"
+        )
+    num_answers = rollout.batch_size * n
+    if num_answers % train.batch_size:
+        found.append(
+            f"train.batch_size {train.batch_size} does not divide the {num_answers} answers of a step "
+            f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n})"
+        )
+    if train.batch_size % n:
+        found.append(
+            f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}: "
+            "an optimizer step takes whole groups"
+        )
+    return found
+
+
+def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
+    """Optimizer steps that a batch of answers is learned from."""
+    return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
+
+
+def _read_by_alone(setting: str, values: tuple[str, ...], given: str) -> str:
+    verb = "read" if len(values) > 1 else "reads"
+    return f"{setting} {', '.join(values)} alone {verb} it, and here it is {given}"

@@ -1,0 +1,93 @@
+"""What the settings of roles say about each other: critic, reward models, moving average, who shares devices."""
+
+from vlmrl.config.checks import Unread, conflicts_of_optimizer, unread_of_optimized
+from vlmrl.config.ckpt import Ckpt
+from vlmrl.config.critic import Critic
+from vlmrl.config.ds import Ds
+from vlmrl.config.names import settings
+from vlmrl.config.rollout import Eval
+from vlmrl.config.train import TrainRl
+from vlmrl.config.vllm import Vllm
+
+REWARD_MODELS = ("reward_model", "process_model")
+"""The roles that `reward.num_gpus_per_node` speaks of: they share their devices."""
+
+
+def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]:
+    """Roles that have the same devices. A critic in the actor's processes is none."""
+    if train.colocate_all:
+        return [frozenset({"actor", "ref", "vllm", *REWARD_MODELS})]
+    trained = {"actor", "ref"} if train.colocate_actor_ref else {"actor"}
+    judges = set(REWARD_MODELS)
+    if train.colocate_critic_reward and critic_is_with_actor:
+        return [frozenset(trained | judges)]
+    return [frozenset(trained), frozenset(judges | {"critic"} if train.colocate_critic_reward else judges)]
+
+
+def unread_of_critic(critic: Critic, *, estimator: str, is_with_actor: bool) -> Unread:
+    if estimator != "gae":
+        names = (*settings(Critic, "critic."), "train.colocate_actor_critic", "train.colocate_critic_reward")
+        return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, gae has")
+    found = unread_of_optimized("critic", critic)
+    if is_with_actor:
+        reason = "the critic lives in the actor's processes (train.colocate_actor_critic, train.colocate_all)"
+        found |= {"critic.num_nodes": reason, "critic.num_gpus_per_node": reason}
+    return found
+
+
+def unread_of_sharing(train: TrainRl, *, has_reward_model: bool) -> Unread:
+    found: Unread = {}
+    if not has_reward_model:
+        found["train.colocate_critic_reward"] = "there is no reward model"
+    if train.colocate_all:
+        names = ("colocate_actor_ref", "colocate_actor_critic", "colocate_critic_reward")
+        found |= dict.fromkeys((f"train.{name}" for name in names), "train.colocate_all includes it")
+    return found
+
+
+def unread_of_average(train: TrainRl) -> Unread:
+    return {} if train.enable_ema else {"train.ema_beta": "train.enable_ema is off"}
+
+
+def unread_of_best(evaluation: Eval) -> Unread:
+    return {} if evaluation.dataset else {"ckpt.best_metric_key": "nothing is evaluated without eval.dataset"}
+
+
+def conflicts_of_best(ckpt: Ckpt, evaluation: Eval) -> list[str]:
+    if ckpt.best_metric_key is None or evaluation.dataset is None or evaluation.steps > 0:
+        return []
+    return ["ckpt.best_metric_key compares evaluations, and eval.steps -1 makes none during training: set eval.steps"]
+
+
+def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
+    found = []
+    if train.max_steps is not None and critic.freezing_steps >= train.max_steps:
+        found.append(
+            f"critic.freezing_steps {critic.freezing_steps} leaves the actor nothing of train.max_steps "
+            f"{train.max_steps}: lower it"
+        )
+    if ds.adam_offload and critic.zero_stage == 0:
+        found.append("ds.adam_offload needs a sharded optimizer: set critic.zero_stage to 1, 2 or 3")
+    if ds.lora.rank and "vision" in ds.lora.target_modules:
+        frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(critic, flag)]
+        found += [
+            f"ds.lora.target_modules vision would change what critic.{flag} keeps as it is: leave one of them out"
+            for flag in frozen
+        ]
+    return [*found, *conflicts_of_optimizer("critic", critic, ds)]
+
+
+def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:
+    found = []
+    if vllm.enable_sleep and not train.colocate_all:
+        found.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
+    if vllm.sync_backend == "ipc" and not train.colocate_all:
+        found.append(
+            "vllm.sync_backend ipc hands weights over within a GPU: it needs train.colocate_all (or use nccl, or shm)"
+        )
+    if vllm.sync_backend == "nccl" and train.colocate_all:
+        found.append(
+            "vllm.sync_backend nccl cannot join trainer and engines on the same GPU, where train.colocate_all puts "
+            "them: use ipc or shm"
+        )
+    return found

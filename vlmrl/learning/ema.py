@@ -1,0 +1,130 @@
+"""The moving average of the weights that train: kept in fp32 on the CPU, and put into the model's place to be saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from vlmrl.errors import ConfigError
+from vlmrl.models.quantize import true_shape
+
+
+class Ema:
+    """`average <- beta * average + (1 - beta) * weights`, from the weights of the start (Polyak averaging).
+
+    One per rank, made when the engine has started. Under ZeRO-3 a rank averages its shards of all the parameters that
+    train; otherwise, where each rank has all of them, it averages its share, so that together the ranks hold one copy.
+    """
+
+    def __init__(self, net: nn.Module, *, beta: float) -> None:
+        self._beta = beta
+        self._trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self._owners = _owners(self._trained, torch.distributed.get_world_size())
+        rank = torch.distributed.get_rank()
+        self._average = {
+            name: _held(p).detach().to("cpu", torch.float32, copy=True)
+            for name, p in self._trained.items()
+            if self._owners.get(name, rank) == rank
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of now. Call it after each optimizer step; the ranks need not wait for one another."""
+        for name, average in self._average.items():
+            average.lerp_(_held(self._trained[name]).to("cpu", torch.float32), 1.0 - self._beta)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within the context the model has the average as its weights; after it the ones it had, to the last bit.
+
+        A collective. For saving: neither a gradient nor the optimizer may be touched meanwhile.
+        """
+        trained: list[Any] = list(self._trained.values())
+        kept = [_held(p).detach().to("cpu", copy=True) for p in trained]
+        _drop_whole(trained)
+        try:
+            self._put_average()
+            yield
+        finally:
+            _drop_whole(trained)
+            for parameter, weights in zip(trained, kept, strict=True):
+                _held(parameter).copy_(weights)
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank holds: fp32 tensors on the CPU by the name of the parameter, flat shards under ZeRO-3."""
+        return dict(self._average)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state()` of the same rank. Raises ValueError for the state of another model or other ranks."""
+        wanted = {name: average.shape for name, average in self._average.items()}
+        found = {name: average.shape for name, average in state.items()}
+        if wanted != found:
+            differ = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+            raise ValueError(f"{len(differ)} tensors of the moving average differ, such as {differ[0]}")
+        for name, average in self._average.items():
+            average.copy_(state[name])
+
+    def save(self, folder: Path) -> None:
+        """Write what this rank holds into a checkpoint in the making."""
+        torch.save(self.state(), _file(folder))
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint. Raises ConfigError when it has no average, or one of another model or ranks."""
+        if not _file(folder).exists():
+            raise ConfigError(
+                f"{folder} was written without a moving average: leave --train.enable_ema off as it was, "
+                f"or give the run another --ckpt.output_dir"
+            )
+        try:
+            self.load_state(torch.load(_file(folder), weights_only=True, map_location="cpu"))
+        except ValueError as error:
+            raise ConfigError(f"{folder} does not fit this run: {error}; give it another --ckpt.output_dir") from error
+
+    @torch.no_grad()
+    def _put_average(self) -> None:
+        for name, parameter in self._trained.items():
+            held = _held(parameter)
+            if name in self._average:
+                held.copy_(self._average[name])
+            if name in self._owners:
+                # In the parameter's own dtype, so that every rank has the same rounded numbers.
+                torch.distributed.broadcast(held, src=self._owners[name])
+
+
+def _owners(trained: Mapping[str, nn.Parameter], world_size: int) -> dict[str, int]:
+    """Which rank averages what: the largest first, to whoever has least. Shards have none: they lie where they are."""
+    owners: dict[str, int] = {}
+    loads = [0] * world_size
+    whole = {name: math.prod(true_shape(p)) for name, p in trained.items() if not hasattr(p, "ds_id")}
+    for name in sorted(whole, key=lambda name: (-whole[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += whole[name]
+    return owners
+
+
+def _held(parameter: Any) -> Tensor:
+    """What this rank stores of a parameter: its shard under ZeRO-3, else all of it. Writing to it writes the weight."""
+    shard: Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_id") else parameter.data
+    return shard
+
+
+def _drop_whole(parameters: list[Any]) -> None:
+    """Leave of ZeRO-3 parameters the shards alone: a whole copy would go on showing the numbers from before.
+
+    DeepSpeed keeps small ones whole between passes, and gathers them again in the next.
+    """
+    whole = [p for p in parameters if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.AVAILABLE]
+    if whole:
+        whole[0].partition(param_list=whole, has_been_updated=False)
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"average_rank_{torch.distributed.get_rank()}.pt"

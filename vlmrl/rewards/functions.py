@@ -1,0 +1,265 @@
+"""Calls reward functions in processes of their own, which a hanging function cannot hang.
+
+A user's reward function lives in any Python file and is named by `reward.remote_url`, as `path/to/file.py:function`:
+
+    def my_reward(response, label):
+        return float(label in response)
+
+It is called once per answer with keyword arguments, of which it gets those that it declares: `prompt` (the rendered
+text), `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's
+other columns). It returns one number, or a dict of numbers with one named `total`, the others being for the metrics. It
+is never called with a batch, and a list is not an answer. What it may hold on to (a model, a connection) is loaded at
+the top of the file: that happens once per process and outside the time limit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from vlmrl.errors import ConfigError, RewardError
+from vlmrl.rewards import worker
+from vlmrl.rewards.question import Question
+from vlmrl.rewards.worker import SETTING, Declared, Verdict
+
+_START_LIMIT_S = 120.0
+"""For importing the user's file, with whatever it loads."""
+_PATIENCE_S = 30.0
+"""For killing a process that holds on and starting the next, beyond all limits, before the pool counts as stuck."""
+_MOST_RESTARTS = 3
+
+
+class _Call(NamedTuple):
+    """One function for one answer."""
+
+    answer: int
+    function: str
+    arguments: Mapping[str, Any]
+    images: tuple[str, ...]
+
+
+class Calls:
+    """The calls for some answers, under way or done. Made by `Functions.begin`, read by `Functions.collect`."""
+
+    def __init__(self, calls: Sequence[_Call], folder: tempfile.TemporaryDirectory[str] | None) -> None:
+        """`folder` holds the images while the calls need them."""
+        self.all = calls
+        self.folder = folder
+        self.futures: dict[int, tuple[ProcessFuture[Verdict], ProcessPool]] = {}
+        """Number of a call -> where its verdict will be, and the pool that was asked."""
+
+    def end(self) -> None:
+        """Nobody waits for them any more."""
+        for future, _ in self.futures.values():
+            future.cancel()  # type: ignore[no-untyped-call]
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+class Functions:
+    """The built-in reward functions `names`, and the user's own. `close` ends the processes that they run in.
+
+    Args:
+        own: the user's function, `path/to/file.py:function`.
+        time_limit_s: for one call.
+    """
+
+    def __init__(self, names: Sequence[str], own: str | None, *, num_workers: int, time_limit_s: float) -> None:
+        """Raises ConfigError when the user's function cannot be loaded or wants arguments that do not exist."""
+        self._built_in = tuple(names)
+        self._spec = own
+        self._own = None if own is None else own.rpartition(":")[2]
+        if self._own in names:
+            raise ConfigError(
+                f"{SETTING}: your function is called {self._own}, as one in reward.functions is: rename yours"
+            )
+        self._num_workers = num_workers
+        self._time_limit_s = time_limit_s
+        self._last_end = 0.0
+        self._pool = self._start_pool()
+        try:
+            self._declared = {name: self._describe(name) for name in self.names}
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every function, the user's last."""
+        return self._built_in if self._own is None else (*self._built_in, self._own)
+
+    @property
+    def wants_images(self) -> bool:
+        return any("images" in declared.arguments for declared in self._declared.values())
+
+    def missing(self, question: Question) -> str | None:
+        """What keeps this answer from being scored, in one line that starts with its row."""
+        wanting = [name for name, declared in self._declared.items() if declared.wants_label]
+        if not wanting or question.label is not None:
+            return None
+        return f"{question.source} has no label, and the reward function {wanting[0]} compares with one"
+
+    def begin(self, questions: Sequence[Question]) -> Calls:
+        """Hand the calls to the processes, and return before they are made."""
+        folder = None
+        if self.wants_images and any(question.media for question in questions):
+            folder = tempfile.TemporaryDirectory(prefix="vlmrl-rewards-")
+        calls = Calls(list(self._calls(questions, folder)), folder)
+        self._schedule(calls)
+        return calls
+
+    def collect(self, begun: Sequence[Calls]) -> Generator[tuple[int, int, str, Verdict], None, None]:
+        """(number of the `begin`, number of the answer in it, function, verdict), each as soon as it is there.
+
+        Calls whose processes died are made again. A reader who has seen enough closes the iterator, which takes back
+        what is still waiting. Raises RewardError when processes keep dying.
+        """
+        left = {(i, j) for i, calls in enumerate(begun) for j in range(len(calls.all))}
+        try:
+            for _ in range(_MOST_RESTARTS):
+                self._revive()
+                for calls in begun:
+                    self._schedule(calls)
+                for i, j in sorted(left):
+                    verdict = self._await(begun[i], j)
+                    if verdict is not None:
+                        left.remove((i, j))
+                        yield i, begun[i].all[j].answer, begun[i].all[j].function, verdict
+                if not left:
+                    return
+        finally:
+            for calls in begun:
+                calls.end()
+        raise RewardError("the processes that score answers keep dying: is there memory left? lower reward.num_workers")
+
+    def close(self) -> None:
+        """Ends every process that scoring started. Idempotent."""
+        self._end_pool()
+        _stop_forkserver()
+
+    def _start_pool(self) -> ProcessPool:
+        # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
+        # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vlmrl.rewards.worker", *(f"vlmrl.rewards.{name}" for name in self._built_in)])
+        return ProcessPool(
+            max_workers=self._num_workers,
+            context=context,
+            initializer=worker.start,
+            initargs=(self._built_in, self._spec),
+        )
+
+    def _end_pool(self) -> None:
+        self._pool.stop()  # type: ignore[no-untyped-call]
+        self._pool.join()
+
+    def _revive(self) -> None:
+        if not self._pool.active:  # a process may also die while there is nothing to score
+            self._end_pool()
+            self._pool = self._start_pool()
+
+    def _describe(self, name: str) -> Declared:
+        deadline = time.monotonic() + _START_LIMIT_S
+        try:
+            future = self._pool.schedule(worker.describe, args=(name,))
+            # Here and below: pebble forgets what stood in its queue when it broke, so that nobody would ever answer.
+            while not wait([future], timeout=1.0).done and self._pool.active:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"{SETTING}: {self._spec} takes over {_START_LIMIT_S:g} s to import")
+            declared: Declared = future.result(timeout=0)
+            return declared
+        except (TimeoutError, BrokenProcessPool, ProcessExpired, RuntimeError) as error:
+            raise ConfigError(f"{SETTING}: {self._spec} ends its process when it is imported") from error
+
+    def _calls(self, questions: Sequence[Question], folder: tempfile.TemporaryDirectory[str] | None) -> Iterator[_Call]:
+        """Answer by answer, and for each the functions in order."""
+        for answer, question in enumerate(questions):
+            # A file per image, not a copy per answer: what crosses processes does not depend on G.
+            images = () if folder is None else _write_images(question, Path(folder.name))
+            known = {
+                "prompt": question.prompt,
+                "response": question.response,
+                "label": question.label,
+                "metadata": dict(question.metadata),
+            }
+            for name, declared in self._declared.items():
+                arguments = {key: value for key, value in known.items() if key in declared.arguments}
+                yield _Call(answer, name, arguments, images if "images" in declared.arguments else ())
+
+    def _schedule(self, calls: Calls) -> None:
+        """Those not under way, a task for each: that costs 0.1 ms, and one that hangs takes no other along."""
+        with suppress(RuntimeError):  # the pool broke just now: what is missing comes again
+            for i, call in enumerate(calls.all):
+                if i not in calls.futures:
+                    arguments = (call.function, call.arguments, call.images)
+                    future = self._pool.schedule(worker.call, args=arguments, timeout=self._time_limit_s)
+                    future.add_done_callback(self._note_end)
+                    calls.futures[i] = (future, self._pool)
+
+    def _note_end(self, _: Any) -> None:
+        self._last_end = time.monotonic()
+
+    def _await(self, calls: Calls, number: int) -> Verdict | None:
+        """None when its pool broke before the call was made: then it is no longer under way."""
+        if number not in calls.futures:
+            return None
+        call, (future, pool) = calls.all[number], calls.futures[number]
+        start = time.monotonic()
+        while not wait([future], timeout=1.0).done and pool.active:
+            # Calls of other groups may stand before this one, for as long as they take.
+            if time.monotonic() - max(start, self._last_end) > self._time_limit_s + _START_LIMIT_S + _PATIENCE_S:
+                raise RewardError(
+                    f"the processes that score answers are stuck in front of {call.function}; if it is yours, does "
+                    "importing its file always end?"
+                )
+        verdict = self._verdict(call.function, future)
+        if verdict is None:
+            del calls.futures[number]
+        return verdict
+
+    def _verdict(self, function: str, future: ProcessFuture[Verdict]) -> Verdict | None:
+        try:
+            verdict: Verdict = future.result(timeout=0)
+            return verdict
+        except TimeoutError:
+            if not future.done():
+                return None
+            problem = f"{function} took longer than reward.time_limit_s {self._time_limit_s:g}"
+        except ProcessExpired as error:
+            problem = f"{function} ended its process (exit code {error.exitcode})"
+        except (BrokenProcessPool, CancelledError):
+            return None
+        # A built-in function is ours: one that runs too long has met a hostile answer, worth 0 and no failure.
+        return Verdict() if function != self._own else Verdict(problem=problem)
+
+
+def _write_images(question: Question, folder: Path) -> tuple[str, ...]:
+    """A .npy file per image; each picture once, however many answers it has."""
+    files = []
+    for media in question.media:
+        file = folder / f"{media.hash}.npy"
+        if not file.exists():
+            np.save(file, media.fetch(), allow_pickle=False)
+        files.append(os.fspath(file))
+    return tuple(files)
+
+
+def _stop_forkserver() -> None:
+    """End the fork server, unless another part of the process still has children of it.
+
+    The standard library ends it only with the process itself, and has no public way to do it earlier.
+    """
+    if not multiprocessing.active_children():
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -1,0 +1,250 @@
+"""A reward server: answers over HTTP to be scored, whatever scores them. `protocol.py` says what travels.
+
+POST / or /get_reward scores, GET /health says that the server is up. Answers that arrive at about the same time are
+scored together. A server that has a token wants `Authorization: Bearer <token>` with everything but /health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing, suppress
+from typing import NamedTuple, Protocol
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from vlmrl.config.serve import Serve
+from vlmrl.errors import ConfigError
+from vlmrl.rewards.combine import combined
+from vlmrl.rewards.functions import Functions
+from vlmrl.rewards.http import TOKEN
+from vlmrl.rewards.protocol import read_request, write_answer
+from vlmrl.rewards.question import Question
+from vlmrl.rewards.worker import Verdict, one_line
+
+_MOST_BYTES = 256 * 2**20
+"""Of a request, images included."""
+_STOP_LIMIT_S = 60
+"""What is under way when the server is told to stop has so long to be answered."""
+
+
+class Judge(Protocol):
+    """What says what answers are worth."""
+
+    wants_images: bool
+    """It looks at images. They are not opened where nobody does."""
+
+    def judge(self, questions: Sequence[Question]) -> Sequence[Verdict]:
+        """One verdict per answer, in order. It is never called twice at once."""
+
+    def close(self) -> None:
+        """End what it started."""
+
+
+class FunctionJudge:
+    """Reward functions as a judge: the weighted sum of what they say."""
+
+    def __init__(self, weights: dict[str, float], own: str | None, *, num_workers: int, time_limit_s: float) -> None:
+        """`weights` are of built-in functions; the user's, `path/to/file.py:function`, has weight 1 beside them.
+
+        Raises ConfigError when the user's function cannot be loaded.
+        """
+        self._functions = Functions(tuple(weights), own, num_workers=num_workers, time_limit_s=time_limit_s)
+        self._weights = {name: weights.get(name, 1.0) for name in self._functions.names}
+        self.wants_images = self._functions.wants_images
+
+    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
+        missing = [self._functions.missing(question) for question in questions]
+        can = [number for number, lacks in enumerate(missing) if lacks is None]
+        said: dict[int, dict[str, Verdict]] = {number: {} for number in can}
+        begun = self._functions.begin([questions[number] for number in can])
+        with closing(self._functions.collect([begun])) as found:
+            for _, answer, name, verdict in found:
+                said[can[answer]][name] = verdict
+        return [
+            combined(said[number], self._weights) if lacks is None else Verdict(problem=lacks)
+            for number, lacks in enumerate(missing)
+        ]
+
+    def close(self) -> None:
+        self._functions.close()
+
+
+class _Waiting(NamedTuple):
+    question: Question
+    verdict: asyncio.Future[Verdict]
+
+
+class _FullError(Exception):
+    """No more answers may wait."""
+
+
+class Line:
+    """Answers that wait for the judge, and are brought to it in batches."""
+
+    def __init__(self, judge: Judge, serve: Serve) -> None:
+        self._judge = judge
+        self._serve = serve
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+        # One thread: a model must not be asked twice at once, and the event loop goes on answering meanwhile.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    async def score(self, questions: Sequence[Question]) -> list[Verdict]:
+        """One verdict per answer. Raises _FullError when they are more than may wait."""
+        if self.num_waiting + len(questions) > self._serve.max_queue:
+            raise _FullError
+        loop = asyncio.get_running_loop()
+        waiting = [_Waiting(question, loop.create_future()) for question in questions]
+        for one in waiting:
+            self._queue.put_nowait(one)
+        return await asyncio.gather(*(one.verdict for one in waiting))
+
+    async def serve_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = await self._next_batch()
+            try:
+                verdicts = await loop.run_in_executor(self._thread, self._judge.judge, [one.question for one in batch])
+            except Exception as error:  # whatever a judge may raise is the answer to those who asked, not our end
+                for one in batch:
+                    if not one.verdict.done():
+                        one.verdict.set_exception(error)
+                continue
+            for one, verdict in zip(batch, verdicts, strict=True):
+                if not one.verdict.done():  # else the client has gone
+                    one.verdict.set_result(verdict)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def _next_batch(self) -> list[_Waiting]:
+        """What comes within `serve.max_wait_ms` of the first, up to `serve.max_batch`."""
+        batch = [await self._queue.get()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._serve.max_wait_ms / 1000):
+                while len(batch) < self._serve.max_batch:
+                    batch.append(await self._queue.get())
+        return batch
+
+
+def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
+    """The server as an application; `token` is what clients must show, if any."""
+    line = Line(judge, serve)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        serving = asyncio.create_task(line.serve_for_ever())
+        yield
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        line.close()
+
+    app = FastAPI(title="vlmrl serve-rm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def see_token(request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        if token and request.url.path != "/health" and not _shows(request, token):
+            return _problem(401, "send Authorization: Bearer and the server's token")
+        return await pass_on(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str | int]:
+        return {"status": "ok", "waiting": line.num_waiting}
+
+    @app.post("/")
+    @app.post("/get_reward")
+    async def score(request: Request) -> Response:
+        content = await _content(request)
+        if content is None:
+            return _problem(413, f"a request may have {_MOST_BYTES} bytes")
+        try:
+            questions = await asyncio.to_thread(read_request, content, wants_images=judge.wants_images)
+        except ValueError as error:
+            return _problem(422, str(error))
+        if len(questions) > serve.max_queue:
+            return _problem(
+                413, f"{len(questions)} answers in one request: serve.max_queue lets {serve.max_queue} wait"
+            )
+        try:
+            verdicts = await line.score(questions)
+        except _FullError:
+            return _problem(503, f"serve.max_queue {serve.max_queue} answers wait already: come back later")
+        except Exception as error:
+            return _problem(500, f"{type(error).__name__}: {error}")
+        return Response(write_answer(verdicts), media_type="application/json")
+
+    return app
+
+
+def run(judge: Judge, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
+    """Answer on `listener` until the process is told to stop (SIGTERM, Ctrl-C), and then what is under way."""
+    config = uvicorn.Config(
+        make_app(judge, serve, token),
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_STOP_LIMIT_S,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def check_token(host: str, token: str | None) -> None:
+    """Raises ConfigError for a server that other machines would reach without a token."""
+    if not token and not _is_loopback(host):
+        raise ConfigError(
+            f"serve.host {host} is open to other machines: set the environment variable {TOKEN} to a secret of your "
+            "choice, here and where vlmrl rl runs, or leave serve.host at 127.0.0.1"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. It turns clients away until `run` is there for them.
+
+    Raises ConfigError when the address is not this machine's or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its server has ended
+        listener.bind((address[0], port, *address[2:]))
+        return listener
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"serve.host {host}, serve.port {port}: cannot listen there: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _shows(request: Request, token: str) -> bool:
+    shown = request.headers.get("authorization", "")
+    return hmac.compare_digest(shown.encode(), f"Bearer {token}".encode())
+
+
+async def _content(request: Request) -> bytes | None:
+    """None for more bytes than a request may have."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MOST_BYTES:
+            return None
+    return bytes(content)
+
+
+def _problem(status: int, what: str) -> Response:
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return PlainTextResponse(one_line(what), status_code=status, headers=headers)
