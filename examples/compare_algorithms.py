@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="some of the algorithms")
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     start = warm_start(given.out)
     for number, name in enumerate(given.only, start=1):
         folder = given.out / name
@@ -75,7 +76,6 @@ def warm_start(out: Path) -> Path:
     fresh, folder = out / "start", out / "sft"
     if not (folder / "model").is_dir():
         CONSOLE.print("supervised warm-up")
-        out.mkdir(parents=True, exist_ok=True)
         python("-m", "vlmrl.models.tiny", "--family", "qwen2_5_vl", "--out", str(fresh), log=out / "start.log")
         vlmrl(
             *("sft", "--config", str(HERE / "quickstart_sft.yaml"), "--actor.model_name_or_path", str(fresh)),
