@@ -24,7 +24,7 @@ from vlmrl.learning.forward import Passes, Scored, read_value_model
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
 from vlmrl.observe.metrics import Metric
-from vlmrl.plugins import MODEL_FLAG, Processor, processor_of
+from vlmrl.plugins import Processor, processor_of
 from vlmrl.types import Bools, Ints, Sample
 
 
@@ -65,14 +65,8 @@ class RewardModel:
         # In 4 bits it would be another model, and its scores would be others: nothing trains that could make up for it.
         ds = ds.model_copy(update={"load_in_4bit": False})
         model = actor.model_copy(update={"model_name_or_path": path})
-        try:
-            with sharded_loading(ds):
-                net, reader = read_value_model(
-                    model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag
-                )
-        except ConfigError as error:
-            # What reads processors names the setting of the actor.
-            raise ConfigError(str(error).replace(MODEL_FLAG, flag)) from error
+        with sharded_loading(ds):
+            net, reader = read_value_model(model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag)
         _check_reads_alike(reader, actor, columns, path, flag)
         self._processor = reader
         net.requires_grad_(False)
