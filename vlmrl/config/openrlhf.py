@@ -7,8 +7,9 @@ _EXPERTS = "not built yet: settings for mixtures of experts"
 REFUSED: dict[str, str] = {
     "ds.value_head_prefix": "never: a value head is called score, where Transformers' classifiers have theirs",
     **{
-        f"{role}.muon.no_nesterov": "never: DeepSpeed's Muon always looks ahead along the momentum"
+        f"{role}.muon.{name}": "never: DeepSpeed's Muon takes five Newton-Schulz steps with Nesterov momentum"
         for role in ("actor", "critic")
+        for name in ("ns_steps", "nesterov", "no_nesterov")
     },
     "actor.aux_loss_coef": _EXPERTS,
     "ds.experts_implementation": _EXPERTS,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -23,16 +23,13 @@ class Adam(Section):
 
 
 class Muon(Section):
-    """Muon (kellerjordan.github.io/posts/muon), DeepSpeed's, for the matrices inside the layers."""
+    """Muon (kellerjordan.github.io/posts/muon), DeepSpeed's, for the matrices inside the layers: five
+    Newton-Schulz steps and Nesterov momentum."""
 
     lr: PositiveFloat = 0.02
     """Peak learning rate of the matrices; the rest (embeddings, output layer, norms, biases) takes `adam.lr`."""
     momentum: Beta = 0.95
     """Decay rate of the momentum."""
-    ns_steps: PositiveInt = 5
-    """Newton-Schulz iterations that orthogonalise a step. DeepSpeed's Muon makes 5, and takes no other number."""
-    nesterov: bool = True
-    """Look ahead along the momentum. DeepSpeed's Muon always does."""
 
 
 class Optimized(Section):

@@ -171,9 +171,3 @@ def test_muon_without_a_matrix_to_move_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="optim muon moves the matrices inside the layers, and none of them trains"):
         optimizer(Net(), actor=_model(), where=CPU)
-
-
-@pytest.mark.parametrize("muon", [{"ns_steps": 6}, {"nesterov": False}])
-def test_settings_that_the_muon_of_deepspeed_has_not_are_refused(muon: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="takes 5 ns_steps with nesterov: leave both out"):
-        optimizer(nn.Linear(2, 2), actor=_model(muon=muon), where=CPU)
