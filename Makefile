@@ -1,6 +1,9 @@
 # Every target sets up what it needs first: a fresh clone needs no other command.
 PYTHON ?= python3
 BIN := .venv/bin
+# Files of unit tests side by side. End-to-end tests keep every core busy by themselves.
+JOBS ?= 2
+UNIT := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart quickstart-qlora test check lint unit bench coverage map clean
@@ -17,10 +20,10 @@ quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft,
 quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that train beside it
 	@$(BIN)/python -m vlmrl.quickstart qlora
 
-test: setup  ## every test: unit, and end to end on the real stack
-	$(BIN)/python -m pytest -q
+test: unit  ## every test: unit, and end to end on the real stack
+	$(BIN)/python -m pytest -q tests/end_to_end tests/gpu
 
-check: lint unit  ## what to run before a commit: lint and unit tests, about a minute
+check: lint unit  ## what to run before a commit: lint and unit tests, two minutes
 
 lint: setup  ## ruff, mypy, import rules
 	$(BIN)/ruff check
@@ -29,7 +32,7 @@ lint: setup  ## ruff, mypy, import rules
 	$(BIN)/lint-imports
 
 unit: setup  ## unit tests only
-	$(BIN)/python -m pytest -q tests/unit
+	$(UNIT)
 
 bench: setup  ## a weight publish, rollouts, an optimizer step in each layout and the log-probs alone, as JSON lines
 	@test -d runs/bench/model || $(BIN)/python -m vlmrl.models.tiny --family qwen2_5_vl --out runs/bench/model
@@ -40,7 +43,7 @@ bench: setup  ## a weight publish, rollouts, an optimizer step in each layout an
 	$(BIN)/vlmrl bench logprobs --bench.tokens 1024 --bench.hidden 256
 
 coverage: setup  ## unit tests with line and branch coverage
-	$(BIN)/python -m pytest -q tests/unit --cov --cov-report=term-missing
+	$(UNIT) --cov --cov-report=term-missing
 
 map: setup  ## the list of files in README.md, from the first sentence of each
 	@$(BIN)/python assets/map.py
