@@ -1,6 +1,8 @@
 """One trainer rank by itself: takes optimizer steps on made-up samples and prints the most memory that it held.
 
-    python memory_rank.py MODEL '{"layouts": ..., settings of the case}'
+    python memory_rank.py MODEL '{"role": "critic", "ds": {"zero_stage": 2}}'
+
+The role is actor, critic, or both: an actor with its critic in one process.
 
 What it held is the process's resident memory above that after its imports; the caller has glibc give back at once what
 is freed (MALLOC_MMAP_THRESHOLD_), so that it is what the rank uses and not what the C library keeps.
@@ -8,6 +10,7 @@ is freed (MALLOC_MMAP_THRESHOLD_), so that it is what the rank uses and not what
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from vlmrl import startup
@@ -24,14 +27,17 @@ from vlmrl.bench.samples import make_experience, make_samples  # noqa: E402
 from vlmrl.cluster.learners import count, experience_of  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
 from vlmrl.config.bench import Samples  # noqa: E402
+from vlmrl.config.critic import Critic  # noqa: E402
 from vlmrl.config.data import Columns  # noqa: E402
 from vlmrl.config.ds import Ds  # noqa: E402
 from vlmrl.config.train import Loop  # noqa: E402
 from vlmrl.config.vision import Vision  # noqa: E402
 from vlmrl.data.balance import spread  # noqa: E402
+from vlmrl.learning import critic as learning_critic  # noqa: E402
+from vlmrl.learning.pair import PolicyAndCritic  # noqa: E402
 from vlmrl.learning.policy import Policy, PolicyLoss  # noqa: E402
 from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
-from vlmrl.models.footprint import sizes, trainer  # noqa: E402
+from vlmrl.models.footprint import in_turn_with, sizes, trainer, with_value_head  # noqa: E402
 from vlmrl.models.load import skeleton  # noqa: E402
 from vlmrl.plugins import processor_of  # noqa: E402
 
@@ -40,8 +46,11 @@ PROMPT, ANSWER, IMAGE = 320, 704, 224
 
 def main(path: str, case: dict[str, Any]) -> None:
     """Two packs a step, of one sample each, for two steps: the second has the optimizer's state and a gradient."""
-    ds, columns = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns()
-    actor = Model(model_name_or_path=path, gradient_checkpointing_enable=case.get("checkpointing", False))
+    ds, columns, role = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns(), case.get("role", "actor")
+    checkpointing = {"gradient_checkpointing_enable": case.get("checkpointing", False)}
+    thawed = {"freeze_visual_encoder": False, "freeze_projector": False}
+    actor = Model(model_name_or_path=path, **checkpointing, **thawed)
+    critic = Critic(model_name_or_path=path, zero_stage=ds.zero_stage, **checkpointing, **thawed)
     reader = processor_of(path, columns)
     adapter = plan_adapter(actor, ds.lora, reader)
     size = sizes(skeleton(path), reader.parameter_group)
@@ -53,51 +62,46 @@ def main(path: str, case: dict[str, Any]) -> None:
         response_tokens=(ANSWER,),
         image_size=IMAGE if has_images else 0,
     )
-    patches = 0
+    samples = make_samples(reader, size.vocabulary, shapes, seed=0)
+    packs = spread(
+        samples,
+        num_ranks=1,
+        layout="padded",
+        max_tokens=PROMPT + ANSWER,
+        max_samples=1,
+        image_cost=lambda image: 0.0,
+        filler=reader.dummy_sample(),
+    )[0]
+    zeros = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    experience = replace(make_experience(samples, zeros, seed=0), values=zeros, returns=zeros)
+    work = [[(pack, experience_of(pack, experience)) for pack in packs]], [count(experience.samples)]
+    common = {"ds": ds, "loop": Loop(layout="padded"), "columns": columns, "vision": Vision(cache_gib=0.0)}
+    common |= {"total_steps": 2, "adapter": adapter}
+    loss = PolicyLoss(aggregation="token", max_new_tokens=ANSWER)
+    of_policy = {"actor": actor, "loss": loss, "temperature": 1.0, "bans": True, **common}
+    of_critic = {"critic": critic, **common}
 
-    def work() -> None:
-        nonlocal patches
-        policy = Policy(
-            actor=actor,
-            ds=ds,
-            loop=Loop(layout="padded"),
-            columns=columns,
-            vision=Vision(cache_gib=0.0),
-            total_steps=2,
-            loss=PolicyLoss(aggregation="token", max_new_tokens=ANSWER),
-            temperature=1.0,
-            bans=True,
-            adapter=adapter,
-        )
-        samples = make_samples(reader, size.vocabulary, shapes, seed=0)
-        packs = spread(
-            samples,
-            num_ranks=1,
-            layout="padded",
-            max_tokens=PROMPT + ANSWER,
-            max_samples=1,
-            image_cost=lambda image: 0.0,
-            filler=reader.dummy_sample(),
-        )[0]
-        patches = max(sum(int(np.prod(reader.grid(m.size))) for m in pack.media.values()) for pack in packs)
-        old = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
-        experience = make_experience(samples, old, seed=0)
+    def train() -> None:
+        if role == "actor":
+            updates = [Policy(**of_policy).update]
+        elif role == "critic":
+            updates = [learning_critic.Critic(**of_critic).update_values]
+        else:
+            pair = PolicyAndCritic(policy=of_policy, critic=of_critic)
+            updates = [pair.update_values, pair.update]
         for _ in range(2):
-            policy.update([[(pack, experience_of(pack, experience)) for pack in packs]], [count(experience.samples)])
+            for update in updates:
+                update(*work)
 
-    measured = peak_bytes(work, torch.device("cpu"))
-    role = trainer(
-        size,
-        model=actor,
-        ds=ds,
-        adapter=adapter,
-        ranks=1,
-        tokens=PROMPT + ANSWER,
-        patches=patches,
-        device="cpu",
-    )
-    told = {part.name: part.num_bytes for part in role.parts}
-    print(json.dumps({"measured": measured, "estimated": role.num_bytes(), "parts": told}))
+    measured = peak_bytes(train, torch.device("cpu"))
+    patches = max(sum(int(np.prod(reader.grid(m.size))) for m in pack.media.values()) for pack in packs)
+    where = {"ds": ds, "adapter": adapter, "ranks": 1, "tokens": PROMPT + ANSWER, "patches": patches, "device": "cpu"}
+    roles = [trainer(size, model=actor, **where)] if role != "critic" else []
+    if role != "actor":
+        valued = trainer(with_value_head(size), role="critic", model=critic.as_model, **where)
+        roles.append(in_turn_with(roles[0], valued, shares_features=False) if roles else valued)
+    told = {f"{one.name}: {part.name}": part.num_bytes for one in roles for part in one.parts}
+    print(json.dumps({"measured": measured, "estimated": sum(told.values()), "parts": told}))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Family], P
         ("qwen3", {"ds": {"zero_stage": 2, **LORA}, "checkpointing": True}),
         ("qwen2_5_vl", {"ds": {"zero_stage": 2}}),
         ("qwen2_5_vl", {"ds": {"zero_stage": 2, **LORA, "load_in_4bit": True}}),
+        ("qwen2_5_vl", {"ds": {"zero_stage": 2}, "role": "critic"}),
+        ("qwen2_5_vl", {"ds": {"zero_stage": 2}, "role": "both"}),
     ],
 )
 def test_a_rank_holds_what_the_plan_says(

@@ -183,6 +183,17 @@ def trainer(
     return Role(role, tuple(part for part in parts if part.num_bytes))
 
 
+def in_turn_with(actor: Role, critic: Role, *, shares_features: bool) -> Role:
+    """The critic in the actor's process. They learn one after the other: it counts with what is above the actor's peak.
+
+    `shares_features`: both look for the features of images in one cache.
+    """
+    in_turn = {"gradients", "activations", "update", *(("vision cache",) if shares_features else ())}
+    of_actor = {part.name: part.num_bytes for part in actor.parts if part.name in in_turn}
+    parts = (replace(p, num_bytes=max(0.0, p.num_bytes - of_actor.get(p.name, 0.0))) for p in critic.parts)
+    return Role(critic.name, tuple(part for part in parts if part.num_bytes))
+
+
 def engine(
     size: Sizes, *, vllm: Vllm, ds: Ds, adapter: AdapterPlan | None, device: str, device_bytes: float = 0.0
 ) -> Role:

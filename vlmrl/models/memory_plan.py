@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from vlmrl.models.footprint import (
     Role,
     Sizes,
     engine,
+    in_turn_with,
     reference,
     reward_model,
     sequence_bytes,
@@ -164,11 +165,8 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
 
 
 def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
-    """The critic, and how many ranks it has.
-
-    In the actor's processes they take turns: it counts with what is above the actor's peak. Where both begin as one
-    model, they have the features of images together.
-    """
+    """The critic, and how many ranks it has. Where it begins as the actor's model, both have the features of images
+    together."""
     critic = config.whole_critic
     model = critic.as_model
     size, reader = _read(model.model_name_or_path, config)
@@ -189,14 +187,8 @@ def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
     )
     if not config.critic_is_with_actor:
         return role, ranks
-    in_turn = ["activations", "update"]
-    if model.model_name_or_path == config.actor.model_name_or_path:
-        in_turn.append("vision cache")
-    parts = (
-        replace(part, num_bytes=max(0.0, part.num_bytes - _of(actor, part.name))) if part.name in in_turn else part
-        for part in role.parts
-    )
-    return Role("critic", tuple(part for part in parts if part.num_bytes)), ranks
+    is_one_model = model.model_name_or_path == config.actor.model_name_or_path
+    return in_turn_with(actor, role, shares_features=is_one_model), ranks
 
 
 def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[Role, int]]:
