@@ -89,9 +89,6 @@ def check_models(config: RlConfig) -> None:
     Raises:
         ConfigError: one of them is not there, or is no model.
     """
-    # It needs what `startup.prepare` makes ready.
-    from vlmrl.models.load import skeleton
-
     reward = config.reward
     paths = {
         "critic.model_name_or_path": config.critic.model_name_or_path,
@@ -101,6 +98,9 @@ def check_models(config: RlConfig) -> None:
     }
     for flag, path in paths.items():
         if path is not None:
+            # It needs what `startup.prepare` makes ready, and takes seconds to import.
+            from vlmrl.models.load import skeleton
+
             skeleton(path, trust_remote_code=config.actor.trust_remote_code, flag=flag)
 
 
@@ -133,7 +133,6 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     places = plan(**roles_of(config, machines))
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)
-        check_models(config)
     console.print(describe(places, machines))
     source = Source(
         model=config.actor.model_name_or_path,

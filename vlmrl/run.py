@@ -28,13 +28,14 @@ from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.preflight import check_algorithm, check_data, describe, plan_of, plan_of_critic, roles_of
+from vlmrl.preflight import check_algorithm, check_data, check_models, describe, plan_of, plan_of_critic, roles_of
 from vlmrl.probe import Probe, question, sampling_of, told
 from vlmrl.rewards.combine import check_functions
+from vlmrl.role_settings import last_step
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves
 from vlmrl.sight import SightCheck
-from vlmrl.stage import Stage, last_step
+from vlmrl.stage import Stage
 from vlmrl.supervised import fit
 from vlmrl.trainer import train
 from vlmrl.types import Group, Metrics
@@ -64,7 +65,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         sets = prompts.evaluation()
         policy.publish(done)
         probe = adapter_probe(config, tools, engines, policy, adapter)
-        sight = sight_check(config, engines, policy, reference, critic)
+        sight = sight_check(config, engines, policy, reference, critic, judges)
 
         def check_publish(version: int) -> Metrics:
             if probe is None:
@@ -186,8 +187,10 @@ def sight_check(
     policy: RemotePolicy,
     reference: RemoteReference | None,
     critic: RemoteCritic | None,
+    judges: Judges,
 ) -> SightCheck:
-    """The check of every path by which this run gets log-probs, and of the critic's values, which must see as well."""
+    """The check of every path by which this run gets log-probs; and of the critic's values and of reward models, which
+    must see as well."""
     paths = {
         "engine": engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
@@ -200,9 +203,12 @@ def sight_check(
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
+    paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
     # Below top_p 1 the answers' log-probs are the model's own, which is what the engine says of tokens that are there.
-    foreign = {"reference", "critic"} | (set() if config.rollout.top_p < 1.0 else {"engine"})
-    return SightCheck(config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=foreign)
+    own = {"old", "old_again", "padded", "update"} | ({"engine"} if config.rollout.top_p < 1.0 else set())
+    return SightCheck(
+        config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - own
+    )
 
 
 def adapter_probe(
@@ -250,6 +256,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
         check_algorithm(config)
+        check_models(config)
     actor = config.actor
     return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
 

@@ -17,7 +17,6 @@ from vlmrl.data.answers import sft_sample
 from vlmrl.data.balance import spread
 from vlmrl.data.media import make_media
 from vlmrl.errors import DataError
-from vlmrl.plugins import processor_of
 from vlmrl.rewards.http import read_token
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, run
@@ -61,7 +60,6 @@ class ModelJudge:
         model = Model(model_name_or_path=path)
         self._columns = columns
         self._max_tokens = config.train.max_tokens_per_gpu
-        self._processor = processor_of(path, columns)
         self._model = RewardModel(
             path=path,
             flag="reward.model_name_or_path",
@@ -72,6 +70,7 @@ class ModelJudge:
             vision=Vision(),
             normalize=config.reward.normalize_enable,
         )
+        self._processor = self._model.processor
         self.wants_images = self._processor.resize_factor is not None
 
     def judge(self, questions: Sequence[Question]) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""Makes sure that a run sees: the log-probs of its answers must follow the images, by every path that gives them."""
+"""Makes sure that a run sees: what its models say of answers must follow the images, by every path that asks them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Metrics, Rollout
 
 Path = Callable[[Sequence[Group]], list[Floats]]
-"""Log-probs of every answer's tokens, [T] each, group by group."""
+"""Log-probs of every answer's tokens, [T] each, group by group; or what else a model says of them."""
 
 _NUM_PROMPTS = 4
 _NUM_ANSWERS = 2
@@ -60,8 +60,8 @@ def check(
     """Ask every path about a few of the answers: with their own images, with other images and with blank ones.
 
     `bound` is how far a path's log-probs may be from those of the rollouts, on average over tokens. Paths named in
-    `foreign` answer for another distribution than the one the answers were drawn from: they have to care about the
-    images, and no more.
+    `foreign` answer for another distribution than the one the answers were drawn from, or say something else than
+    log-probs, such as a reward: they have to care about the images, and no more.
 
     Returns for each path `sight/<path>_care`, the mean change of a log-prob under the image that changes less, and
     `sight/<path>_gap`, the mean difference from the rollouts; nothing when no group has images.
@@ -87,7 +87,9 @@ def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float,
     if not is_foreign:
         # First, for swapped images look like other faults too: in another order other images are swapped.
         _check_each(name, seen, rollouts, groups, slack=_SLACK * bound)
-    metrics = {f"sight/{name}_care": _check_care(name, seen, bound=bound)}
+    # Values and rewards may be large numbers, and are rounded like them.
+    scale = max(1.0, _gap(seen.true, [np.zeros_like(row) for row in seen.true])) if is_foreign else 1.0
+    metrics = {f"sight/{name}_care": _check_care(name, seen, bound=scale * bound)}
     if not is_foreign:
         metrics[f"sight/{name}_gap"] = _check_gap(name, seen, rollouts, bound=bound)
     return metrics
@@ -110,14 +112,14 @@ def _check_care(name: str, seen: _Seen, *, bound: float) -> float:
     care = {what: _gap(values, seen.true) for what, values in seen.wrong.items()}
     if not noise <= bound:
         raise SyncError(
-            f"sight check: path {name} gives the same answers other log-probs in another order, by {noise:.2g} on "
+            f"sight check: path {name} says something else of the same answers in another order, by {noise:.2g} on "
             f"average (bound {bound:g}): samples of one pass see one another; look at its position ids and attention, "
             f"--train.layout padded keeps them apart ({_OFF})"
         )
     least = min(care.values())
     if not least > max(_ROUNDING, _NOISE_FACTOR * noise):
         raise SyncError(
-            f"sight check: path {name} is blind: its log-probs change by {care['other']:.2g} on average with other "
+            f"sight check: path {name} is blind: what it says changes by {care['other']:.2g} on average with other "
             f"images and by {care['blank']:.2g} with blank ones, where another order of the same changes {noise:.2g}; "
             f"look at how pixels and the tokens that stand for them reach the model on this path ({_OFF})"
         )
@@ -174,7 +176,7 @@ def _look(name: str, path: Path, groups: Sequence[Group]) -> _Seen:
     )
     every = (seen.true, seen.reordered, *seen.wrong.values())
     if not all(np.isfinite(values).all() for variant in every for values in variant):
-        raise SyncError(f"sight check: path {name} gives log-probs that are not numbers ({_OFF})")
+        raise SyncError(f"sight check: path {name} says what is no number ({_OFF})")
     return seen
 
 

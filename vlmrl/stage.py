@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from vlmrl.algorithms.corrections import Correction
-from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
@@ -19,15 +17,14 @@ from vlmrl.cluster.publish import publication
 from vlmrl.cluster.roles import RemoteEngines, RemotePrompts
 from vlmrl.cluster.scoring import Judges, RemoteRewarder, RewardModel
 from vlmrl.cluster.session import Session
-from vlmrl.config.base import names_function
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.train import Loop
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.plugins import Processor
 from vlmrl.rewards.http import read_token
+from vlmrl.role_settings import absolute, critic_settings, model_settings, optimizer_steps, policy_loss
 from vlmrl.together import together
 
 
@@ -134,12 +131,14 @@ class Stage:
     ) -> Players:
         """All roles that samples go through, joined; nothing is published yet. `critics` is the critic's adapter."""
         # They start at the same time: each spends most of its start waiting for imports and files.
-        engines, learners = together(
+        engines, learners, rewarder, models = together(
             lambda: self.engines(config, report, adapter),
             lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
+            lambda: self.rewarder(config),
+            lambda: self.reward_models(config),
         )
         learners.policy.engines = engines
-        judges = Judges(self.rewarder(config), self.reward_models(config, learners.ranks))
+        judges = Judges(rewarder, [model.over(learners.ranks) for model in models])
         return Players(engines, learners.policy, learners.reference, learners.critic, judges)
 
     def learners(
@@ -155,7 +154,11 @@ class Stage:
         """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
         loop, is_rl = config.train, isinstance(config, RlConfig)
         critic = critic_settings(config, critics, num_rows) if isinstance(config, RlConfig) else {}
-        group = self._actor(config, critic, adapter=adapter, num_rows=num_rows)
+        group, critic_group, reference_group = together(
+            lambda: self._actor(config, critic, adapter=adapter, num_rows=num_rows),
+            lambda: self._critic(config, critic),
+            lambda: self._reference(config),
+        )
         ranks = Ranks(
             group,
             cut_of(group, loop, tools, say),
@@ -176,8 +179,8 @@ class Stage:
         return Learners(
             ranks,
             policy,
-            self._reference(config, ranks, say) if config.algo.kl.init_coef > 0 else None,
-            self._critic(config, critic, ranks, steps, say) if config.has_critic else None,
+            reference_over(config, ranks, reference_group, say) if config.algo.kl.init_coef > 0 else None,
+            critic_over(ranks, critic_group, steps, say) if config.has_critic else None,
         )
 
     def _actor(
@@ -196,46 +199,27 @@ class Stage:
             settings = {"policy": settings, "critic": critic}
         return self.group("actor", path, settings, timeout_s=config.train.timeout_s, distributed=True)
 
-    def _critic(
-        self,
-        config: RlConfig,
-        settings: Mapping[str, Any],
-        actor: Ranks,
-        steps: Steps,
-        say: Callable[[str], None],
-    ) -> RemoteCritic:
-        if config.critic_is_with_actor:
-            if actor.group.call("shares_features")[0]:
-                say("critic: in the actor's processes, with the actor's features of images")
-            return RemoteCritic(actor, steps)
-        group = self.group(
-            "critic",
-            "vlmrl.learning.critic.Critic",
-            settings,
-            timeout_s=config.train.timeout_s,
-            distributed=True,
-        )
-        return RemoteCritic(replace(actor, group=group), steps)
+    def _critic(self, config: RlConfig | SftConfig, settings: Mapping[str, Any]) -> WorkerGroup | None:
+        """The critic's ranks; None without one, and where it is with the actor."""
+        if not isinstance(config, RlConfig) or not config.has_critic or config.critic_is_with_actor:
+            return None
+        path = "vlmrl.learning.critic.Critic"
+        return self.group("critic", path, settings, timeout_s=config.train.timeout_s, distributed=True)
 
-    def _reference(self, config: RlConfig, actor: Ranks, say: Callable[[str], None]) -> RemoteReference:
-        if config.reference_is_base:
-            without = config.actor.adapter_name_or_path
-            say(
-                f"reference: the policy with its adapters off, which is {config.actor.model_name_or_path}"
-                f"{f' without {without}' if without else ''}"
-            )
-            return RemoteReference(actor, adapter=False)
+    def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup | None:
+        """The ranks of a reference model; None without one, and where the policy is it, with its adapters off."""
+        if not isinstance(config, RlConfig) or not config.has_reference:
+            return None
         path = config.ref.model_name_or_path or config.actor.model_name_or_path
-        group = self.group(
+        return self.group(
             "ref",
             "vlmrl.learning.reference.Reference",
             model_settings(config) | {"actor": config.actor.model_copy(update={"model_name_or_path": path})},
             timeout_s=config.train.timeout_s,
             distributed=True,
         )
-        return RemoteReference(replace(actor, group=group))
 
-    def reward_models(self, config: RlConfig, actor: Ranks) -> list[RewardModel]:
+    def reward_models(self, config: RlConfig) -> list[JudgeRanks]:
         """Models that score answers, or the steps of answers."""
         reward = config.reward
         shared = {
@@ -256,21 +240,38 @@ class Stage:
             "flag": "reward.process_model_name_or_path",
             "separator": reward.process_separator,
         }
-        found = []
-        for role, name, own, weight in (
-            (REWARD_MODELS[0], "model", answers, reward.model_weight),
-            (REWARD_MODELS[1], "process", steps, reward.process_weight),
-        ):
-            if own["path"] is not None:
-                group = self.group(
-                    role,
-                    "vlmrl.learning.reward_model.RewardModel",
-                    shared | own,
-                    timeout_s=config.train.timeout_s,
-                    distributed=True,
-                )
-                found.append(RewardModel(name, replace(actor, group=group), weight, is_process=own is steps))
-        return found
+        wanted = [
+            (role, name, own, weight)
+            for role, name, own, weight in (
+                (REWARD_MODELS[0], "model", answers, reward.model_weight),
+                (REWARD_MODELS[1], "process", steps, reward.process_weight),
+            )
+            if own["path"] is not None
+        ]
+        path, timeout_s = "vlmrl.learning.reward_model.RewardModel", config.train.timeout_s
+        groups = together(
+            *(
+                partial(self.group, role, path, shared | own, timeout_s=timeout_s, distributed=True)
+                for role, _, own, _ in wanted
+            )
+        )
+        return [
+            JudgeRanks(group, name, weight, own is steps)
+            for group, (_, name, own, weight) in zip(groups, wanted, strict=True)
+        ]
+
+
+class JudgeRanks(NamedTuple):
+    """A reward model's ranks, before it is known how samples are cut."""
+
+    group: WorkerGroup
+    name: str
+    weight: float
+    is_process: bool
+
+    def over(self, actor: Ranks) -> RewardModel:
+        """The same, asked with the actor's packs."""
+        return RewardModel(self.name, replace(actor, group=self.group), self.weight, is_process=self.is_process)
 
 
 class Learners(NamedTuple):
@@ -293,30 +294,25 @@ class Players(NamedTuple):
     judges: Judges
 
 
-def model_settings(config: RlConfig | SftConfig) -> dict[str, Any]:
-    """What policy and reference are made of, so that both are asked the same question."""
-    return {
-        "actor": config.actor,
-        "ds": config.ds,
-        "loop": config.train,
-        "columns": config.data,
-        "vision": config.vision,
-        "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
-        "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
-    }
+def critic_over(actor: Ranks, group: WorkerGroup | None, steps: Steps, say: Callable[[str], None]) -> RemoteCritic:
+    """The critic over ranks of its own, or with None over the actor's."""
+    if group is not None:
+        return RemoteCritic(replace(actor, group=group), steps)
+    if actor.group.call("shares_features")[0]:
+        say("critic: in the actor's processes, with the actor's features of images")
+    return RemoteCritic(actor, steps)
 
 
-def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> dict[str, Any]:
-    """What the critic is made of."""
-    return {
-        "critic": config.whole_critic,
-        "adapter": adapter,
-        "ds": config.ds,
-        "loop": config.train,
-        "columns": config.data,
-        "vision": config.vision,
-        "total_steps": optimizer_steps(config, num_rows),
-    }
+def reference_over(
+    config: RlConfig, actor: Ranks, group: WorkerGroup | None, say: Callable[[str], None]
+) -> RemoteReference:
+    """The reference over ranks of its own, or with None over the actor's, adapters off."""
+    if group is not None:
+        return RemoteReference(replace(actor, group=group))
+    without = config.actor.adapter_name_or_path
+    base = f"{config.actor.model_name_or_path}{f' without {without}' if without else ''}"
+    say(f"reference: the policy with its adapters off, which is {base}")
+    return RemoteReference(actor, adapter=False)
 
 
 def cut_of(ranks: WorkerGroup, loop: Loop, tools: Processor, say: Callable[[str], None]) -> Cut:
@@ -333,53 +329,3 @@ def cut_of(ranks: WorkerGroup, loop: Loop, tools: Processor, say: Callable[[str]
         image_cost=lambda image: patch_cost * math.prod(tools.grid(image.size)),
         filler=tools.dummy_sample(),
     )
-
-
-def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
-    """Optimizer steps of the whole run: what the learning rate's schedule is laid over."""
-    steps = last_step(config, num_rows)
-    if isinstance(config, SftConfig):
-        return steps
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    return steps * config.train.max_epochs * -(-samples // config.train.batch_size)
-
-
-def policy_loss(config: RlConfig) -> PolicyLoss:
-    """The loss that the settings ask for."""
-    actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
-    low, high = actor.clip_range
-    correction = Correction(advantage.is_correction_type, *advantage.is_correction_threshold)
-    return PolicyLoss(
-        # Ranks stand in another folder than the user does.
-        kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=actor.dual_clip,
-        kl_estimator=kl.estimator,
-        kl_early_stop=kl.early_stop,
-        entropy_coef=actor.entropy_coef,
-        correction=correction if advantage.is_correction_enable else None,
-        aggregation=config.aggregation,
-        max_new_tokens=config.rollout.max_new_tokens,
-    )
-
-
-def absolute(spec: str) -> str:
-    """`path/to/file.py:function` wherever a process stands."""
-    return str(Path(spec).expanduser().absolute())
-
-
-def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
-    """Steps of the whole run.
-
-    Raises:
-        ConfigError: the data are not enough for one step.
-    """
-    if isinstance(config, RlConfig):
-        size, passes, flag = config.rollout.batch_size, config.train.num_episodes, "--rollout.batch_size"
-    else:
-        size, passes, flag = config.train.batch_size, config.train.max_epochs, "--train.batch_size"
-    steps = num_rows * passes // size
-    if steps == 0:
-        raise ConfigError(f"{num_rows} rows, {passes} times over, do not fill one batch of {size}: lower {flag}")
-    return min(steps, config.train.max_steps or steps)

@@ -9,6 +9,6 @@ from typing import Any
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """What the calls return, in order. Raises the first error once all have ended."""
-    with ThreadPoolExecutor(len(calls)) as pool:
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
         futures = [pool.submit(call) for call in calls]
     return [future.result() for future in futures]

@@ -24,6 +24,9 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="answers per prompt")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt and its answer")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, default=0, help="tokens of a step that a process reward model pays; 0: none"
+    )
     parser.add_argument("--most", type=float, default=0.5, help="seconds that an estimator may take")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -34,13 +37,26 @@ def main() -> None:
     sampled[:, tokens // 2 : tokens // 2 + tokens // 64] = False
     rewards = torch.rand(arguments.answers // arguments.group, arguments.group)
     penalty, values = 0.01 * torch.randn(sampled.shape), torch.randn(sampled.shape)
+    paid = {}
+    if arguments.steps:
+        ends = sampled & (torch.arange(tokens) % arguments.steps == 0)
+        paid["token_rewards"] = torch.where(ends, torch.rand(sampled.shape), 0.0)
     slowest = 0.0
     for estimator in ESTIMATORS:
         critic = values if estimator == "gae" else None
         taken = []
         for _ in range(arguments.repeats):
             start = time.perf_counter()
-            advantages(rewards, sampled, estimator=estimator, gamma=0.99, lambd=0.95, penalty=penalty, values=critic)
+            advantages(
+                rewards,
+                sampled,
+                estimator=estimator,
+                gamma=0.99,
+                lambd=0.95,
+                penalty=penalty,
+                values=critic,
+                **paid,
+            )
             taken.append(time.perf_counter() - start)
         slowest = max(slowest, min(taken))
         print(f"{estimator:20} {min(taken):.3f} s", flush=True)

@@ -14,7 +14,8 @@ from vlmrl.cluster.session import session
 from vlmrl.config.run import RlConfig
 from vlmrl.plugins import processor_of
 from vlmrl.preflight import plan_of, plan_of_critic, roles_of
-from vlmrl.stage import Stage, last_step
+from vlmrl.role_settings import last_step
+from vlmrl.stage import Stage
 from vlmrl.trainer import train
 
 Measured = dict[str, float]

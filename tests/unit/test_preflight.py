@@ -207,6 +207,16 @@ def test_a_model_that_is_not_there_is_told_its_flag(flag: str) -> None:
         check_models(load(RlConfig, words))
 
 
+@pytest.mark.parametrize("way", [[], ["--dry-run"]])
+def test_a_run_looks_for_its_models_before_anything_starts(
+    way: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", COUNTING, "--ckpt.output_dir"]
+    assert cli.main(["rl", *words, str(tmp_path / "out"), "--reward.model_name_or_path", "/no/such", *way]) == 2
+    assert "reward.model_name_or_path: there is no folder /no/such" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_critic_has_an_adapter_of_its_own(model: str) -> None:
     def planned(line: str) -> AdapterPlan | None:
         words = f"--actor.model_name_or_path {model} --data.prompt_dataset d {line}"

@@ -92,7 +92,7 @@ def test_care_and_gap_by_hand() -> None:
 )
 def test_a_blind_path_is_named_with_its_numbers(blind: Callable[[Group], float]) -> None:
     with pytest.raises(
-        SyncError, match=r"path update is blind: its log-probs change by .* on average with other images"
+        SyncError, match=r"path update is blind: what it says changes by .* on average with other images"
     ):
         check(PAIR, paths={"old": path(seeing), "update": path(blind)}, bound=BOUND, foreign={"update"})
 
@@ -104,12 +104,19 @@ def test_rounding_is_not_taken_for_care() -> None:
         check(PAIR, paths={"engine": path(lambda group: -0.15 + next(noise))}, bound=BOUND, foreign={"engine"})
 
 
+def test_large_rewards_are_rounded_like_large_numbers() -> None:
+    noise = itertools.cycle([-0.1, 0.1])
+    rounded = path(lambda group: -100 * brightness(group) + next(noise))
+    found = check(PAIR, paths={"model_reward": rounded}, bound=BOUND, foreign={"model_reward"})
+    assert found["sight/model_reward_care"] == pytest.approx(1000, abs=1)
+
+
 def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> None:
     def leaking(groups: Sequence[Group]) -> list[Floats]:
         before = np.cumsum([0, *(brightness(group) for group in groups)])
         return [row - 0.01 * before[n] for n, group in enumerate(groups) for row in path(seeing)([group])]
 
-    with pytest.raises(SyncError, match=r"other log-probs in another order, by 0\.15 on average \(bound 0\.001\)"):
+    with pytest.raises(SyncError, match=r"the same answers in another order, by 0\.15 on average \(bound 0\.001\)"):
         check(PAIR, paths={"reference": leaking}, bound=BOUND, foreign={"reference"})
 
 
@@ -144,7 +151,7 @@ def test_images_that_explain_the_answers_worse_than_blanks_do_are_noticed_below_
 
 
 def test_log_probs_that_are_not_numbers_are_an_error() -> None:
-    with pytest.raises(SyncError, match="path old gives log-probs that are not numbers"):
+    with pytest.raises(SyncError, match="path old says what is no number"):
         check(PAIR, paths={"old": path(lambda group: float("nan"))}, bound=BOUND)
 
 
@@ -351,10 +358,10 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return planted
 
 
-MIXED = "gives the same answers other log-probs in another order"
+MIXED = "says something else of the same answers in another order"
 APART = "and the rollouts disagree"
 SWAPPED = "other images explain the answers to test:0 better than their own do"
-BLIND = "is blind: its log-probs change by 0 on average with other images and by 0 with blank ones"
+BLIND = "is blind: what it says changes by 0 on average with other images and by 0 with blank ones"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

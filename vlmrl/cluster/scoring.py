@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import Ranks
 from vlmrl.data.answers import to_samples
 from vlmrl.errors import RewardError
-from vlmrl.types import Floats, Group, Score
+from vlmrl.types import Floats, Group, Sample, Score
 
 
 class RemoteRewarder:
@@ -42,13 +44,23 @@ class RewardModel:
     is_process: bool
     """It scores the steps of an answer, each at the token that ends it, and not the answer."""
 
+    def ask(self, samples: Sequence[Sample]) -> list[float | Floats]:
+        """Its score of each sample; of a process reward model those of its steps, [T]."""
+        found = self.ranks.ask("step_scores" if self.is_process else "score", samples)
+        return [found[number] for number in range(len(samples))]
+
+    def everywhere(self, groups: Sequence[Group]) -> list[Floats]:
+        """Its score of each answer, on each of the answer's tokens: [T] like log-probs, for who compares these."""
+        samples = to_samples(groups)
+        return [np.full(len(s.tokens), np.sum(f), np.float32) for s, f in zip(samples, self.ask(samples), strict=True)]
+
 
 class Judges:
     """All sources of a run's rewards: functions and servers score while answers are written, models once all are."""
 
     def __init__(self, functions: RemoteRewarder | None, models: Sequence[RewardModel]) -> None:
         self._functions = functions
-        self._models = models
+        self.models = models
 
     def begin(self, group: Group) -> None:
         """Start on a group, and return at once."""
@@ -65,11 +77,9 @@ class Judges:
         else:
             scores = [Score(0.0) for group in groups for _ in group.rollouts]
         samples = to_samples(groups)
-        for source in self._models:
-            found = source.ranks.ask("step_scores" if source.is_process else "score", samples)
-            scores = [
-                _with(score, source, found[number], samples[number].source) for number, score in enumerate(scores)
-            ]
+        for source in self.models:
+            found = zip(scores, source.ask(samples), samples, strict=True)
+            scores = [_with(score, source, said, sample.source) for score, said, sample in found]
         ahead = iter(scores)
         return [[next(ahead) for _ in group.rollouts] for group in groups]
 

@@ -86,6 +86,12 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
             f"train.batch_size {train.batch_size} does not divide the {num_answers} answers of a step "
             f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n})"
         )
+    if algo.kl.init_coef > 0 and algo.kl.target is not None and num_answers >= 5 * algo.kl.horizon:
+        # One step could take the coefficient by 0.2 * answers / horizon: to nothing, or below.
+        found.append(
+            f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_answers} answers of a step: one step could "
+            f"take algo.kl.init_coef to 0 and leave it there; give more than {num_answers // 5}"
+        )
     if train.batch_size % n:
         found.append(
             f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}: "

@@ -85,6 +85,11 @@ class RewardModel:
             ranks_move_together=is_sharded and torch.distributed.get_world_size() > 1,
         )
 
+    @property
+    def processor(self) -> Processor:
+        """What makes tokens and pixels for it."""
+        return self._processor
+
     def score(self, packs: Sequence[Pack]) -> tuple[list[tuple[int, float]], dict[str, Metric]]:
         """(id, score) of each sample with an id of 0 or more, from the state at its last token; and what it took."""
         rows, counts = self._values(packs, [[_last(sample) for sample in pack.samples] for pack in packs])

@@ -107,7 +107,7 @@ class Launch:
         self._is_given_up = False
 
     async def start(self, arguments: Callable[[], Mapping[str, Any]], *, timeout_s: float) -> AsyncLLM:
-        """Start vLLM and wait until it serves. Takes about 11 s on two cores.
+        """Start vLLM and wait until it serves. Takes about 10 s on two cores.
 
         `arguments` returns those of AsyncEngineArgs; called late, because finding out imports vLLM, which takes seconds
         and writes to the console.
@@ -164,6 +164,10 @@ class Launch:
         from vllm.v1.executor import Executor
 
         config = AsyncEngineArgs(**arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if config.device_config.device_type == "cpu":
+            # Where the model is not compiled, one function of vLLM's sampler still is: 3 s of every start on two cores,
+            # and it wants a C++ compiler.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
         # Unpickled in the engine core before anything else of ours runs there.
         config.additional_config = KeptImages()
         if config.parallel_config.world_size == 1:

@@ -1,4 +1,5 @@
-"""Our losses and their gradients against those of TRL's GRPOTrainer, on random answers with gaps and padding.
+"""Our losses and their gradients against those of TRL's GRPOTrainer and DPOTrainer, on random answers with gaps and
+padding.
 
 TRL is asked for nothing but its `_compute_loss`: the log-probabilities come from the test instead of from a model.
 """
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
+from vlmrl.algorithms.preferences import answer_means, answer_sums, dpo_loss, ipo_loss
 from vlmrl.algorithms.reduce import reduce
 from vlmrl.types import Totals
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs TRL: pip install trl")
+dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs TRL: pip install trl")
 
 ANSWERS, TOKENS, LONGEST = 6, 9, 16
 
@@ -158,3 +161,81 @@ def test_a_corrected_loss_is_that_of_trl(kind: str) -> None:
     assert bool(outside[batch.sampled].any())
     ours = of_ours(batch, aggregation="token", kl_coef=0.3, correction=Correction(kind, 0.7, 1.5))  # type: ignore[arg-type]
     torch.testing.assert_close(ours, of_trl(batch, loss_type="dapo", beta=0.3, weights=weights))
+
+
+# ---- pairs
+
+
+def pairs_of_trl(batch: Batch, *, ref: Tensor, num_pairs: int, **settings: Any) -> tuple[Tensor, Tensor]:
+    """TRL's loss of the first answers against the last ones, and its gradient by the log-probabilities [B, T]."""
+    logprobs = batch.logprobs[: 2 * num_pairs].clone().requires_grad_()
+    sampled = batch.sampled[: 2 * num_pairs]
+    said = SimpleNamespace(
+        log_probs=torch.where(sampled, logprobs, 0.0),
+        entropy=torch.zeros_like(sampled, dtype=torch.float),
+        mean_logits=torch.zeros_like(sampled, dtype=torch.float),
+        is_top1=torch.zeros_like(sampled),
+    )
+    trainer = object.__new__(dpo_trainer.DPOTrainer)
+    defaults: dict[str, Any] = {
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x),
+        "loss_weights": [1.0],
+        "beta": 0.3,
+        "label_smoothing": 0.0,
+        "f_divergence_type": "reverse_kl",
+        "ld_alpha": None,
+        "precompute_ref_logps": True,
+        "use_weighting": False,
+        "aux_loss_enabled": False,
+        "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    for name, value in (defaults | settings).items():
+        setattr(trainer, name, value)
+    # Its log-probs begin at the second token.
+    tokens = torch.zeros(2 * num_pairs, TOKENS + 1, dtype=torch.long)
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": tokens + 1,
+        "completion_mask": torch.nn.functional.pad(sampled.long(), (1, 0)),
+        "ref_chosen_logps": ref[:num_pairs],
+        "ref_rejected_logps": ref[num_pairs:],
+    }
+    loss = trainer._compute_loss(lambda **_: said, inputs, return_outputs=False)
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.detach(), logprobs.grad
+
+
+PAIRS = {
+    "dpo": (dpo_loss, answer_sums, {}, {"loss_types": ["sigmoid"]}),
+    "ipo": (ipo_loss, answer_means, {}, {"loss_types": ["ipo"]}),
+    # TRL's own cDPO is gone; of a single pair, the loss of AOT is the same.
+    "cdpo": (dpo_loss, answer_sums, {"label_smoothing": 0.2}, {"loss_types": ["aot"], "label_smoothing": 0.2}),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", PAIRS)
+def test_the_loss_of_pairs_and_its_gradient_are_those_of_trl(case: str, seed: int) -> None:
+    loss, combine, knobs, settings = PAIRS[case]
+    batch, num_pairs = Batch(seed), 1 if case == "cdpo" else ANSWERS // 2
+    # One row may hold several answers: here all of them lie in one.
+    shape = (1, 2 * num_pairs * TOKENS)
+    owner = torch.arange(2 * num_pairs).repeat_interleave(TOKENS)[None]
+    sampled = batch.sampled[: 2 * num_pairs].reshape(shape)
+
+    def of_answers(values: Tensor) -> tuple[Tensor, Tensor]:
+        found = combine(values[: 2 * num_pairs].reshape(shape), sampled, owner, num_answers=2 * num_pairs)
+        return found[:num_pairs], found[num_pairs:]
+
+    logprobs = batch.logprobs[: 2 * num_pairs].clone().requires_grad_()
+    (chosen, rejected), (ref_chosen, ref_rejected) = of_answers(logprobs), of_answers(batch.reference)
+    ours = loss(chosen, rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, beta=0.3, **knobs).mean()
+    ours.backward()
+    # TRL is given sums in every case, and averages them itself.
+    ref = answer_sums(batch.reference[: 2 * num_pairs].reshape(shape), sampled, owner, num_answers=2 * num_pairs)
+    theirs = pairs_of_trl(batch, ref=ref, num_pairs=num_pairs, **settings)
+    torch.testing.assert_close((ours.detach(), logprobs.grad), theirs)

@@ -62,6 +62,11 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
         (f"{KL} --algo.kl.target 0", "greater than 0"),
         (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
+        # 128 prompts with 8 answers each: the coefficient would fall by 0.2 * 1024 / 204, to less than nothing.
+        (
+            f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 204",
+            "algo.kl.horizon 204 is too short for the 1024 answers of a step",
+        ),
         ("--algo.kl.early_stop 0", "greater than 0"),
         # Corrections.
         (
@@ -148,7 +153,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f"{REINFORCE} {ONE} --algo.advantage.gamma 0.99 {KL}",
         "--algo.advantage.estimator reinforce_baseline --algo.advantage.no_std_norm",
         f"--algo.advantage.estimator mine.py:f {ONE}",
-        f"{KL} --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.target 0.05 --algo.kl.horizon 100",
+        f"{KL} --algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.target 0.05 --algo.kl.horizon 1000",
         "--algo.kl.early_stop 0.1",
         f"{ONE} {REINFORCE} --train.max_epochs 2 --algo.kl.early_stop 0.1",
         f"{CORRECTED} --algo.advantage.is_correction_type icepop --algo.advantage.is_correction_threshold 0.5 2",

@@ -9,7 +9,7 @@ import pytest
 from scripted_loop import config
 
 from vlmrl.algorithms.corrections import Correction
-from vlmrl.stage import absolute, critic_settings, last_step, optimizer_steps, policy_loss
+from vlmrl.role_settings import absolute, critic_settings, last_step, optimizer_steps, policy_loss
 
 GAE = {"advantage": {"estimator": "gae"}}
 

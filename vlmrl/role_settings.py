@@ -1,0 +1,89 @@
+"""What a run's settings say to its roles: of which models they are, for how many steps, and with which loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.config.base import names_function
+from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.errors import ConfigError
+from vlmrl.models.adapter_plan import AdapterPlan
+
+
+def model_settings(config: RlConfig | SftConfig) -> dict[str, Any]:
+    """What policy and reference are made of, so that both are asked the same question."""
+    return {
+        "actor": config.actor,
+        "ds": config.ds,
+        "loop": config.train,
+        "columns": config.data,
+        "vision": config.vision,
+        "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
+        "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
+    }
+
+
+def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> dict[str, Any]:
+    """What the critic is made of."""
+    return {
+        "critic": config.whole_critic,
+        "adapter": adapter,
+        "ds": config.ds,
+        "loop": config.train,
+        "columns": config.data,
+        "vision": config.vision,
+        "total_steps": optimizer_steps(config, num_rows),
+    }
+
+
+def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
+    """Optimizer steps of the whole run: what the learning rate's schedule is laid over."""
+    steps = last_step(config, num_rows)
+    if isinstance(config, SftConfig):
+        return steps
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return steps * config.train.max_epochs * -(-samples // config.train.batch_size)
+
+
+def policy_loss(config: RlConfig) -> PolicyLoss:
+    """The loss that the settings ask for."""
+    actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
+    low, high = actor.clip_range
+    correction = Correction(advantage.is_correction_type, *advantage.is_correction_threshold)
+    return PolicyLoss(
+        # Ranks stand in another folder than the user does.
+        kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=actor.dual_clip,
+        kl_estimator=kl.estimator,
+        kl_early_stop=kl.early_stop,
+        entropy_coef=actor.entropy_coef,
+        correction=correction if advantage.is_correction_enable else None,
+        aggregation=config.aggregation,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def absolute(spec: str) -> str:
+    """`path/to/file.py:function` wherever a process stands."""
+    return str(Path(spec).expanduser().absolute())
+
+
+def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
+    """Steps of the whole run.
+
+    Raises:
+        ConfigError: the data are not enough for one step.
+    """
+    if isinstance(config, RlConfig):
+        size, passes, flag = config.rollout.batch_size, config.train.num_episodes, "--rollout.batch_size"
+    else:
+        size, passes, flag = config.train.batch_size, config.train.max_epochs, "--train.batch_size"
+    steps = num_rows * passes // size
+    if steps == 0:
+        raise ConfigError(f"{num_rows} rows, {passes} times over, do not fill one batch of {size}: lower {flag}")
+    return min(steps, config.train.max_steps or steps)
