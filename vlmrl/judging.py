@@ -117,6 +117,7 @@ def numbers(groups: Sequence[Group], scores: Sequence[Score], rewards: Tensor) -
     """What a step's answers and their rewards, shaped [N, G], look like."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     raw = np.array([score.total for score in scores], dtype=np.float32)
+    paid = torch.tensor([0.0 if s.token_rewards is None else float(s.token_rewards.sum()) for s in scores])
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     metrics = {
         "batch/tokens": float(sum(len(rollout.tokens) for rollout in rollouts)),
@@ -124,7 +125,7 @@ def numbers(groups: Sequence[Group], scores: Sequence[Score], rewards: Tensor) -
         "reward/std": float(raw.std()),
         "reward/shaped_mean": float(rewards.mean()),
         "reward/failed": float(sum(score.failed for score in scores)),
-        "group/constant_fraction": float(is_constant(rewards).float().mean()),
+        "group/constant_fraction": float((is_constant(rewards) & is_constant(paid.view_as(rewards))).float().mean()),
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
         "response/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),

@@ -39,11 +39,19 @@ def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int
     }
 
 
-def optimizer_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
-    """Optimizer steps of the whole run: what the learning rate's schedule is laid over."""
+def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
+    """Optimizer steps of the whole run: what the learning rate's schedule is laid over. In the first `frozen` steps of
+    the run none is taken.
+
+    Raises:
+        ConfigError: there are no other steps.
+    """
     steps = last_step(config, num_rows)
     if isinstance(config, SftConfig):
         return steps
+    if frozen >= steps:
+        raise ConfigError(f"critic.freezing_steps {frozen} leaves the actor none of the run's {steps} steps: lower it")
+    steps -= frozen
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return steps * config.train.max_epochs * -(-samples // config.train.batch_size)
 

@@ -70,21 +70,17 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         def check_publish(version: int) -> Metrics:
             if probe is None:
                 return {}
-            with report.phase("probe"):
-                metrics = probe.check(version)
-            policy.drop_counts()
-            return metrics
+            with report.phase("probe"), policy.uncounted():
+                return probe.check(version)
 
         def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
             if not sight.is_due(step, groups):
                 return {}
-            with report.phase("sight"):
-                metrics = sight.check(groups)
-            policy.drop_counts()
-            return metrics
+            with report.phase("sight"), policy.uncounted():
+                return sight.check(groups)
 
         def evaluate_now(step: int) -> Metrics:
-            with report.phase("eval"):
+            with report.phase("eval"), policy.uncounted():
                 metrics, answers = evaluate_sets(
                     sets,
                     engine=engines,
@@ -95,7 +91,6 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 for name, (groups, scores) in answers.items():
                     transcripts.write_evaluation(step, name, groups, scores)
             saves.keep_best(step, metrics)
-            policy.drop_counts()
             return metrics
 
         def after_step(step: int, judged: Judged) -> Metrics:

@@ -8,7 +8,7 @@ from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.learning.best import keep_best
-from vlmrl.learning.folders import checkpoints, prune, remove_partial
+from vlmrl.learning.folders import checkpoints, prune, remove, remove_partial
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
 from vlmrl.types import Metrics
@@ -33,6 +33,11 @@ class Saves:
         """
         for parent in (self.folder.root, self.folder.checkpoints, self.folder.critic_checkpoints):
             remove_partial(parent)
+        whole = {path.name for path in checkpoints(self.folder.checkpoints)}
+        for path in checkpoints(self.folder.critic_checkpoints):
+            if path.name not in whole:
+                # The run was killed before the policy's came. As the newest it would outlive others that are whole.
+                remove(path)
         saved = checkpoints(self.folder.checkpoints) if self.config.ckpt.load_enable else []
         if not saved:
             return 0, None
@@ -40,7 +45,11 @@ class Saves:
         if self.critic is not None:
             self.critic.load_checkpoint(self.folder.critic_checkpoints / saved[-1].name)
         self.prompts.load_state(state["prompts"])
-        return int(state["step"]), state.get("kl_coef")
+        return int(state["step"]), state.get("kl_coef") if self._adapts_kl else None
+
+    @property
+    def _adapts_kl(self) -> bool:
+        return isinstance(self.config, RlConfig) and self.config.algo.kl.target is not None
 
     def save(self, step: int, kl_coef: float | None = None) -> None:
         """A checkpoint, if one is due; `kl_coef` is that of the next step."""
@@ -51,7 +60,7 @@ class Saves:
             # The policy's comes last: where it is, everything of the step is.
             if self.critic is not None:
                 self.critic.save_checkpoint(self.folder.critic_checkpoints / self.folder.checkpoint(step).name)
-            state = {"step": step, "prompts": self.prompts.state()} | ({} if kl_coef is None else {"kl_coef": kl_coef})
+            state = {"step": step, "prompts": self.prompts.state()} | ({"kl_coef": kl_coef} if self._adapts_kl else {})
             self.policy.save_checkpoint(self.folder.checkpoint(step), state)
             for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
                 prune(parent, keep=self.config.ckpt.max_num)

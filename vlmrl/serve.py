@@ -91,7 +91,11 @@ class ModelJudge:
         """Nothing outlives the process."""
 
     def _sample(self, question: Question, number: int) -> Sample:
-        """Raises DataError for a prompt whose images do not fit it, and for too many tokens."""
+        """Raises DataError for a prompt whose images do not fit it, for too many tokens, and for what is no text."""
+        try:
+            (question.prompt + question.response).encode()
+        except UnicodeEncodeError as error:  # a tokenizer would fail, and with it the whole batch
+            raise DataError(f"prompt and answer are no text: {error.reason}") from error
         media = tuple(
             make_media(one.fetch(), processor=self._processor, columns=self._columns, root=None)
             for one in question.media

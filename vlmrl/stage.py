@@ -47,17 +47,17 @@ class Stage:
     stack: ExitStack
 
     def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
-        group = WorkerGroup(
+        """Workers of a role, which end with the stage, also when they or others do not start."""
+        return WorkerGroup(
             name,
             path,
             settings,
             session=self.machines,
             places=self.places.get(name, [Place(0, ())]),
             timeout_s=timeout_s,
+            at_end=self.stack.callback,
             **how,
         )
-        self.stack.callback(group.shutdown)
-        return group
 
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
@@ -130,13 +130,17 @@ class Stage:
         report: Progress,
     ) -> Players:
         """All roles that samples go through, joined; nothing is published yet. `critics` is the critic's adapter."""
-        # They start at the same time: each spends most of its start waiting for imports and files.
-        engines, learners, rewarder, models = together(
+        starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
             lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
             lambda: self.rewarder(config),
             lambda: self.reward_models(config),
-        )
+        ]
+        # Side by side: each spends most of its start waiting for imports and files. But vLLM takes for its own what
+        # others load onto its GPUs while it measures what is free there.
+        shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
+        first = [starts.pop(0)()] if shares_gpus else []
+        engines, learners, rewarder, models = [*first, *together(*starts)]
         learners.policy.engines = engines
         judges = Judges(rewarder, [model.over(learners.ranks) for model in models])
         return Players(engines, learners.policy, learners.reference, learners.critic, judges)
@@ -188,8 +192,9 @@ class Stage:
     ) -> WorkerGroup:
         """The policy's ranks, with the critic in them where both share processes."""
         path = "vlmrl.learning.policy.Policy"
+        frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
         settings = model_settings(config) | {
-            "total_steps": optimizer_steps(config, num_rows),
+            "total_steps": optimizer_steps(config, num_rows, frozen=frozen),
             "loss": policy_loss(config) if isinstance(config, RlConfig) else None,
             "adapter": adapter,
             "ema_beta": config.train.ema_beta if isinstance(config, RlConfig) and config.train.enable_ema else None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,8 +47,8 @@ class Rewarder(Protocol):
     def begin(self, group: Group) -> None:
         """Start on a group, and return at once: `score` will ask for it."""
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """One score per answer, group by group."""
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+        """One score per answer, group by group. They are some of a step's `out_of` answers; None: all."""
 
 
 class Reference(Protocol):
@@ -142,10 +143,18 @@ def train(
             kl_coef=leash.coef,
         )
         with report.phase("update"):
-            learning = learn(judged.experience, step, policy=None if only_critic else policy, critic=critic)
+            learning = learn(
+                judged.experience,
+                step,
+                policy=None if only_critic else policy,
+                critic=critic,
+                in_turn=config.critic_is_with_actor,
+            )
         if old is None:
             check_agreement(config, learning)
-        leash = leash.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
+        if not only_critic:
+            # A policy that does not move stays with its reference, which is no reason to let it go.
+            leash = leash.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
         with report.phase("publish"):
             publishing = policy.publish(step)
         probing = check_publish(step)
@@ -154,11 +163,15 @@ def train(
         save(step, leash.coef)
 
 
-def learn(experience: Experience, step: int, *, policy: Policy | None, critic: Critic | None) -> Metrics:
-    """Let policy and critic learn, side by side where they lie apart."""
-    learners = [learner for learner in (critic, policy) if learner is not None]
+def learn(experience: Experience, step: int, *, policy: Policy | None, critic: Critic | None, in_turn: bool) -> Metrics:
+    """Let policy and critic learn, side by side where they lie apart.
+
+    `in_turn` where they have the same processes: ranks that met their calls in different orders would wait for each
+    other for ever.
+    """
+    updates = [partial(learner.update, experience, step=step) for learner in (critic, policy) if learner is not None]
     found: Metrics = {}
-    for metrics in together(*(lambda x=x: x.update(experience, step=step) for x in learners)):
+    for metrics in [update() for update in updates] if in_turn else together(*updates):
         found |= metrics
     return found
 
@@ -176,7 +189,7 @@ def collect(
         RewardError: too few groups are kept after `algo.dynamic_filtering_max_draws` draws.
     """
     algo, size = config.algo, config.rollout.batch_size
-    most = algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1
+    most = size * (algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1)
     sampling = Sampling(
         n=config.rollout.n_samples_per_prompt,
         temperature=config.rollout.temperature,
@@ -188,14 +201,16 @@ def collect(
     scores: list[list[Score]] = []
     means: list[float] = []
     drawing: Metrics = {}
-    for _ in range(most):
+    while len(groups) < size:
+        if len(means) == most:
+            raise RewardError(_too_few(config, len(groups), means))
         with report.phase("data"):
-            drawn, spent = prompts.draw(size - len(groups))
+            drawn, spent = prompts.draw(min(size - len(groups), most - len(means)))
         with report.phase("rollout"):
             found = engine.generate(drawn, sampling, rewarder.begin)
             check_versions(found, version=step - 1)
         with report.phase("reward"):
-            scored = rewarder.score(found)
+            scored = rewarder.score(found, out_of=size * sampling.n)
         moved = drawing.get("media/bytes_moved", 0.0) + spent["media/bytes_moved"]
         drawing = spent | {"media/bytes_moved": moved}
         for group, judged in zip(found, scored, strict=True):
@@ -203,10 +218,6 @@ def collect(
             if not algo.dynamic_filtering_enable or keeps(means[-1], *algo.dynamic_filtering_range):
                 groups.append(group)
                 scores.append(judged)
-        if len(groups) == size:
-            break
-    else:
-        raise RewardError(_too_few(config, len(groups), means))
     if algo.dynamic_filtering_enable:
         drawing |= {"filter/kept_fraction": size / len(means), "filter/groups_drawn": float(len(means))}
     return Collected(groups, scores, drawing)

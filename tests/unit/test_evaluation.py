@@ -84,7 +84,7 @@ class Scripted:
     def begin(self, group: Group) -> None:
         pass
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
         return [[RIGHT, WRONG] for _ in groups]
 
 

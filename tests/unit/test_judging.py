@@ -72,3 +72,16 @@ def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
     np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
     np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
     assert metrics["value/mean"] == pytest.approx(1.25 / 3)
+
+
+def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
+    prompt = make_prompt(0)
+    group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
+    samples = to_samples([group])
+    steps = [
+        np.where(np.arange(len(s.tokens)) == len(s.tokens) - 1, 0.25 * (n + 1), 0.0) for n, s in enumerate(samples)
+    ]
+    scores = [[Score(0.0, token_rewards=row.astype(np.float32)) for row in steps]]
+    old = [rollout.logprobs for rollout in group.rollouts]
+    _, metrics = judge(config(), [group], scores, Passes(samples, old), kl_coef=0.0)
+    assert metrics["group/constant_fraction"] == 0.0

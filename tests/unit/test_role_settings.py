@@ -9,6 +9,7 @@ import pytest
 from scripted_loop import config
 
 from vlmrl.algorithms.corrections import Correction
+from vlmrl.errors import ConfigError
 from vlmrl.role_settings import absolute, critic_settings, last_step, optimizer_steps, policy_loss
 
 GAE = {"advantage": {"estimator": "gae"}}
@@ -70,3 +71,10 @@ def test_the_schedule_spans_every_optimizer_step() -> None:
     twice = config(train={"batch_size": 2, "max_epochs": 3})
     # 8 rows are 4 steps of 2 prompts, each with 2 optimizer steps of 2 answers, 3 times over.
     assert (last_step(twice, 8), optimizer_steps(twice, 8)) == (4, 24)
+
+
+def test_the_actors_schedule_spans_the_steps_that_it_takes() -> None:
+    gae = config(algo=GAE, critic={"freezing_steps": 3})
+    assert (optimizer_steps(gae, 8), optimizer_steps(gae, 8, frozen=3)) == (4, 1)
+    with pytest.raises(ConfigError, match=r"critic\.freezing_steps 4 leaves the actor none of the run's 4 steps"):
+        optimizer_steps(gae, 8, frozen=4)

@@ -51,14 +51,18 @@ class Silent:
         pass
 
 
+ADAPTIVE = {"target": 0.1, "horizon": 1000}
+
+
 @pytest.fixture
 def log() -> list[str]:
     return []
 
 
-def saves(root: Path, log: list[str], **changes: Any) -> Saves:
+def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **changes: Any) -> Saves:
     settings = config(
-        algo={"advantage": {"estimator": "gae"}}, ckpt={"save_steps": 2, "max_num": 1, "load_enable": True} | changes
+        algo={"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.5} | kl},
+        ckpt={"save_steps": 2, "max_num": 1, "load_enable": True} | changes,
     )
     prompts, policy, critic = (Remembering(name, log) for name in ("prompts", "policy", "critic"))
     return Saves(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
@@ -82,6 +86,21 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[
     log.clear()
     assert run.restore() == (2, 0.25)
     assert log == ["policy from step_000002", "critic from step_000002", "prompts {'drawn': 7}"]
+
+
+def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    run.save(2, kl_coef=0.25)
+    (tmp_path / "checkpoints/critic/step_000010").mkdir()
+    run.restore()
+    run.save(4, kl_coef=0.25)
+    assert [path.name for path in (tmp_path / "checkpoints/critic").iterdir()] == ["step_000004"]
+
+
+def test_a_weight_of_the_kl_that_does_not_adapt_is_the_settings_on_resume_too(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log, kl={})
+    run.save(2, kl_coef=0.25)
+    assert run.restore() == (2, None)
 
 
 def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tmp_path: Path, log: list[str]) -> None:

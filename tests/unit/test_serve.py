@@ -126,3 +126,9 @@ def test_mistakes_are_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("VLMRL_RM_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="set the environment variable VLMRL_RM_TOKEN"):
         serve_rm(config(folder / "nowhere", "--serve.host", "0.0.0.0"))
+
+
+def test_what_is_no_text_fails_alone(judge: ModelJudge) -> None:
+    good, bad = judge.judge([Question("a", "how many?", "two"), Question("b", "how many?", "\ud800")])
+    assert good.problem is None
+    assert bad.problem == "prompt and answer are no text: surrogates not allowed"

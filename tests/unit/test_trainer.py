@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -153,7 +155,7 @@ def test_a_critic_learns_beside_the_policy_and_at_first_alone() -> None:
 class PickyRewarder(LabelRewarder):
     """Of four prompts in a row one has answers that differ in worth; the others are all wrong, or all right."""
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
         worth = {0: (0.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0)}
         return [[Score(each) for each in worth[group.prompt.index % 4]] for group in groups]
 
@@ -173,7 +175,7 @@ def test_groups_that_teach_nothing_are_replaced_by_fresh_prompts() -> None:
 
 def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
     class Hopeless(LabelRewarder):
-        def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
             return [[Score(0.0), Score(0.0)] for _ in groups]
 
     settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
@@ -198,3 +200,56 @@ def test_the_leash_follows_its_target_and_is_saved_for_the_next_step() -> None:
     # k1 is 0.2, twice the target, and the error is clipped to 0.2: times 1 + 0.2 * 4 answers / 40.
     assert saved == pytest.approx([0.5 * 1.02, 0.5 * 1.02**2])
     assert [notebook.steps[step]["kl/coef"] for step in (1, 2)] == pytest.approx([0.5, 0.51])
+
+
+def test_while_the_critic_learns_alone_the_leash_waits() -> None:
+    class Same:
+        def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+            return [np.where(s.sampled, -0.5, 0.0).astype(np.float32) for s in samples]
+
+    settings = config(
+        algo={"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.5, "target": 0.1, "horizon": 40}},
+        critic={"freezing_steps": 2},
+    )
+    saved: list[float] = []
+    run(
+        settings,
+        RememberingPolicy(ScriptedEngine()),
+        steps=3,
+        critic=Prophet(),
+        reference=Same(),
+        save=lambda step, kl_coef: saved.append(kl_coef),
+    )
+    assert saved[:2] == [0.5, 0.5]
+    assert saved[2] < 0.5
+
+
+@pytest.mark.parametrize(("colocated", "threads"), [(True, 1), (False, 2)])
+def test_policy_and_critic_learn_in_turn_where_they_have_the_same_processes(colocated: bool, threads: int) -> None:
+    class Slow(Prophet):
+        def update(self, experience: Experience, *, step: int) -> Metrics:
+            where.append(threading.current_thread())
+            time.sleep(0.05)
+            return super().update(experience, step=step)
+
+    class SlowPolicy(RememberingPolicy):
+        def update(self, experience: Experience, *, step: int) -> Metrics:
+            where.append(threading.current_thread())
+            return super().update(experience, step=step)
+
+    where: list[threading.Thread] = []
+    settings = config(
+        algo={"advantage": {"estimator": "gae"}}, train={"batch_size": 4, "colocate_actor_critic": colocated}
+    )
+    run(settings, SlowPolicy(ScriptedEngine()), steps=1, critic=Slow())
+    assert len(set(where)) == threads
+
+
+def test_the_bound_of_filtering_counts_prompts_and_not_how_often_some_were_drawn() -> None:
+    # One of four prompts teaches: 2 of them after 7 draws, of which the last three draw one prompt each.
+    settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 4})
+    notebook = run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=PickyRewarder())
+    assert notebook.steps[1]["filter/groups_drawn"] == 7
+    settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
+    with pytest.raises(RewardError, match="kept 1 of 6 groups in 3 draws"):
+        run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=PickyRewarder())

@@ -63,6 +63,9 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """`algo.advantage.estimator` -> the scalar of an answer, [N, G] -> [N, G]."""
 
+_ROUNDING = 1e-6
+"""Of fp32, as a share of a number."""
+
 DISCOUNTED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 """Those that discount by gamma, and are normalised over all sampled tokens of the step."""
 
@@ -138,11 +141,14 @@ def step_advantages(
 ) -> Float[Tensor, "B T"]:
     """The rewards of reasoning steps against those of all steps of the group (arXiv:2402.03300, section 4.1.3).
 
-    A step is a token whose reward is not 0. Its group's mean is subtracted; `by_deviation` divides by the unbiased
-    deviation + 1e-6, too. Without a baseline an answer would earn most by having many steps. Steps that are all worth
-    the same are exactly 0.
+    A step is a token whose reward is not 0, its share of the mean over the answer's steps. Of the steps' own rewards,
+    the mean of the group is subtracted; `by_deviation` divides by the unbiased deviation + 1e-6, too. What is left is
+    shared out among the answer's steps again, so that many steps earn no more than few, and lose no more: compared
+    share by share, an answer would lose by having many. Steps that are all worth the same are exactly 0.
     """
     is_step = token_rewards != 0
+    num_steps = is_step.sum(dim=1, keepdim=True).clamp(min=1)
+    token_rewards = token_rewards * num_steps
 
     def of_group(by_answer: Float[Tensor, " B"], combine: Callable[[Tensor], Tensor]) -> Float[Tensor, "B 1"]:
         return combine(by_answer.reshape(-1, group_size)).repeat_interleave(group_size)[:, None]
@@ -156,11 +162,12 @@ def step_advantages(
     origin = torch.where(highest > 0, highest, lowest).double()
     counts = group_sum(is_step)
     centred = (token_rewards - origin).masked_fill_(~is_step, 0.0)
+    centred.masked_fill_(centred.abs() <= _ROUNDING * origin.abs(), 0.0)
     centred.sub_(group_sum(centred) / counts.clamp(min=1)).masked_fill_(~is_step, 0.0)
     if by_deviation:
         variance = group_sum(centred.square()) / (counts - 1).clamp(min=1)
         centred.div_(variance.sqrt() + 1e-6)
-    return centred
+    return centred.div_(num_steps)
 
 
 def _own(

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -74,6 +74,7 @@ class WorkerGroup:
         places: where the workers run, from `placement.plan`.
         distributed: the workers form one torch.distributed world: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
         concurrent: the role's methods are coroutines.
+        at_end: is given `shutdown` before the roles are built, so that whoever ends everything ends a start, too.
         timeout_s: a call that takes longer is an error.
     """
 
@@ -88,6 +89,7 @@ class WorkerGroup:
         timeout_s: float,
         distributed: bool = False,
         concurrent: bool = False,
+        at_end: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.name = name
         self._timeout_s = timeout_s
@@ -107,21 +109,32 @@ class WorkerGroup:
                     max_concurrency=4096 if concurrent else 1,
                 ).remote()
             )
+        if at_end is not None:
+            at_end(self.shutdown)
+        try:
+            self.pids = self._build(path, settings, distributed=distributed)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _build(self, path: str, settings: Mapping[str, Any], *, distributed: bool) -> list[int]:
+        """The roles in their workers; the processes' ids."""
         world: dict[str, str] = {}
         if distributed:
             address, port = self.address()
             world = {
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(len(places)),
+                "WORLD_SIZE": str(len(self._workers)),
                 "LOCAL_RANK": "0",
             }
-        self.pids: list[int] = self._get(
+        pids: list[int] = self._get(
             [
                 worker.build.remote(path, world | ({"RANK": str(rank)} if distributed else {}), settings)
                 for rank, worker in enumerate(self._workers)
             ]
         )
+        return pids
 
     def __len__(self) -> int:
         return len(self._workers)

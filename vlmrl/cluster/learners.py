@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +51,22 @@ class Cut:
 
 
 class Tally:
-    """What the passes without gradients of a step took, over all models and ranks, until the step is reported."""
+    """What the passes without gradients of a step took, over all models and ranks, until the step is reported.
+
+    Models that learn side by side tell it at the same time.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, Metric] = {}
+        self._lock = threading.Lock()
 
     def add(self, counts: dict[str, Metric]) -> None:
-        self._counts = merge([self._counts, counts])
+        with self._lock:
+            self._counts = merge([self._counts, counts])
 
     def take(self) -> dict[str, Metric]:
-        counts, self._counts = self._counts, {}
+        with self._lock:
+            counts, self._counts = self._counts, {}
         return counts
 
 
@@ -153,9 +161,15 @@ class RemotePolicy(RemoteReference):
         shares = [self._group.submit_to(rank, "fit", packs[rank], total) for rank in range(len(self._group))]
         return reduce(self._group.wait(shares))
 
-    def drop_counts(self) -> None:
-        """Forget what the passes since the last publish took: they were no part of a step."""
-        self._ranks.tally.take()
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within the context, passes are no part of a step: what they take is forgotten."""
+        before = self._ranks.tally.take()
+        try:
+            yield
+        finally:
+            self._ranks.tally.take()
+            self._ranks.tally.add(before)
 
     def publish(self, version: int) -> Metrics:
         """Send the weights; the metrics hold what the step's passes took, too, over all models."""

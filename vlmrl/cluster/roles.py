@@ -84,6 +84,9 @@ class RemoteEngines:
         self._sleeps = sleeps
         self._on_progress = on_progress
         group.call("start")
+        if sleeps:
+            # Others load their models onto the same GPUs now.
+            group.call("sleep")
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None

@@ -25,8 +25,8 @@ class RemoteRewarder:
         """Start on a group, and return at once."""
         self._group.submit("begin", group)
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        scores: list[list[Score]] = self._group.call("score", list(groups))[0]
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+        scores: list[list[Score]] = self._group.call("score", list(groups), out_of=out_of)[0]
         return scores
 
     def close(self) -> None:
@@ -44,15 +44,22 @@ class RewardModel:
     is_process: bool
     """It scores the steps of an answer, each at the token that ends it, and not the answer."""
 
-    def ask(self, samples: Sequence[Sample]) -> list[float | Floats]:
-        """Its score of each sample; of a process reward model those of its steps, [T]."""
-        found = self.ranks.ask("step_scores" if self.is_process else "score", samples)
+    def ask(self, samples: Sequence[Sample], *, as_odds: bool = False) -> list[float | Floats]:
+        """Its score of each sample; of a process reward model those of its steps, [T], or their log-odds."""
+        if self.is_process:
+            found = self.ranks.ask("step_scores", samples, as_odds=as_odds)
+        else:
+            found = self.ranks.ask("score", samples)
         return [found[number] for number in range(len(samples))]
 
     def everywhere(self, groups: Sequence[Group]) -> list[Floats]:
-        """Its score of each answer, on each of the answer's tokens: [T] like log-probs, for who compares these."""
+        """Its score of each answer, on each of the answer's tokens: [T] like log-probs, for who compares these.
+
+        Of a process reward model it is the log-odds of its steps: probabilities next to 0 or 1 hardly change.
+        """
         samples = to_samples(groups)
-        return [np.full(len(s.tokens), np.sum(f), np.float32) for s, f in zip(samples, self.ask(samples), strict=True)]
+        found = self.ask(samples, as_odds=True)
+        return [np.full(len(s.tokens), np.sum(f), np.float32) for s, f in zip(samples, found, strict=True)]
 
 
 class Judges:
@@ -67,13 +74,13 @@ class Judges:
         if self._functions is not None:
             self._functions.begin(group)
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        """One score per answer, group by group: the weighted sum over all sources.
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+        """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
 
         Raises RewardError when a model's score is not a number.
         """
         if self._functions is not None:
-            scores = [score for group in self._functions.score(groups) for score in group]
+            scores = [score for group in self._functions.score(groups, out_of=out_of) for score in group]
         else:
             scores = [Score(0.0) for group in groups for _ in group.rollouts]
         samples = to_samples(groups)

@@ -98,8 +98,10 @@ def peak_bytes() -> dict[str, int]:
 
 
 @contextmanager
-def sharded_loading(ds: Ds) -> Iterator[None]:
+def sharded_loading(ds: Ds, *, offload: bool = False) -> Iterator[None]:
     """Within the context, Transformers loads models straight into ZeRO-3 shards; nothing for the other stages.
+
+    With `offload` the shards lie in CPU memory; what is sharded once, `start_frozen` leaves where it is.
 
     So no rank ever holds all weights of a model that is sharded because it does not fit. One in 4 bits is an exception:
     its weights are quantised whole, and are sharded when DeepSpeed starts.
@@ -107,7 +109,8 @@ def sharded_loading(ds: Ds) -> Iterator[None]:
     if ds.zero_stage != 3 or ds.load_in_4bit:
         yield
         return
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    zero: dict[str, Any] = {"stage": 3} | (_offloaded() if offload else {})
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if ds.param_dtype == "bf16":
         config["bf16"] = {"enabled": True}
     # Transformers finds it by a weak reference: it counts for as long as this name holds it.
@@ -142,7 +145,7 @@ def start_frozen(module: nn.Module, *, ds: Ds, offload: bool) -> Any:
     """
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": _largest_vector(module)}
     if offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero |= _offloaded()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -153,6 +156,10 @@ def start_frozen(module: nn.Module, *, ds: Ds, offload: bool) -> Any:
         config["bf16"] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
     return engine
+
+
+def _offloaded() -> dict[str, Any]:
+    return {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}
 
 
 def settings(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 _PARTIAL = ".tmp"
+_OLDER = f".old{_PARTIAL}"
 
 
 def partial(folder: Path) -> Path:
@@ -50,7 +51,14 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(parent: Path) -> list[Path]:
-    """Delete what killed runs left half-written in `parent`, and say what it was."""
+    """Delete what killed runs left half-written in `parent`, and say what it was.
+
+    What was killed between the two renames of `replace` is whole: it gets its name.
+    """
+    for older in parent.glob(f"*{_OLDER}"):
+        folder = older.with_name(older.name.removesuffix(_OLDER))
+        if not folder.exists() and partial(folder).exists():
+            partial(folder).rename(folder)
     found = sorted(parent.glob(f"*{_PARTIAL}")) if parent.exists() else []
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
@@ -72,7 +80,7 @@ def prune(parent: Path, *, keep: int) -> list[Path]:
 
 
 def _aside(folder: Path) -> Path:
-    path = folder.with_name(f"{folder.name}.old{_PARTIAL}")
+    path = folder.with_name(folder.name + _OLDER)
     shutil.rmtree(path, ignore_errors=True)
     folder.rename(path)
     return path

@@ -65,7 +65,7 @@ class RewardModel:
         # In 4 bits it would be another model, and its scores would be others: nothing trains that could make up for it.
         ds = ds.model_copy(update={"load_in_4bit": False})
         model = actor.model_copy(update={"model_name_or_path": path})
-        with sharded_loading(ds):
+        with sharded_loading(ds, offload=offload):
             net, reader = read_value_model(model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag)
         _check_reads_alike(reader, actor, columns, path, flag)
         self._processor = reader
@@ -96,11 +96,12 @@ class RewardModel:
         mean, std = self._scale
         return [(i, (float(row[-1]) - mean) / std) for i, row in rows], counts
 
-    def step_scores(self, packs: Sequence[Pack]) -> Scored:
+    def step_scores(self, packs: Sequence[Pack], *, as_odds: bool = False) -> Scored:
         """(id, [T]) of each sample with an id of 0 or more: at the token that ends a step, how likely the model takes
         the step to be right, divided by the number of steps; 0 elsewhere. And what it took.
 
-        So the scores of an answer add up to their mean, and many steps are worth no more than few.
+        So the scores of an answer add up to their mean, and many steps are worth no more than few. `as_odds`: instead,
+        the log-odds as the model says them.
         """
         assert self._steps is not None, "a reward model that is not told what ends a step knows no steps"
         ends = [[self._steps.ends(sample) for sample in pack.samples] for pack in packs]
@@ -112,6 +113,9 @@ class RewardModel:
         for i, row in rows:
             end = by_id[i]
             # The value is the log-odds of a right step.
+            if as_odds:
+                found.append((i, np.where(end, row, 0.0).astype(np.float32)))
+                continue
             share = np.where(end, 1.0 / (1.0 + np.exp(-row.astype(np.float64))), 0.0) / max(1, int(end.sum()))
             found.append((i, share.astype(np.float32)))
         return found, counts

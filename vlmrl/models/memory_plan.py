@@ -93,6 +93,11 @@ class MemoryPlan:
                 for part in role.parts
                 if part.in_host_memory != share.on_device and part.flag
             ]
+            if not held:
+                raise ClusterError(
+                    f"{share.name}: the libraries of the run take about {share.needed / GIB:.1f} GiB, and there are "
+                    f"{share.available / GIB:.1f}: free some, or use a machine with more"
+                )
             part, role = max(held, key=lambda pair: pair[0].num_bytes)
             raise ClusterError(
                 f"{share.name}: the run takes about {share.needed / GIB:.1f} GiB, and there are "
@@ -266,12 +271,18 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[Role, int], ...], m
         needs = {role.name: role.num_bytes() for role in near}
         needed = sum(needs.values())
         if isinstance(config, RlConfig) and config.vllm.enable_sleep and "vllm" in needs:
-            # They take turns.
-            needed = max(needs["vllm"], needed - needs["vllm"])
+            # Engines sleep while others learn; those give back what their passes take, and keep the rest.
+            kept = sum(p.num_bytes for role in near for p in role.parts if _is_kept(role, p))
+            needed = max(needs["vllm"] + kept, needed - needs["vllm"])
         if near:
             found.append(Share(f"a GPU of {' and '.join(needs)}", needed, machine.device_bytes, near))
     beside = sum(count * role.num_bytes(on_device=False) for role, count in roles)
     return [*found, Share("main memory", beside, machine.host_bytes, every, on_device=False)]
+
+
+def _is_kept(role: Role, part: Part) -> bool:
+    """On a GPU, by a role other than an engine, between its passes."""
+    return role.name != "vllm" and not part.in_host_memory and part.name not in ("gradients", "activations", "update")
 
 
 def _neighbours(config: RlConfig | SftConfig) -> list[set[str]]:

@@ -97,7 +97,7 @@ def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size:
     """Write a randomly initialised fp32 model of `family` to the folder `out`, and return the folder.
 
     `tiny` has about 1.6M parameters and learns to count in a hundred steps of supervised training; `micro` is the
-    smallest that vLLM serves; `small` has about 13M and a vocabulary of 8192, `medium` about 75M: for benchmarks. Equal
+    smallest that vLLM serves; `small` has about 13M and a vocabulary of 8192, `medium` about 74M: for benchmarks. Equal
     arguments write equal weights.
 
     Raises ConfigError for a family or size that does not exist.
@@ -300,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         "--size",
         default="tiny",
         choices=get_args(Size),
-        help="micro 0.2M, tiny 1.6M, small 13M, medium 75M parameters",
+        help="micro 0.2M, tiny 1.6M, small 13M, medium 74M parameters",
     )
     parser.add_argument("--tied", action="store_true", help="input and output embeddings are the same tensor")
     parser.add_argument("--seed", default=0, type=int, help="seed of the weights")

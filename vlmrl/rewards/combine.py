@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from vlmrl.errors import RewardError
 from vlmrl.rewards.functions import Calls, Functions
-from vlmrl.rewards.http import Servers, read_token
+from vlmrl.rewards.http import Servers, checked, read_token
 from vlmrl.rewards.question import questions
 from vlmrl.rewards.worker import Verdict
 from vlmrl.types import Group, Score
@@ -95,7 +95,7 @@ class Rewarder:
         begun = self._start(group)
         self._begun[_name(group)].append(begun)
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
         """One score per answer, group by group. Blocks: call it where nothing waits.
 
         An answer whose function raises, runs past `reward.time_limit_s` or returns something else than a finite number
@@ -104,11 +104,12 @@ class Rewarder:
         failure.
 
         Raises RewardError when a prompt has no label and a function needs one, and when more than
-        `reward.max_failed_fraction` of these answers failed.
+        `reward.max_failed_fraction` of the answers failed: of these, or of the `out_of` of which they are some.
         """
         begun: list[_Begun] = []
         verdicts: dict[_Answer, dict[str, Verdict]] = defaultdict(dict)
-        failures = _Failures(sum(len(group.rollouts) for group in groups), self._max_failed_fraction)
+        num_answers = sum(len(group.rollouts) for group in groups)
+        failures = _Failures(max(num_answers, out_of or 0), self._max_failed_fraction)
         try:
             for asked in groups:
                 begun.append(self._take(asked))
@@ -214,6 +215,8 @@ def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:
 
     Without `asks_servers` they need not be up yet.
     """
+    for url in reward.servers:
+        checked(url)
     if not asks_servers and reward.servers:
         reward = reward.model_copy(update={"remote_url": None})
     Rewarder(reward).close()

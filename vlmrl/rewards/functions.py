@@ -88,6 +88,7 @@ class Functions:
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._last_end = 0.0
+        self._is_closed = False
         self._pool = self._start_pool()
         try:
             self._declared = {name: self._describe(name) for name in self.names}
@@ -145,7 +146,8 @@ class Functions:
         raise RewardError("the processes that score answers keep dying: is there memory left? lower reward.num_workers")
 
     def close(self) -> None:
-        """Ends every process that scoring started. Idempotent."""
+        """Ends every process that scoring started; who waits for verdicts is told so. Idempotent."""
+        self._is_closed = True
         self._end_pool()
         _stop_forkserver()
 
@@ -166,9 +168,14 @@ class Functions:
         self._pool.join()
 
     def _revive(self) -> None:
+        self._check_open()
         if not self._pool.active:  # a process may also die while there is nothing to score
             self._end_pool()
             self._pool = self._start_pool()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RewardError("the processes that score answers were stopped while answers waited")
 
     def _describe(self, name: str) -> Declared:
         deadline = time.monotonic() + _START_LIMIT_S
@@ -213,6 +220,7 @@ class Functions:
 
     def _await(self, calls: Calls, number: int) -> Verdict | None:
         """None when its pool broke before the call was made: then it is no longer under way."""
+        self._check_open()
         if number not in calls.futures:
             return None
         call, (future, pool) = calls.all[number], calls.futures[number]

@@ -110,7 +110,7 @@ class Servers:
         images: Images,
         token: str | None,
     ) -> None:
-        self._servers = [_Server(_checked(url)) for url in urls]
+        self._servers = [_Server(checked(url)) for url in urls]
         self._timeout_s = timeout_s
         self._most_tries = retries + len(self._servers)
         self._batch_size = batch_size
@@ -154,7 +154,9 @@ class Servers:
     async def _open(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._num_senders)
         # The time limit is on the whole request: a server that sends a byte now and then must not hold it for ever.
-        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+        # A proxy that the environment names is for other machines.
+        direct: dict[str, None] = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
+        self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, mounts=direct)
         self._queue: asyncio.Queue[_Asked] = asyncio.Queue()
         self._senders = [asyncio.create_task(self._send_for_ever()) for _ in range(self._num_senders)]
 
@@ -275,8 +277,8 @@ def _best(servers: Sequence[_Server]) -> _Server:
     return min(servers, key=lambda one: (max(one.rests_until - now, 0.0), one.num_under_way, one.num_requests))
 
 
-def _checked(url: str) -> str:
-    """Raises ConfigError for what is no URL of a server."""
+def checked(url: str) -> str:
+    """The same. Raises ConfigError for what is no URL of a server."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -285,6 +287,8 @@ def _checked(url: str) -> str:
         raise ConfigError(f"{SETTING}: a URL with a password would be written to files: set {TOKEN} in the environment")
     if not parsed.host:
         raise ConfigError(f"{SETTING}: {url} names no host: write http://host:port")
+    if parsed.port is not None and not 0 < parsed.port < 2**16:
+        raise ConfigError(f"{SETTING}: {url} names port {parsed.port}, and there are 1 to {2**16 - 1}")
     return url
 
 

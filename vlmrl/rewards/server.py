@@ -10,14 +10,15 @@ import asyncio
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
@@ -30,6 +31,8 @@ from vlmrl.rewards.worker import Verdict, one_line
 
 _MOST_BYTES = 256 * 2**20
 """Of a request, images included."""
+_LOOK_AGAIN_S = 0.5
+"""How often it is asked whether a client still waits."""
 _STOP_LIMIT_S = 60
 """What is under way when the server is told to stop has so long to be answered."""
 
@@ -85,6 +88,10 @@ class _FullError(Exception):
     """No more answers may wait."""
 
 
+class _GoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class Line:
     """Answers that wait for the judge, and are brought to it in batches."""
 
@@ -128,12 +135,15 @@ class Line:
         self._thread.shutdown(wait=False)
 
     async def _next_batch(self) -> list[_Waiting]:
-        """What comes within `serve.max_wait_ms` of the first, up to `serve.max_batch`."""
-        batch = [await self._queue.get()]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._serve.max_wait_ms / 1000):
-                while len(batch) < self._serve.max_batch:
-                    batch.append(await self._queue.get())
+        """What comes within `serve.max_wait_ms` of the first, up to `serve.max_batch`, less what nobody waits for."""
+        batch: list[_Waiting] = []
+        while not batch:
+            waiting = [await self._queue.get()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._serve.max_wait_ms / 1000):
+                    while len(waiting) < self._serve.max_batch:
+                        waiting.append(await self._queue.get())
+            batch = [one for one in waiting if not one.verdict.done()]
         return batch
 
 
@@ -151,11 +161,8 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
 
     app = FastAPI(title="vlmrl serve-rm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.middleware("http")
-    async def see_token(request: Request, pass_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if token and request.url.path != "/health" and not _shows(request, token):
-            return _problem(401, "send Authorization: Bearer and the server's token")
-        return await pass_on(request)
+    if token:
+        app.add_middleware(_Gate, token=token)
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
@@ -176,7 +183,9 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
                 413, f"{len(questions)} answers in one request: serve.max_queue lets {serve.max_queue} wait"
             )
         try:
-            verdicts = await line.score(questions)
+            verdicts = await _unless_gone(request, line.score(questions))
+        except _GoneError:
+            return Response(status_code=499)
         except _FullError:
             return _problem(503, f"serve.max_queue {serve.max_queue} answers wait already: come back later")
         except Exception as error:
@@ -184,6 +193,34 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
         return Response(write_answer(verdicts), media_type="application/json")
 
     return app
+
+
+class _Gate:
+    """Lets in who shows the token; everybody to /health. FastAPI's own kind of middleware would hide from what lies
+    behind it that a client has gone."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] != "/health" and not _shows(Request(scope), self._token):
+            app = _problem(401, "send Authorization: Bearer and the server's token")
+        await app(scope, receive, send)
+
+
+async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[Verdict]]) -> list[Verdict]:
+    """What `scoring` comes to. When the client goes, it is cancelled and _GoneError raised: of a client that asks again
+    after a time-out, nothing must be scored twice."""
+    task = asyncio.ensure_future(scoring)
+    while True:
+        done, _ = await asyncio.wait({task}, timeout=_LOOK_AGAIN_S)
+        if done:
+            return task.result()
+        if await request.is_disconnected():
+            task.cancel()
+            raise _GoneError
 
 
 def run(judge: Judge, serve: Serve, token: str | None, *, listener: socket.socket) -> None:

@@ -145,14 +145,15 @@ def test_a_step_of_one_reward_everywhere_is_exactly_zero_for_reinforce() -> None
     assert advantages(torch.full((2, 3), 0.1), SAMPLED, estimator="reinforce").advantages.abs().max() == 0
 
 
-# Steps of two groups of two answers: 1, 3 and 2 in the first, 0.5 twice in the second.
+# Steps of two groups of two answers: 1, 3 and 2 in the first, 0.5 twice in the second. The first answer has two steps,
+# each of which stands there with its half.
 STEP_TOKENS = torch.tensor([[T, T, T], [F, T, T], [T, T, F], [T, F, F]])
-STEPS = torch.tensor([[1.0, 0, 3.0], [0, 0, 2.0], [0, 0.5, 0], [0.5, 0, 0]])
+STEPS = torch.tensor([[0.5, 0, 1.5], [0, 0, 2.0], [0, 0.5, 0], [0.5, 0, 0]])
 
 
 def test_steps_are_measured_by_the_steps_of_their_group() -> None:
-    # First group: mean 2, deviation 1 (of -1, 1, 0, unbiased). Second: all the same.
-    centred = [[-1.0, 0, 1.0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    # First group: mean 2, deviation 1 (of -1, 1, 0, unbiased), and a half of each. Second: all the same.
+    centred = [[-0.5, 0, 0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert step_advantages(STEPS, group_size=2, by_deviation=False).tolist() == centred
     found = step_advantages(STEPS, group_size=2, by_deviation=True)
     torch.testing.assert_close(found, torch.tensor(centred, dtype=torch.float64), rtol=0, atol=2e-6)
@@ -161,8 +162,18 @@ def test_steps_are_measured_by_the_steps_of_their_group() -> None:
 
 @pytest.mark.parametrize("by_deviation", [True, False])
 def test_steps_that_are_all_worth_the_same_are_exactly_zero(by_deviation: bool) -> None:
-    steps = torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.1, 0.0, 0.1, 0.1]])
+    # Four steps and three, of 0.3 each.
+    steps = 0.3 * torch.tensor([[1 / 4, 1 / 4, 1 / 4, 1 / 4], [1 / 3, 0.0, 1 / 3, 1 / 3]])
     assert step_advantages(steps, group_size=2, by_deviation=by_deviation).abs().max() == 0
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
+def test_better_steps_are_better_however_many_there_are(estimator: str) -> None:
+    # Two steps of 0.6 against four of 0.9.
+    sampled = torch.tensor([[T, T, F, F], [T, T, T, T]])
+    steps = torch.tensor([[0.3, 0.3, 0, 0], [0.225, 0.225, 0.225, 0.225]])
+    found = advantages(torch.zeros(1, 2), sampled, estimator=estimator, token_rewards=steps, no_std_norm=True)
+    assert found.advantages[0, 0] < 0 < found.advantages[1, 0]
 
 
 def test_a_single_step_has_nothing_to_be_measured_by() -> None:
@@ -173,13 +184,13 @@ def test_a_single_step_has_nothing_to_be_measured_by() -> None:
 def test_step_rewards_join_the_outcome_and_go_to_the_tokens_before_them() -> None:
     rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
     found = advantages(rewards, STEP_TOKENS, estimator="dr_grpo", token_rewards=STEPS)
-    # Outcome 0.5 and -0.5; steps -1 at the first and 1 at the last token of the first answer.
-    assert found.advantages.tolist() == [[0.5, 1.5, 1.5], [0, -0.5, -0.5], [0, 0, 0], [0, 0, 0]]
+    # Outcome 0.5 and -0.5; steps -0.5 at the first and 0.5 at the last token of the first answer.
+    assert found.advantages.tolist() == [[0.5, 1.0, 1.0], [0, -0.5, -0.5], [0, 0, 0], [0, 0, 0]]
 
 
 def test_only_group_norm_divides_steps_by_their_deviation() -> None:
     steps = 3 * STEPS
-    centred = torch.tensor([[0.0, 3.0, 3.0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    centred = torch.tensor([[0.0, 1.5, 1.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
     for estimator, expected in (("rloo", centred), ("group_norm", centred / 3)):
         found = advantages(torch.ones(2, 2), STEP_TOKENS, estimator=estimator, token_rewards=steps)
         torch.testing.assert_close(found.advantages, expected, rtol=0, atol=2e-6)
@@ -189,7 +200,7 @@ def test_step_rewards_are_rewards_where_no_group_is_the_baseline() -> None:
     rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
     found = advantages(rewards, STEP_TOKENS, estimator="gae", token_rewards=STEPS, values=torch.zeros(4, 3))
     assert found.returns is not None
-    assert found.returns.tolist() == [[5.0, 4.0, 4.0], [0, 2.0, 2.0], [2.5, 2.5, 0], [2.5, 0, 0]]
+    assert found.returns.tolist() == [[3.0, 2.5, 2.5], [0, 2.0, 2.0], [2.5, 2.5, 0], [2.5, 0, 0]]
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -16,3 +16,8 @@ def test_a_mean_that_is_no_number_is_left_out() -> None:
 def test_an_empty_range_is_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="no mean lies between"):
         keeps(0.5, low, high)
+
+
+def test_rounding_keeps_no_group() -> None:
+    assert not keeps(0.7 + 0.2 + 0.1, 0.0, 1.0)
+    assert not keeps((0.1 + 0.1 + 0.1) / 3, 0.1, 1.0)

@@ -21,8 +21,8 @@ class FixedRanks:
         self.answers = answers
         self.asked: list[str] = []
 
-    def ask(self, method: str, samples: Sequence[Sample]) -> dict[int, Any]:
-        self.asked.append(method)
+    def ask(self, method: str, samples: Sequence[Sample], **how: bool) -> dict[int, Any]:
+        self.asked.append(f"{method} {how}" if how.get("as_odds") else method)
         return self.answers
 
 
@@ -34,7 +34,7 @@ class Functions:
     def begin(self, group: Group) -> None:
         self.begun.append(group.prompt.index)
 
-    def score(self, groups: Sequence[Group]) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
         return self.scores
 
 
@@ -77,3 +77,13 @@ def test_a_model_whose_score_is_no_number_stops_the_run_and_names_the_answer() -
     model = source({0: 0.0, 1: float("nan"), 2: 0.0, 3: 0.0}, weight=1.0)
     with pytest.raises(RewardError, match="the model reward of an answer to toy:0 is nan"):
         Judges(None, [model]).score(groups())
+
+
+def test_the_sight_check_meets_scores_on_every_token_and_steps_as_odds() -> None:
+    rows = {number: np.array([0.0, 1.0, 2.0 * number], np.float32) for number in range(4)}
+    model = source({number: float(number) for number in range(4)}, weight=0.5)
+    steps = source(rows, weight=0.5, is_process=True)
+    lengths = [len(rollout.tokens) for group in groups() for rollout in group.rollouts]
+    assert [row.tolist() for row in model.everywhere(groups())] == [[float(n)] * t for n, t in enumerate(lengths)]
+    assert [row.tolist() for row in steps.everywhere(groups())] == [[1.0 + 2 * n] * t for n, t in enumerate(lengths)]
+    assert steps.ranks.asked == ["step_scores {'as_odds': True}"]  # type: ignore[attr-defined]

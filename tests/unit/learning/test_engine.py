@@ -5,7 +5,7 @@ from torch import nn
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
-from vlmrl.learning.engine import settings
+from vlmrl.learning.engine import settings, sharded_loading
 
 
 def test_clipping_has_one_owner() -> None:
@@ -33,3 +33,13 @@ def test_gradients_are_summed_in_a_bucket_no_larger_than_they_are() -> None:
     with torch.device("meta"):
         huge = nn.Linear(100_000, 100_000)
     assert settings(huge, actor=actor, ds=Ds())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_offloaded_model_is_cut_into_shards_where_they_will_lie(offload: bool) -> None:
+    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+    with sharded_loading(Ds(zero_stage=3, param_dtype="fp32"), offload=offload):
+        zero = deepspeed_config()["zero_optimization"]
+        assert zero.get("offload_param", {}).get("device") == ("cpu" if offload else None)
+    assert not is_deepspeed_zero3_enabled()

@@ -43,6 +43,20 @@ def test_partial_folders_are_ignored_and_removed(tmp_path: Path) -> None:
     assert remove_partial(tmp_path / "never_made") == []
 
 
+def test_what_was_killed_between_two_renames_is_there_again(tmp_path: Path) -> None:
+    for name, text in (("best.old.tmp", "old"), ("best.tmp", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    assert remove_partial(tmp_path) == [tmp_path / "best.old.tmp"]
+    assert (tmp_path / "best" / "file").read_text() == "new"
+
+
+def test_half_of_a_folder_that_was_being_deleted_is_not_brought_back(tmp_path: Path) -> None:
+    (tmp_path / "step_000002.old.tmp").mkdir()
+    remove_partial(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_pruning_keeps_the_newest_by_number_and_not_by_name(tmp_path: Path) -> None:
     for step in (999998, 1000000, 2, 999999):
         _checkpoint(tmp_path / f"step_{step:06d}", str(step))

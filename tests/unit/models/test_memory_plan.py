@@ -117,8 +117,15 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
     together = "--train.colocate_all --vllm.gpu_memory_utilization 1.0"
     with pytest.raises(ClusterError, match=r"a GPU of actor and vllm: .* lower vllm\.gpu_memory_utilization"):
         memory_plan(rl(model, together), GPU).check()
+    with pytest.raises(ClusterError, match=r"a GPU of actor and vllm"):
+        # The actor gives back what its passes take, and keeps its weights beside the engine.
+        memory_plan(rl(model, f"{together} --vllm.enable_sleep"), GPU).check()
     # They take turns.
-    memory_plan(rl(model, f"{together} --vllm.enable_sleep"), GPU).check()
+    passes = "--train.colocate_all --vllm.gpu_memory_utilization 0.95 --train.max_tokens_per_gpu 4000000"
+    long = "--data.max_len 4000000 --actor.gradient_checkpointing_enable"
+    with pytest.raises(ClusterError, match=r"a GPU of actor and vllm"):
+        memory_plan(rl(model, f"{passes} {long}"), GPU).check()
+    memory_plan(rl(model, f"{passes} {long} --vllm.enable_sleep"), GPU).check()
 
 
 def test_main_memory_beside_gpus_holds_the_image_features(folder: Callable[..., Path]) -> None:

@@ -234,6 +234,14 @@ def test_the_failures_of_what_is_asked_for_count_and_no_others(file: Path) -> No
             rewarder.score([bad])
 
 
+def test_failures_count_against_the_whole_step_where_only_a_part_is_scored(file: Path) -> None:
+    with own(file, "raises", max_failed_fraction=0.25) as rewarder:
+        found = rewarder.score([group("bad", "good")], out_of=8)[0]
+        assert [score.failed for score in found] == [True, False]
+        with pytest.raises(RewardError, match="3 of 8 answers could not be scored"):
+            rewarder.score([group("bad", "bad", "bad", "good")], out_of=8)
+
+
 def test_a_process_that_dies_while_nobody_waits_is_replaced(file: Path) -> None:
     with own(file, "dies_later") as rewarder:
         assert rewarder.score([group("x")])[0][0].total == 1.0

@@ -18,7 +18,7 @@ from rewards.reward_server import serving
 
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.combine import Rewarder
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, make_app
@@ -163,6 +163,28 @@ def test_a_client_comes_back_to_a_full_queue() -> None:
         client(url, remote_batch_size=1, remote_retries=6, max_failed_fraction=0.0) as scoring,
     ):
         assert [s.total for s in scoring.score([group(*["x"] * 6)])[0]] == [1.0] * 6
+
+
+def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
+    judge = Lengths(delay_s=1.5)
+    with served(judge, max_batch=1, max_wait_ms=1) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={"responses": ["a", "b", "c", "d"]}, timeout=0.3)
+        time.sleep(1.0)
+        assert ask(url, "new").json()["rewards"] == [3.0]
+    # The one that was under way, and the one that somebody waited for.
+    assert judge.batches == [1, 1]
+
+
+def test_functions_that_are_stopped_while_answers_wait_are_not_called_again(file: Path) -> None:
+    judge = FunctionJudge({}, f"{file}:slow", num_workers=1, time_limit_s=5.0)
+    questions = [Question("a", "?", str(number)) for number in range(6)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        judged = pool.submit(judge.judge, questions)
+        time.sleep(0.3)
+        judge.close()
+        with pytest.raises(RewardError, match="were stopped while answers waited"):
+            judged.result(timeout=5)
 
 
 def test_a_judge_that_breaks_answers_500_and_the_server_lives_on() -> None:
