@@ -63,9 +63,13 @@ def main() -> int:
             )
     curves = {name: read_curve(given.out / name / "metrics.jsonl") for name in given.only}
     draw(curves, given.out / "curves.png")
-    show(curves, given.out)
+    unlearnt = show(curves, given.out)
     CONSOLE.print(f"picture: {given.out / 'curves.png'}", highlight=False)
-    return 0
+    if unlearnt:
+        CONSOLE.print(
+            f"no more answers are right than before with: {', '.join(unlearnt)}", style="red", highlight=False
+        )
+    return bool(unlearnt)
 
 
 def warm_start(out: Path) -> Path:
@@ -130,8 +134,8 @@ def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
     figure.savefig(out)
 
 
-def show(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
-    """The table, and the same as `summary.json`."""
+def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
+    """The table, and the same as `summary.json`. Returns the algorithms that have learnt nothing."""
     table = Table("algorithm", "before", "after", "seconds per step")
     summary = {}
     for name, curve in curves.items():
@@ -141,6 +145,7 @@ def show(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
         summary[name] = {"before": before, "after": after, "seconds_per_step": round(seconds, 3)}
     CONSOLE.print(table)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return [RECIPES[name] for name, found in summary.items() if not found["after"] > found["before"]]
 
 
 if __name__ == "__main__":

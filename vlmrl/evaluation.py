@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import comb
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,8 +19,25 @@ PASS_SCORE = 0.5
 _VERDICTS = ("exact", "math")
 """Rewards that say whether an answer is right. Where none of them is used, the weighted total says it."""
 
+T = TypeVar("T")
+
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.@+:-]+")
 """What `observe.metrics.check_name` does not take."""
+
+
+def named(sets: Mapping[str, T]) -> dict[str, T]:
+    """The same sets under names that metrics can have, and that are still different.
+
+    Example: `my set` and `my_set` become `my_set` and `my_set-2`.
+    """
+    found: dict[str, T] = {}
+    for name, value in sets.items():
+        plain = "/".join(_NOT_IN_NAMES.sub("_", part) for part in name.split("/") if part) or "_"
+        free, number = plain, 2
+        while free in found:
+            free, number = f"{plain}-{number}", number + 1
+        found[free] = value
+    return found
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
@@ -30,9 +48,9 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 
 
 def is_right(score: Score) -> bool:
-    """Whether an answer counts as solved: by the verdict of a checking reward, else by the total score."""
+    """Whether an answer counts as solved: by the verdict of a checking reward, else by all that it earned."""
     verdicts = [score.parts[name] for name in _VERDICTS if name in score.parts]
-    return (verdicts[0] if verdicts else score.total) > PASS_SCORE
+    return (verdicts[0] if verdicts else score.earned) > PASS_SCORE
 
 
 def evaluate(
@@ -64,7 +82,7 @@ def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Scor
     answers = [len(group) for group in scores]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = {
-        f"eval/{name}/reward": float(np.mean([score.total for group in scores for score in group])),
+        f"eval/{name}/reward": float(np.mean([score.earned for group in scores for score in group])),
         f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
     }

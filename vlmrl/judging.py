@@ -114,24 +114,23 @@ def token_rewards(scores: Sequence[Score], samples: Sequence[Sample]) -> Tensor 
 
 
 def numbers(groups: Sequence[Group], scores: Sequence[Score], rewards: Tensor) -> Metrics:
-    """What a step's answers and their rewards, shaped [N, G], look like."""
+    """What a step's answers and their rewards, shaped [N, G], look like. Rewards of single tokens are not shaped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    raw = np.array([score.total for score in scores], dtype=np.float32)
+    raw = np.array([score.earned for score in scores], dtype=np.float32)
     paid = torch.tensor([0.0 if s.token_rewards is None else float(s.token_rewards.sum()) for s in scores])
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     metrics = {
         "batch/tokens": float(sum(len(rollout.tokens) for rollout in rollouts)),
         "reward/mean": float(raw.mean()),
         "reward/std": float(raw.std()),
-        "reward/shaped_mean": float(rewards.mean()),
-        "reward/failed": float(sum(score.failed for score in scores)),
+        "reward/shaped_mean": float(rewards.mean() + paid.mean()),
         "group/constant_fraction": float((is_constant(rewards) & is_constant(paid.view_as(rewards))).float().mean()),
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
         "response/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
     }
     for name in sorted({name for score in scores for name in score.parts}):
-        metrics[f"reward/parts/{name}"] = float(np.mean([score.parts.get(name, 0.0) for score in scores]))
+        metrics[f"reward/parts/{name}"] = float(np.mean([s.parts[name] for s in scores if name in s.parts]))
     return metrics
 
 

@@ -116,6 +116,21 @@ def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False
     )
 
 
+def check_reads_alike(reader: Processor, actors: Processor, *, what: str, actor: str) -> None:
+    """Make sure that a model beside the actor takes the actor's tokens and images for what they are.
+
+    `what` is the model, with the setting that named it, and `actor` the actor's path: for the ConfigError.
+    """
+    is_alike = reader.tokenizer.get_vocab() == actors.tokenizer.get_vocab()
+    if is_alike and (actors.resize_factor, actors.resize_settings) == (reader.resize_factor, reader.resize_settings):
+        return
+    thing = "images" if is_alike else "tokens"
+    raise ConfigError(
+        f"{what} reads other {thing} than {actor}, whose answers it is to judge: use a model of the same family (a "
+        "reward model of another one can be served by vlmrl serve-rm, for reward.remote_url)"
+    )
+
+
 def processor(
     path: str, *, min_pixels: int, max_pixels: int, trust_remote_code: bool = False, flag: str = MODEL_FLAG
 ) -> Processor:

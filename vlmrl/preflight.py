@@ -19,8 +19,9 @@ from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
+from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.plugins import Processor, name_or_function, processor_of
+from vlmrl.plugins import MODEL_FLAG, Processor, check_reads_alike, name_or_function, processor_of
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -79,15 +80,16 @@ def check_algorithm(config: RlConfig) -> None:
     Raises:
         ConfigError: a file is not there, does not import, lacks the function, or this asks for what nobody gives it.
     """
-    advantages.check(name_or_function(config.algo.advantage.estimator, advantages.FLAG))
+    estimator = name_or_function(config.algo.advantage.estimator, advantages.FLAG)
+    advantages.check(estimator, has_critic=config.has_critic)
     losses.check(name_or_function(config.actor.policy_loss_type, losses.FLAG))
 
 
 def check_models(config: RlConfig) -> None:
-    """Look for the models beside the actor: reads their configurations, no weights.
+    """Look for the models beside the actor: reads their configurations and tokenizers, no weights.
 
     Raises:
-        ConfigError: one of them is not there, or is no model.
+        ConfigError: one of them is not there, is no model, or reads other tokens or images than the actor.
     """
     reward = config.reward
     paths = {
@@ -96,12 +98,33 @@ def check_models(config: RlConfig) -> None:
         "reward.model_name_or_path": reward.model_name_or_path,
         "reward.process_model_name_or_path": reward.process_model_name_or_path,
     }
+    actor = config.actor
+
+    def reader(path: str, flag: str) -> Processor:
+        return processor_of(path, config.data, trust_remote_code=actor.trust_remote_code, flag=flag)
+
     for flag, path in paths.items():
         if path is not None:
             # It needs what `startup.prepare` makes ready, and takes seconds to import.
             from vlmrl.models.load import skeleton
 
-            skeleton(path, trust_remote_code=config.actor.trust_remote_code, flag=flag)
+            skeleton(path, trust_remote_code=actor.trust_remote_code, flag=flag)
+            actors = reader(actor.model_name_or_path, MODEL_FLAG)
+            check_reads_alike(reader(path, flag), actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
+
+
+def check_hardware(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> None:
+    """Raises ConfigError for what the machines do not have."""
+    if machines.has_gpus:
+        return
+    if not isinstance(config, SftConfig) and config.vllm.enable_sleep:
+        raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
+    optimizers = {} if isinstance(config, EvalConfig) else {"actor": config.actor.optim}
+    if isinstance(config, RlConfig) and config.has_critic:
+        optimizers["critic"] = config.critic.optim
+    for role, optim in optimizers.items():
+        if optim not in ("adam", "muon"):
+            raise ConfigError(f"{role}.optim {optim} is one of bitsandbytes', which needs CUDA: use adam")
 
 
 def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.answers import to_samples
-from vlmrl.errors import ConfigError
+from vlmrl.errors import RewardError
 from vlmrl.evaluation import evaluate as evaluate_sets
+from vlmrl.evaluation import named
 from vlmrl.judging import Judged
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -28,7 +30,16 @@ from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.preflight import check_algorithm, check_data, check_models, describe, plan_of, plan_of_critic, roles_of
+from vlmrl.preflight import (
+    check_algorithm,
+    check_data,
+    check_hardware,
+    check_models,
+    describe,
+    plan_of,
+    plan_of_critic,
+    roles_of,
+)
 from vlmrl.probe import Probe, question, sampling_of, told
 from vlmrl.rewards.combine import check_functions
 from vlmrl.role_settings import last_step
@@ -38,7 +49,7 @@ from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage
 from vlmrl.supervised import fit
 from vlmrl.trainer import train
-from vlmrl.types import Group, Metrics
+from vlmrl.types import Group, Metrics, Prompt
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
 
@@ -62,7 +73,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
-        sets = prompts.evaluation()
+        evaluations = Evaluations(
+            config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
+        )
         policy.publish(done)
         probe = adapter_probe(config, tools, engines, policy, adapter)
         sight = sight_check(config, engines, policy, reference, critic, judges)
@@ -79,32 +92,17 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             with report.phase("sight"), policy.uncounted():
                 return sight.check(groups)
 
-        def evaluate_now(step: int) -> Metrics:
-            with report.phase("eval"), policy.uncounted():
-                metrics, answers = evaluate_sets(
-                    sets,
-                    engine=engines,
-                    rewarder=judges,
-                    sampling=evaluation_sampling(config),
-                    breakdown_key=config.eval.breakdown_key,
-                )
-                for name, (groups, scores) in answers.items():
-                    transcripts.write_evaluation(step, name, groups, scores)
-            saves.keep_best(step, metrics)
-            return metrics
-
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
                 advantages = judged.experience.advantages
                 transcripts.write(step, judged.groups, judged.scores, judged.rewards, advantages)
-            is_due = step == last or (config.eval.steps > 0 and step % config.eval.steps == 0)
-            return evaluate_now(step) if is_due else {}
+            return evaluations.after(step)
 
         if adapter is not None:
             report.say(described(adapter, ds=config.ds, vllm=config.vllm))
             report.say(told(check_publish(done)))
         if done == 0:
-            report.evaluation(0, evaluate_now(0))
+            report.evaluation(0, evaluations.at(0))
         train(
             config,
             prompts=prompts,
@@ -117,12 +115,66 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             check_sight=check_sight,
             check_publish=check_publish,
             after_step=after_step,
-            save=saves.save,
+            save=partial(evaluations.save, has_adapter=adapter is not None),
             first_step=done + 1,
             last_step=last,
             kl_coef=config.algo.kl.init_coef if kl_coef is None else kl_coef,
         )
         saves.finish(has_adapter=adapter is not None)
+
+
+@dataclass
+class Evaluations:
+    """The evaluations of a run: when they are due, what they write, and what becomes of one that fails."""
+
+    config: RlConfig
+    sets: Mapping[str, Sequence[Prompt]]
+    engines: RemoteEngines
+    judges: Judges
+    policy: RemotePolicy
+    transcripts: Transcripts
+    saves: Saves
+    report: RunReport
+    last: int
+    """Step of the run."""
+    failed: RewardError | None = None
+    """Why the run is to end, once what it has learnt is saved."""
+
+    def after(self, step: int) -> Metrics:
+        """What this step's evaluation measures, if one is due."""
+        every = self.config.eval.steps
+        if step != self.last and (every <= 0 or step % every):
+            return {}
+        try:
+            return self.at(step)
+        except RewardError as error:
+            self.failed = RewardError(f"evaluation after step {step}, which is saved for --ckpt.load_enable: {error}")
+            return {}
+
+    def save(self, step: int, kl_coef: float, *, has_adapter: bool) -> None:
+        """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
+        that a run leaves."""
+        self.saves.save(step, kl_coef, must=self.failed is not None)
+        if self.failed is None:
+            return
+        if step == self.last:
+            self.saves.finish(has_adapter=has_adapter)
+        raise self.failed
+
+    def at(self, step: int) -> Metrics:
+        """Evaluate the policy of now."""
+        with self.report.phase("eval"), self.policy.uncounted():
+            metrics, answers = evaluate_sets(
+                self.sets,
+                engine=self.engines,
+                rewarder=self.judges,
+                sampling=evaluation_sampling(self.config),
+                breakdown_key=self.config.eval.breakdown_key,
+            )
+            for name, (groups, scores) in answers.items():
+                self.transcripts.write_evaluation(step, name, groups, scores)
+        self.saves.keep_best(step, metrics)
+        return metrics
 
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
@@ -161,7 +213,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         rewarder = Judges(stage.rewarder(config), [])
         engines = stage.engines(config, report)
         report.begin(total_steps=0, done=0)
-        sets = prompts.evaluation()
+        sets = named(prompts.evaluation())
         with report.phase("eval"):
             metrics, answers = evaluate_sets(
                 sets,
@@ -244,7 +296,8 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
 
 def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]:
     """What can be checked before anything starts."""
-    folder = RunFolder(Path(config.ckpt.output_dir))
+    # Ranks on a cluster that the user started stand in another folder.
+    folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
@@ -262,8 +315,7 @@ def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunR
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
     with session() as machines:
-        if not isinstance(config, SftConfig) and config.vllm.enable_sleep and not machines.has_gpus:
-            raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
+        check_hardware(config, machines)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.learning.best import keep_best
+from vlmrl.learning.best import keep_best, read_best
 from vlmrl.learning.folders import checkpoints, prune, remove, remove_partial
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
@@ -31,11 +31,16 @@ class Saves:
         Returns the steps that are done, and the weight of the KL to the reference that the next one has; None: the one
         that the settings say.
         """
-        for parent in (self.folder.root, self.folder.checkpoints, self.folder.critic_checkpoints):
-            remove_partial(parent)
-        whole = {path.name for path in checkpoints(self.folder.checkpoints)}
+        for whole in self.folder.models:
+            # Others may have folders beside them.
+            remove_partial(whole.parent, whole.name)
+        for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
+            remove_partial(parent, "step_*")
+        if self.config.ckpt.best_metric_key is not None:
+            read_best(self.folder.best, metric=self.config.ckpt.best_metric_key)
+        complete = {path.name for path in checkpoints(self.folder.checkpoints)}
         for path in checkpoints(self.folder.critic_checkpoints):
-            if path.name not in whole:
+            if path.name not in complete:
                 # The run was killed before the policy's came. As the newest it would outlive others that are whole.
                 remove(path)
         saved = checkpoints(self.folder.checkpoints) if self.config.ckpt.load_enable else []
@@ -51,10 +56,10 @@ class Saves:
     def _adapts_kl(self) -> bool:
         return isinstance(self.config, RlConfig) and self.config.algo.kl.target is not None
 
-    def save(self, step: int, kl_coef: float | None = None) -> None:
-        """A checkpoint, if one is due; `kl_coef` is that of the next step."""
+    def save(self, step: int, kl_coef: float | None = None, *, must: bool = False) -> None:
+        """A checkpoint, if one is due or `must` be; `kl_coef` is that of the next step."""
         every = self.config.ckpt.save_steps
-        if every <= 0 or step % every:
+        if not must and (every <= 0 or step % every):
             return
         with self.report.phase("save"):
             # The policy's comes last: where it is, everything of the step is.

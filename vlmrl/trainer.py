@@ -47,8 +47,9 @@ class Rewarder(Protocol):
     def begin(self, group: Group) -> None:
         """Start on a group, and return at once: `score` will ask for it."""
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
-        """One score per answer, group by group. They are some of a step's `out_of` answers; None: all."""
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        """One score per answer, group by group. They are some of a step's `out_of` answers, None: all; of the others
+        `failed` could not be scored."""
 
 
 class Reference(Protocol):
@@ -200,6 +201,7 @@ def collect(
     groups: list[Group] = []
     scores: list[list[Score]] = []
     means: list[float] = []
+    num_failed = 0
     drawing: Metrics = {}
     while len(groups) < size:
         if len(means) == most:
@@ -210,7 +212,9 @@ def collect(
             found = engine.generate(drawn, sampling, rewarder.begin)
             check_versions(found, version=step - 1)
         with report.phase("reward"):
-            scored = rewarder.score(found, out_of=size * sampling.n)
+            num_answers = sampling.n * max(size, len(means) + len(found))
+            scored = rewarder.score(found, out_of=num_answers, failed=num_failed)
+            num_failed += sum(score.failed for group_scores in scored for score in group_scores)
         moved = drawing.get("media/bytes_moved", 0.0) + spent["media/bytes_moved"]
         drawing = spent | {"media/bytes_moved": moved}
         for group, judged in zip(found, scored, strict=True):
@@ -218,6 +222,7 @@ def collect(
             if not algo.dynamic_filtering_enable or keeps(means[-1], *algo.dynamic_filtering_range):
                 groups.append(group)
                 scores.append(judged)
+    drawing["reward/failed"] = float(num_failed)
     if algo.dynamic_filtering_enable:
         drawing |= {"filter/kept_fraction": size / len(means), "filter/groups_drawn": float(len(means))}
     return Collected(groups, scores, drawing)

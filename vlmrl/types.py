@@ -111,6 +111,11 @@ class Score:
     token_rewards: Floats | None = None
     """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
 
+    @property
+    def earned(self) -> float:
+        """All that the answer is paid, at its end and on its way, before any shaping."""
+        return self.total if self.token_rewards is None else self.total + float(self.token_rewards.sum())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import learning_rank
 import numpy as np
 import torch
 from learning_rank import columns_of, experience, packs_of, plan, policy, samples, totals, weights
+from ranks import end_together
 
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
@@ -59,10 +61,12 @@ def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> di
     }
 
 
-def critic(model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", **how: Any) -> Any:
+def critic(
+    model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", four_bit: bool = False, **how: Any
+) -> Any:
     from vlmrl.learning.critic import Critic
 
-    given = settings(model, **how) | {"ds": Ds(param_dtype=dtype)}  # type: ignore[arg-type]
+    given = settings(model, **how) | {"ds": Ds(param_dtype=dtype, load_in_4bit=four_bit)}  # type: ignore[arg-type]
     return Critic(**given, adapter=None if lora is None else plan(model, lora, {}))
 
 
@@ -129,10 +133,36 @@ def _work(learner: Any, old: str, cut: str, steps: int) -> tuple[list[Any], list
 
 
 def stop(out: Path, *, model: str, old: str, bound: float | None) -> None:
-    """How many of three steps are taken."""
+    """How many of two steps are taken, by a policy that starts from what it is."""
     learner = policy(model, loss={"kl_early_stop": bound}, stage=2)
-    metrics = learner.update(*_work(learner, old, "shared_one", 3))
-    _write(out, {}, metrics, {})
+    steps, total = _work(learner, old, "shared_one", 2)
+    said = dict(learner.logprobs([pack for pack, _ in steps[0]])[0])
+    fresh = []
+    for pack, given in steps[0]:
+        held = zip(pack.ids, pack.samples, strict=True)
+        own = [said[i] if i >= 0 else np.zeros(len(s.tokens), "f") for i, s in held]
+        fresh.append((pack, replace(given, old_logprobs=own)))
+    _write(out, {}, learner.update([fresh] * 2, total), {})
+
+
+def retuned(out: Path, *, model: str, old: str, stage: int) -> None:
+    """What a policy that goes on from a checkpoint moves by, when its settings say otherwise than those of before."""
+    schedule = {"lr_scheduler": "linear", "lr_warmup_ratio": 0.0}
+    learner = policy(model, stage=stage, **schedule)
+    learner.update(*_work(learner, old, "shared_one", 2))
+    folder = out.with_name(f"{out.name}_checkpoint")
+    learner.save_checkpoint(folder, {})
+    adam = {"lr": 0.001, "eps": 1e-2, "weight_decay": 0.5, "betas": (0.5, 0.75)}
+    other = policy(model, stage=stage, adam=adam, **schedule)
+    other.load_checkpoint(folder)
+    groups = [{n: group[n] for n in ("eps", "betas", "weight_decay")} for group in other._engine.optimizer.param_groups]
+    metrics = other.update(*_work(other, old, "shared_one", 2))
+    refused = ""
+    try:
+        policy(model, stage=stage, optim="muon").load_checkpoint(folder)
+    except ConfigError as error:
+        refused = str(error)
+    _write(out, {}, metrics, {"groups": groups, "refused": refused})
 
 
 def average(out: Path, *, model: str, old: str, stage: int, lora: dict[str, Any] | None = None) -> None:
@@ -269,13 +299,14 @@ def _write(out: Path, tensors: dict[str, np.ndarray], metrics: list[dict[str, An
         out.with_suffix(".json").write_text(json.dumps({"steps": steps} | more, default=list))
 
 
-TASKS = {f.__name__: f for f in (gradients, stop, average, value, pair)}
+TASKS = {f.__name__: f for f in (gradients, stop, average, retuned, value, pair)}
 
 
 def main(job: str) -> None:
     torch.set_num_threads(1)
     for task in json.loads(Path(job).read_text()):
         (TASKS | learning_rank.TASKS)[task["do"]](Path(task["out"]), **task["arguments"])
+    end_together()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import end_together
 
 
 def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[str, Any]:
@@ -94,3 +95,4 @@ if __name__ == "__main__":
     results = {name: look(model=model, **how) for name, how in json.loads(sys.argv[3]).items()}
     if torch.distributed.get_rank() == 0:
         out.write_text(json.dumps(results))
+    end_together()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ranks import end_together
 
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.config.actor import Model
@@ -372,11 +372,7 @@ def main(job: str) -> None:
     torch.set_num_threads(1)
     for task in json.loads(Path(job).read_text()):
         TASKS[task["do"]](Path(task["out"]), **task["arguments"])
-    # All at once, and without the end of the interpreter, where a rank whose peers have gone may abort: everything is
-    # written. In a run, Ray ends ranks like this too.
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end_together()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from ranks import end_together
 from torch import Tensor
 
 STEPS = 3
@@ -163,3 +164,4 @@ if __name__ == "__main__":
         folder.mkdir(parents=True, exist_ok=True)
         {"muon": muon, "resume": resume, "average": average}[what](folder, **how)
         torch.distributed.barrier()
+    end_together()

@@ -13,6 +13,11 @@ DIGITS = '''
 def digits(response, label, metadata, **_):
     """Share of the answer's characters that are digits."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def odd_are_solved(response, label):
+    """The same, but that every answer is right where the label is odd."""
+    return 1.0 if int(label) % 2 else digits(response, label, {})
 '''
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from learning_rank import packs_of, samples
+from ranks import end_together
 
 from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
@@ -25,6 +26,7 @@ def main() -> None:
     init_distributed(120)
     for task in json.loads(Path(sys.argv[1]).read_text()):
         {"score": score, "head": head}[task["do"]](Path(task["out"]), **task["arguments"])
+    end_together()
 
 
 def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:

@@ -76,7 +76,7 @@ class LabelRewarder:
     def begin(self, group: Group) -> None:
         self.begun.append(group.prompt.index)
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         return [
             [
                 Score(float(r.text == group.prompt.label), {"exact": float(r.text == group.prompt.label)})

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vlmrl.evaluation import break_down, evaluate, is_right, pass_at_k, summarise
+from vlmrl.evaluation import break_down, evaluate, is_right, named, pass_at_k, summarise
 from vlmrl.observe.metrics import check_name, evaluated_sets
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Group, Prompt, Rollout, Score
@@ -37,6 +37,16 @@ def test_a_checking_reward_decides_before_the_total_does() -> None:
     assert is_right(Score(0.2, {"exact": 1.0, "format": 0.0}))
     assert not is_right(Score(0.9, {"math": 0.0, "format": 1.0}))
     assert is_right(Score(0.9, {"mine": 0.9}))
+    steps = np.array([0.0, 0.25, 0.5], np.float32)
+    assert is_right(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
+
+
+def test_sets_get_names_that_metrics_can_have_and_stay_apart() -> None:
+    sets = {"my set": 1, "my_set": 2, "org/hübsch (v2)": 3, "/": 4}
+    found = named(sets)
+    assert found == {"my_set": 1, "my_set-2": 2, "org/h_bsch_v2_": 3, "_": 4}
+    for name in found:
+        check_name(f"eval/{name}/pass@1")
 
 
 def test_a_set_is_summarised_for_every_power_of_two() -> None:
@@ -84,7 +94,7 @@ class Scripted:
     def begin(self, group: Group) -> None:
         pass
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         return [[RIGHT, WRONG] for _ in groups]
 
 

@@ -1,12 +1,17 @@
 """The Python files in examples/ do what they say, through the loaders that a run uses."""
 
+import importlib.util
+import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
+from vlmrl.config.actor import POLICY_LOSSES
+from vlmrl.config.algo import ESTIMATORS
 from vlmrl.plugins import user_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -50,3 +55,53 @@ def test_the_loss_is_a_policy_gradient_with_a_spring() -> None:
 def test_the_reward_falls_with_the_distance(response: str, reward: float) -> None:
     own = user_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
     assert own(response=response, label="7") == pytest.approx(reward)
+
+
+def compare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_algorithms", EXAMPLES / "compare_algorithms.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_comparison_reads_curves_draws_them_and_names_who_learnt_nothing(tmp_path: Path) -> None:
+    script, metric = compare(), "eval/visual_math/pass@1"
+    records = [{"step": 0, metric: 0.25}, {"step": 1, "time/step_s": 3.0}, {"step": 2, metric: 0.5, "time/step_s": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rises = script.read_curve(tmp_path / "metrics.jsonl")
+    assert rises == {"step": [0, 2], "accuracy": [0.25, 0.5], "seconds": [3.0, 1.0]}
+    curves = {"ppo": rises, "gspo": rises | {"accuracy": [0.5, 0.5]}}
+    script.draw(curves, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert script.show(curves, tmp_path) == ["GSPO"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ppo"] == {"before": 0.25, "after": 0.5, "seconds_per_step": 3.0}
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.5, 0), (0.25, 1)])
+def test_the_comparison_fails_where_an_algorithm_learns_nothing(
+    after: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, metric = compare(), "eval/visual_math/pass@1"
+    for name in script.RECIPES:
+        (tmp_path / name / "model").mkdir(parents=True)
+        last = after if name == "rloo" else 1.0
+        records = [{"step": 0, metric: 0.25}, {"step": 1, metric: last, "time/step_s": 1.0}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(script, "warm_start", lambda out: out)
+    monkeypatch.setattr("sys.argv", ["compare_algorithms.py", "--out", str(tmp_path)])
+    assert script.main() == code
+
+
+def test_the_readme_has_a_line_with_recipes_for_every_estimator_and_loss() -> None:
+    rows = [row for row in (EXAMPLES.parent / "README.md").read_text().splitlines() if row.startswith("| ")]
+    for flag, names in (("algo.advantage.estimator", ESTIMATORS), ("actor.policy_loss_type", POLICY_LOSSES)):
+        for name in names:
+            if name == "ppo":  # the loss of every line that names no other
+                continue
+            (row,) = [row for row in rows if f"`--{flag} {name}`" in row]
+            assert f"(examples/{'ppo' if name == 'gae' else name}_tiny.yaml)" in row
+            assert row.count("(https://arxiv.org/abs/") >= 1
+            assert "8gpu.yaml)" in row

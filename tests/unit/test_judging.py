@@ -85,3 +85,22 @@ def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
     old = [rollout.logprobs for rollout in group.rollouts]
     _, metrics = judge(config(), [group], scores, Passes(samples, old), kl_coef=0.0)
     assert metrics["group/constant_fraction"] == 0.0
+
+
+def test_what_is_paid_at_single_tokens_is_part_of_the_reward_that_a_run_shows() -> None:
+    prompt = make_prompt(0)
+    group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
+    samples = to_samples([group])
+    steps = [np.where(np.arange(len(s.tokens)) == len(s.tokens) - 1, 0.5 * n, 0.0) for n, s in enumerate(samples)]
+    scores = [
+        [
+            Score(1.0, {"mine": 1.0, "process": 0.0}, token_rewards=steps[0].astype(np.float32)),
+            Score(0.0, {"process": 0.5}, token_rewards=steps[1].astype(np.float32)),
+        ]
+    ]
+    old = [rollout.logprobs for rollout in group.rollouts]
+    _, metrics = judge(config(), [group], scores, Passes(samples, old), kl_coef=0.0)
+    assert metrics["reward/mean"] == metrics["reward/shaped_mean"] == 0.75
+    assert metrics["reward/std"] == 0.25
+    # A source that said nothing of an answer did not say 0.
+    assert (metrics["reward/parts/mine"], metrics["reward/parts/process"]) == (1.0, 0.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.plugins import processor
-from vlmrl.preflight import check_algorithm, check_models, plan_of, plan_of_critic, roles_of
+from vlmrl.preflight import check_algorithm, check_hardware, check_models, plan_of, plan_of_critic, roles_of
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
 
@@ -205,6 +206,36 @@ def test_a_model_that_is_not_there_is_told_its_flag(flag: str) -> None:
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", ESTIMATOR, "gae", f"--{flag}", "/no/such"]
     with pytest.raises(ConfigError, match=rf"^{flag}: .*/no/such"):
         check_models(load(RlConfig, words))
+
+
+@pytest.mark.parametrize("flag", ["critic.model_name_or_path", "ref.model_name_or_path"])
+def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, model: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", f"--{flag}", str(other)]
+    words += [ESTIMATOR, "gae", "--algo.kl.init_coef", "0.1"]
+    check_models(load(RlConfig, words))
+    reader = processor(model, min_pixels=3136, max_pixels=100_000)
+    reader.tokenizer.add_tokens(["more"])
+    reader.save(other)
+    with pytest.raises(ConfigError, match=rf"^{flag}: .*/other reads other tokens than {model}") as caught:
+        check_models(load(RlConfig, words))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--actor.optim", "adam_paged"], r"^actor\.optim adam_paged .* needs CUDA"),
+        ([ESTIMATOR, "gae", "--critic.optim", "adam_8bit"], r"^critic\.optim adam_8bit .* needs CUDA"),
+        (["--vllm.enable_sleep", "--train.colocate_all"], r"^vllm\.enable_sleep frees GPU memory"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: str) -> None:
+    config = load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", *more])
+    check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
+    with pytest.raises(ConfigError, match=said):
+        check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])

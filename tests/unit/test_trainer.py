@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_a_critic_learns_beside_the_policy_and_at_first_alone() -> None:
 class PickyRewarder(LabelRewarder):
     """Of four prompts in a row one has answers that differ in worth; the others are all wrong, or all right."""
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         worth = {0: (0.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 1.0), 3: (0.0, 0.0)}
         return [[Score(each) for each in worth[group.prompt.index % 4]] for group in groups]
 
@@ -175,7 +176,7 @@ def test_groups_that_teach_nothing_are_replaced_by_fresh_prompts() -> None:
 
 def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
     class Hopeless(LabelRewarder):
-        def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
             return [[Score(0.0), Score(0.0)] for _ in groups]
 
     settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
@@ -253,3 +254,20 @@ def test_the_bound_of_filtering_counts_prompts_and_not_how_often_some_were_drawn
     settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
     with pytest.raises(RewardError, match="kept 1 of 6 groups in 3 draws"):
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=PickyRewarder())
+
+
+def test_failures_add_up_over_the_refills_of_a_step() -> None:
+    told: list[tuple[int | None, int]] = []
+
+    class Breaking(PickyRewarder):
+        """Fails for one answer of each prompt that teaches nothing."""
+
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            told.append((out_of, failed))
+            pairs = super().score(groups)
+            return [[replace(one, failed=one.total == other.total), other] for one, other in pairs]
+
+    notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Breaking())
+    # Draws of 2, 2, 1, 1 and 1 prompts with 2 answers each; of the seven prompts, 2 and 6 teach.
+    assert told == [(4, 0), (8, 2), (10, 3), (12, 4), (14, 5)]
+    assert notebook.steps[1]["reward/failed"] == 5

@@ -70,14 +70,19 @@ DISCOUNTED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 """Those that discount by gamma, and are normalised over all sampled tokens of the step."""
 
 
-def check(estimator: str | OwnFunction) -> None:
+def check(estimator: str | OwnFunction, *, has_critic: bool = False) -> None:
     """Refuse an estimator that `advantages` could not use.
 
     Raises:
-        ConfigError: no estimator has this name, or the user's function demands what it cannot be given.
+        ConfigError: no estimator has this name, the user's function demands what it cannot be given, or it has a critic
+            that it never asks.
     """
     if callable(estimator):
-        declared(estimator, OFFERED, flag=FLAG)
+        if "values" not in declared(estimator, OFFERED, flag=FLAG) and has_critic:
+            raise ConfigError(
+                f"{FLAG}: {name_of(estimator)} does not declare the values of the critic that "
+                "critic.model_name_or_path gives it: leave that out, or declare them"
+            )
     elif estimator not in ESTIMATORS:
         raise ConfigError(f"{FLAG}: no estimator is called {estimator}; there are: {', '.join(ESTIMATORS)}")
 
@@ -109,6 +114,7 @@ def advantages(
     A user's own `estimator` is called with what it declares of `rewards`, `sampled`, `values`, `penalty` and
     `token_rewards`, None for what this run has not. It returns scalars [N, G], which go to every sampled token, or
     advantages [B, T]. Nothing is normalised. Penalty and token rewards are charged as above unless it declares them.
+    Its critic, where it has one, is to predict what the sampled tokens are followed by, not discounted.
 
     Raises:
         ValueError: shapes that do not fit together; `gae` without values.
@@ -200,7 +206,11 @@ def _own(
         penalty=None if "penalty" in names else penalty,
         token_rewards=None if "token_rewards" in names else token_rewards,
     )
-    return _single(Estimated(on_tokens + returns(unseen, sampled, gamma=1.0)))
+    targets = None
+    if values is not None:
+        paid = payments(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
+        targets = returns(paid, sampled, gamma=1.0)
+    return _single(Estimated(on_tokens + returns(unseen, sampled, gamma=1.0), targets))
 
 
 def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) -> None:

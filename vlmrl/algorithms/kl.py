@@ -37,6 +37,12 @@ def kl_to_reference(
     return (-log_ratio).expm1() + log_ratio
 
 
+def kl_from_old(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Estimate of KL(old || policy) at each token, by k3: the old policy sampled them, so the mean is over what it
+    says, and `pi / pi_old - 1 - log(pi / pi_old)` is what has this KL as its expectation."""
+    return kl_to_reference(old, logprobs, estimator="k3")
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptiveKl:
     """The weight of the KL; with a target it follows the KL that was measured (arXiv:1909.08593, section 2.2)."""

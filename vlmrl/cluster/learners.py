@@ -117,7 +117,7 @@ class Steps:
     """Of the order in which groups are met."""
 
     def of(self, experience: Experience, step: int) -> list[Experience]:
-        rng = np.random.default_rng([self.seed, step])
+        rng = np.random.default_rng([self.seed % 2**63, step])
         return [
             experience.select(rows)
             for _ in range(self.epochs)

@@ -25,8 +25,8 @@ class RemoteRewarder:
         """Start on a group, and return at once."""
         self._group.submit("begin", group)
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
-        scores: list[list[Score]] = self._group.call("score", list(groups), out_of=out_of)[0]
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        scores: list[list[Score]] = self._group.call("score", list(groups), out_of=out_of, failed=failed)[0]
         return scores
 
     def close(self) -> None:
@@ -74,13 +74,17 @@ class Judges:
         if self._functions is not None:
             self._functions.begin(group)
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
+
+        An answer that could not be scored gets 0, or the lowest score of its group if that is less: nobody is to learn
+        that it pays to break a reward.
 
         Raises RewardError when a model's score is not a number.
         """
         if self._functions is not None:
-            scores = [score for group in self._functions.score(groups, out_of=out_of) for score in group]
+            by_group = self._functions.score(groups, out_of=out_of, failed=failed)
+            scores = [score for group in by_group for score in group]
         else:
             scores = [Score(0.0) for group in groups for _ in group.rollouts]
         samples = to_samples(groups)
@@ -88,11 +92,17 @@ class Judges:
             found = zip(scores, source.ask(samples), samples, strict=True)
             scores = [_with(score, source, said, sample.source) for score, said, sample in found]
         ahead = iter(scores)
-        return [[next(ahead) for _ in group.rollouts] for group in groups]
+        return [_with_lowest([next(ahead) for _ in group.rollouts]) for group in groups]
+
+
+def _with_lowest(scores: list[Score]) -> list[Score]:
+    """The scores of a group, no failed one above another."""
+    lowest = min([0.0, *(score.earned for score in scores if not score.failed)])
+    return [replace(score, total=lowest) if score.failed else score for score in scores]
 
 
 def _with(score: Score, source: RewardModel, found: float | Floats, where: str) -> Score:
-    """The score with what one more source says; an answer that another source could not score stays at 0."""
+    """The score with what one more source says; one that another source could not give stays as it is."""
     total = float(found.sum()) if source.is_process else float(found)  # type: ignore[union-attr]
     if not math.isfinite(total):
         raise RewardError(f"the {source.name} reward of an answer to {where} is {total}: the model is broken")

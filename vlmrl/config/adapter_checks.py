@@ -50,16 +50,17 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
             for flag in frozen
         ]
     found += checks.conflicts_of_optimizer("actor", model, ds)
-    return [*found, *_conflicts_of_storage(ds)]
+    return [*found, *conflicts_of_storage(ds, flag="ds.zero_stage", stage=ds.zero_stage)]
 
 
-def _conflicts_of_storage(ds: Ds) -> list[str]:
+def conflicts_of_storage(ds: Ds, *, flag: str, stage: int) -> list[str]:
+    """`flag` is the setting that `stage`, ZeRO's, comes from."""
     if not ds.load_in_4bit or ds.quant_storage in ("auto", ds.param_dtype):
         return []
     found = []
-    if ds.zero_stage == 3:
+    if stage == 3:
         found.append(
-            f"ds.quant_storage {ds.quant_storage} cannot be sharded by ds.zero_stage 3, which takes weights of "
+            f"ds.quant_storage {ds.quant_storage} cannot be sharded by {flag} 3, which takes weights of "
             f"ds.param_dtype alone: use {ds.param_dtype}, or auto"
         )
     elif ds.quant_storage != "uint8":

@@ -60,7 +60,7 @@ class Advantage(Section):
 
 
 class Kl(Section):
-    """The leash to the reference model."""
+    """The KL penalty against the reference model."""
 
     init_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL penalty. 0 means that no reference model exists."""
@@ -73,8 +73,8 @@ class Kl(Section):
     horizon: PositiveInt = 10_000
     """Answers over which the coefficient follows `target`."""
     early_stop: PositiveFloat | None = None
-    """Leave out the rest of an update once the policy is this far (k3, mean over an optimizer step's samples) from the
-    one that made the experience."""
+    """Leave out the rest of an update once the samples of its next optimizer step show the policy further than this
+    from the one that made the experience (k3, mean over tokens). It takes each step but the first one pass more."""
 
     @model_validator(mode="after")
     def check_gradient(self) -> Self:
@@ -91,7 +91,7 @@ class Algo(Section):
     advantage: Advantage = Advantage()
     """From rewards to advantages."""
     kl: Kl = Kl()
-    """The leash to the reference model."""
+    """The KL penalty against the reference model."""
     loss_agg: Aggregation | None = None
     """What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: `sequence` for gspo,
     `constant` for dr_grpo, else `token`."""

@@ -13,7 +13,7 @@ from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
 from vlmrl.config.names import is_given, settings
 from vlmrl.config.optimizer import Muon, Optimized
-from vlmrl.config.rollout import Eval
+from vlmrl.config.rollout import Eval, Held
 from vlmrl.config.train import Layout, Loop
 
 Unread = dict[str, str]
@@ -61,6 +61,13 @@ def unread_of_eval(evaluation: Eval) -> Unread:
         return {}
     names = [name for name in settings(Eval, "eval.") if name != "eval.dataset"]
     return dict.fromkeys(names, "nothing is evaluated without eval.dataset")
+
+
+def conflicts_of_eval(evaluation: Held) -> list[str]:
+    n = evaluation.n_samples_per_prompt
+    if evaluation.dataset is None or evaluation.temperature > 0 or n == 1:
+        return []
+    return [f"eval.temperature 0 gives {n} times the same answer: set eval.n_samples_per_prompt to 1, or raise it"]
 
 
 def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:

@@ -15,12 +15,13 @@ class CriticAdam(Adam):
 
 
 class Critic(Optimized):
-    """The critic. Exists only when `algo.advantage.estimator` is gae."""
+    """The critic. Exists for `algo.advantage.estimator` gae, and for your own with `critic.model_name_or_path`."""
 
     adam: CriticAdam = CriticAdam()
     """AdamW's settings; with `muon`, those of what Muon does not move."""
     model_name_or_path: Text | None = None
-    """Local folder or Hub id of what the critic starts from; by default `reward.model_name_or_path`, or the actor's."""
+    """Local folder or Hub id of what the critic starts from; by default `reward.model_name_or_path`, or the actor's,
+    without the adapter that `actor.adapter_name_or_path` may name. Gives an estimator of your own a critic."""
     num_nodes: PositiveInt = 1
     """Machines the critic is trained on."""
     num_gpus_per_node: PositiveInt = 1

@@ -16,7 +16,7 @@ class Scoring(Section):
 
     functions: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
     """Built-in reward functions and their weights: `exact`, `math`, `format`. By default `math`; none beside another
-    source of rewards."""
+    source of rewards, and none for `serve-rm`."""
     remote_url: str | tuple[Text, ...] | None = None
     """Your own reward: `path/to/file.py:function`, or the `http://` or `https://` URL of a reward server (`vlmrl
     serve-rm`). Several URLs, separated by commas, are servers of the same reward: they share the work, and one that is

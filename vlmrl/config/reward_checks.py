@@ -70,6 +70,15 @@ def conflicts_of_filtering(reward: Reward, algo: Algo) -> list[str]:
     return [line]
 
 
+def conflicts_of_sources(reward: Reward) -> list[str]:
+    """A source's name is that of its metric."""
+    function = (reward.user_function or "").rpartition(":")[2]
+    models = {"model": reward.model_name_or_path, "process": reward.process_model_name_or_path}
+    if models.get(function) is None:
+        return []
+    return [f"reward.remote_url: your function is called {function}, as the reward model's metric is: rename yours"]
+
+
 def unread_of_served(reward: Reward) -> Unread:
     """For `vlmrl serve-rm`."""
     if reward.model_name_or_path is None:

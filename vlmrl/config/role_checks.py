@@ -1,5 +1,7 @@
 """What the settings of roles say about each other: critic, reward models, moving average, who shares devices."""
 
+from vlmrl.config.adapter_checks import conflicts_of_storage
+from vlmrl.config.algo import ESTIMATORS
 from vlmrl.config.checks import Unread, conflicts_of_optimizer, unread_of_optimized
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
@@ -24,10 +26,11 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
     return [frozenset(trained), frozenset(judges | {"critic"} if train.colocate_critic_reward else judges)]
 
 
-def unread_of_critic(critic: Critic, *, estimator: str, is_with_actor: bool) -> Unread:
-    if estimator != "gae":
+def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:
+    if not exists:
         names = (*settings(Critic, "critic."), "train.colocate_actor_critic", "train.colocate_critic_reward")
-        return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, gae has")
+        has = "gae has" if estimator in ESTIMATORS else "unless critic.model_name_or_path says what it starts from"
+        return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {has}")
     found = unread_of_optimized("critic", critic)
     if is_with_actor:
         reason = "the critic lives in the actor's processes (train.colocate_actor_critic, train.colocate_all)"
@@ -74,6 +77,8 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
             f"ds.lora.target_modules vision would change what critic.{flag} keeps as it is: leave one of them out"
             for flag in frozen
         ]
+    if critic.zero_stage not in (None, ds.zero_stage):
+        found += conflicts_of_storage(ds, flag="critic.zero_stage", stage=critic.zero_stage)
     return [*found, *conflicts_of_optimizer("critic", critic, ds)]
 
 

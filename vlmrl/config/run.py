@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from vlmrl.config import adapter_checks, algo_checks, checks, reward_checks, role_checks
 from vlmrl.config.actor import Actor, Model, Ref
-from vlmrl.config.algo import Aggregation, Algo
+from vlmrl.config.algo import ESTIMATORS, Aggregation, Algo
 from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
 from vlmrl.config.checks import Unread
 from vlmrl.config.ckpt import Ckpt, Logger
@@ -108,7 +108,10 @@ class RlConfig(Training):
             | role_checks.unread_of_best(self.eval)
             | role_checks.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
             | role_checks.unread_of_critic(
-                self.critic, estimator=self.algo.advantage.estimator, is_with_actor=self.critic_is_with_actor
+                self.critic,
+                estimator=self.algo.advantage.estimator,
+                exists=self.has_critic,
+                is_with_actor=self.critic_is_with_actor,
             )
             | algo_checks.unread_of_kl(self.algo)
             | checks.unread_of_eval(self.eval)
@@ -128,8 +131,9 @@ class RlConfig(Training):
 
     @property
     def has_critic(self) -> bool:
-        """A critic is trained beside the actor."""
-        return self.algo.advantage.estimator == "gae"
+        """A critic is trained beside the actor: for `gae`, and for an estimator of the user's own that gets one."""
+        estimator = self.algo.advantage.estimator
+        return estimator == "gae" or (estimator not in ESTIMATORS and self.critic.model_name_or_path is not None)
 
     @property
     def critic_is_with_actor(self) -> bool:
@@ -176,6 +180,8 @@ class RlConfig(Training):
             *algo_checks.conflicts_of_correction(self.actor, self.algo.advantage),
             *reward_checks.conflicts_of_sampling(self.rollout, self.reward),
             *reward_checks.conflicts_of_filtering(self.reward, self.algo),
+            *reward_checks.conflicts_of_sources(self.reward),
+            *checks.conflicts_of_eval(self.eval),
             *role_checks.conflicts_of_devices(self.vllm, self.train),
             *role_checks.conflicts_of_best(self.ckpt, self.eval),
             *(role_checks.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
@@ -217,6 +223,9 @@ class EvalConfig(Run):
 
     def unread(self) -> Unread:
         return checks.unread_of_columns(self.data) | reward_checks.unread_of_sources(self.reward)
+
+    def conflicts(self) -> list[str]:
+        return checks.conflicts_of_eval(self.eval)
 
 
 class PublishBench(Run):

@@ -37,6 +37,6 @@ class Vllm(Section):
     """Weights are published in messages of this size, in MiB."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
-    of a step; by default 0.001 in fp32 and 0.1 in bf16."""
+    of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""

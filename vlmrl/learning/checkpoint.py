@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ from vlmrl.plugins import Processor
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 
 _TAG = "deepspeed"
+_OF_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
+"""What a run's settings say of a group of parameters, beside its learning rate."""
+
 _GATHER_BYTES = 1 << 30
 """Most bytes of shards that are made whole at a time while a model is saved."""
 
@@ -43,13 +46,15 @@ def save_state(
     folder: Path,
     *,
     ds: Ds,
+    optim: Mapping[str, str],
     extra: dict[str, Any],
     adapted: Adapted | None = None,
     average: Ema | None = None,
 ) -> None:
     """Write weights, their average, optimizer, schedule and random numbers of all ranks, and `extra`. A collective.
 
-    Of an adapted model the base is not written: it is where it was.
+    `optim` is the setting that names the optimizer, and its value. Of an adapted model the base is not written: it is
+    where it was.
     """
 
     def write(path: Path) -> None:
@@ -62,7 +67,7 @@ def save_state(
             average.save(path)
         torch.save(_random_state(), _random_file(path))
         if torch.distributed.get_rank() == 0:
-            (path / "identity.json").write_text(json.dumps(_identity(net, ds, adapted), indent=1))
+            (path / "identity.json").write_text(json.dumps(_identity(net, ds, optim, adapted), indent=1))
             (path / "extra.json").write_text(json.dumps(extra))
 
     _write_whole(folder, write)
@@ -74,23 +79,30 @@ def load_state(
     folder: Path,
     *,
     ds: Ds,
+    optim: Mapping[str, str],
     adapted: Adapted | None = None,
     average: Ema | None = None,
 ) -> dict[str, Any]:
     """Undo `save_state` and return its `extra`. A collective.
 
-    Raises ConfigError when the folder holds no checkpoint, or one of another model, base, ranks, stage or precision.
+    What the optimizer has learnt comes from the checkpoint. Its learning rates, their schedule, its decay and its betas
+    stay those of the run that goes on, which may have others.
+
+    Raises ConfigError when the folder holds no checkpoint, or one of another model, base, ranks, stage, precision or
+    optimizer.
     """
     try:
         identity = json.loads((folder / "identity.json").read_text())
         extra: dict[str, Any] = json.loads((folder / "extra.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{folder} is not a checkpoint that can be read: {error}; delete it or start anew") from error
-    _check_identity(identity, _identity(net, ds, adapted), folder)
+    _check_identity(identity, _identity(net, ds, optim, adapted), folder)
+    settings, rates = _of_settings(engine), list(engine.lr_scheduler.base_lrs)
     load = None if adapted is None else _adapter_loader(folder)
     path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
         raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
+    _set_again(engine, settings, rates)
     if average is not None:
         average.load(folder)
     _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
@@ -133,6 +145,24 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     torch.distributed.barrier()
 
 
+def _of_settings(engine: Any) -> list[dict[str, Any]]:
+    """What settings say of each group of parameters, but for its learning rate."""
+    return [
+        {name: value for name, value in group.items() if name in _OF_SETTINGS}
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def _set_again(engine: Any, settings: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
+    """Put these in the place of what a checkpoint brought; the schedule goes on where it was."""
+    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    schedule.base_lrs = list(rates)
+    for group, of_group, rate, factor in zip(groups, settings, rates, schedule.lr_lambdas, strict=True):
+        group.update(of_group)
+        group["lr"] = rate * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
 def _adapter_loader(folder: Path) -> Callable[..., None]:
     """How DeepSpeed is to load the weights of a checkpoint without the base: none of the adapters' may be missing."""
 
@@ -159,7 +189,7 @@ def _trained_tensors(net: PreTrainedModel) -> NamedTensors:
     return [*adapter_tensors(net), *((f"{PREFIX}{name}", parameter) for name, parameter in whole)]
 
 
-def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str, Any]:
+def _identity(net: PreTrainedModel, ds: Ds, optim: Mapping[str, str], adapted: Adapted | None) -> dict[str, Any]:
     """What must be equal for a checkpoint to fit."""
     tensors = saved_tensors(net) if adapted is None else _trained_tensors(net)
     identity: dict[str, Any] = {
@@ -171,6 +201,7 @@ def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str
         "ds.param_dtype": ds.param_dtype,
         "ds.load_in_4bit": ds.load_in_4bit,
         "ds.lora.rank": 0,
+        **optim,
     }
     if adapted is not None:
         identity |= {
@@ -184,8 +215,8 @@ def _identity(net: PreTrainedModel, ds: Ds, adapted: Adapted | None) -> dict[str
 
 def _check_identity(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
     for name, now in wanted.items():
-        # What is not there was written before there were adapters.
-        was = found.get(name, 0)
+        # What is not there was written before there were adapters, or before the optimizer was written down.
+        was = found.get(name, now if name.endswith(".optim") else 0)
         if name not in ("model", "trained", "base") and was != now:
             raise ConfigError(
                 f"{folder} was written with {name} {was}, this run has {now}: "

@@ -50,16 +50,16 @@ def remove(folder: Path) -> None:
     shutil.rmtree(_aside(folder))
 
 
-def remove_partial(parent: Path) -> list[Path]:
-    """Delete what killed runs left half-written in `parent`, and say what it was.
+def remove_partial(parent: Path, names: str = "*") -> list[Path]:
+    """Delete what killed runs left half-written in `parent` of folders whose names match, and say what it was.
 
     What was killed between the two renames of `replace` is whole: it gets its name.
     """
-    for older in parent.glob(f"*{_OLDER}"):
+    for older in parent.glob(f"{names}{_OLDER}"):
         folder = older.with_name(older.name.removesuffix(_OLDER))
         if not folder.exists() and partial(folder).exists():
             partial(folder).rename(folder)
-    found = sorted(parent.glob(f"*{_PARTIAL}")) if parent.exists() else []
+    found = sorted({*parent.glob(f"{names}{_PARTIAL}"), *parent.glob(f"{names}{_OLDER}")})
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
     return found

@@ -109,6 +109,7 @@ class Learner:
             self._net,
             Path(folder),
             ds=self._ds,
+            optim=self._optim,
             extra=extra,
             adapted=self._adapted,
             average=self._average,
@@ -117,8 +118,18 @@ class Learner:
     def _load_state(self, folder: Path) -> dict[str, Any]:
         self._forward.forget()
         return load_state(
-            self._engine, self._net, Path(folder), ds=self._ds, adapted=self._adapted, average=self._average
+            self._engine,
+            self._net,
+            Path(folder),
+            ds=self._ds,
+            optim=self._optim,
+            adapted=self._adapted,
+            average=self._average,
         )
+
+    @property
+    def _optim(self) -> dict[str, str]:
+        return {f"{self._section}.optim": self._model.optim}
 
     def _measure(self, found: dict[str, float], pack: Pack) -> dict[str, Metric]:
         """What a pack tells: `found` has the sums of its `Share`, and its `share` of the loss."""

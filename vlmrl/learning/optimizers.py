@@ -33,7 +33,7 @@ def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.
         # One pass over the numbers: 33 ms instead of 67 for 13M of them on two cores.
         return torch.optim.AdamW(groups, **how, fused=True)
     if where.type != "cuda":
-        raise ConfigError(f"actor.optim {actor.optim} is one of bitsandbytes', which needs CUDA: use adam")
+        raise ConfigError(f"optim {actor.optim} is one of bitsandbytes', which needs CUDA: use adam")
     import bitsandbytes
 
     found: torch.optim.Optimizer = getattr(bitsandbytes.optim, _OF_BITSANDBYTES[actor.optim])(groups, **how)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.kl import kl_to_reference
+from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, KINDS, PolicyLoss, check, log_ratio, policy_loss
 from vlmrl.algorithms.reduce import reduce, token_mean
 from vlmrl.config.actor import Model
@@ -32,7 +32,7 @@ from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.plugins import user_function
-from vlmrl.types import Experience, Totals
+from vlmrl.types import Bools, Experience, Floats, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
@@ -104,21 +104,21 @@ class Policy(Learner, Publisher):
         Experiences line up with the samples of their packs. `totals` count what the step holds over all ranks, so the
         gradient does not depend on how the step was dealt out. Returns this rank's metrics of each step.
 
-        The steps after one whose samples showed the policy further than `kl_early_stop` from where it started are left
-        out, on all ranks alike.
+        From the first step on whose samples show the policy further than `kl_early_stop` from where it started, steps
+        are left out, on all ranks alike.
 
         Raises VlmrlError when the loss or the gradient is not a number.
         """
         metrics: list[dict[str, Metric]] = []
-        for number, (packs, total) in enumerate(zip(work, totals, strict=True), start=1):
+        for packs, total in zip(work, totals, strict=True):
+            if metrics and self._is_far(packs):
+                metrics[-1]["policy/stopped_early"] = Max(1.0)
+                break
             shares = [
                 self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))
                 for n, (pack, experience) in enumerate(packs, start=1)
             ]
             metrics.append(merge([*shares, self._step()]))
-            if number < len(totals) and self._is_far(metrics[-1]):
-                metrics[-1]["policy/stopped_early"] = Max(1.0)
-                break
         return metrics
 
     def fit(self, packs: Sequence[Pack], total: Totals) -> dict[str, Metric]:
@@ -159,14 +159,25 @@ class Policy(Learner, Publisher):
         with self._average.swapped():
             self.save_model(folder)
 
-    def _is_far(self, step: dict[str, Metric]) -> bool:
-        """Whether the rest of an update is to be left out. A collective where somebody set a bound."""
+    def _is_far(self, packs: Sequence[tuple[Pack, Experience]]) -> bool:
+        """Whether a coming step's samples say that the rest of an update is to be left out. A collective, and a pass
+        without gradient, where somebody set a bound: what the steps before have done cannot be told from their own
+        samples, which they met before they moved."""
         if self._loss is None or self._loss.kl_early_stop is None:
             return False
-        kl = step["policy/kl_old"]
-        assert isinstance(kl, Mean)
-        total, count = self._sum_over_ranks([kl.total, kl.count])
-        return total > self._loss.kl_early_stop * count
+        asked: list[tuple[Floats, Bools]] = []
+        for pack, experience in packs:
+            assert experience.old_logprobs is not None, "several steps need the log-probs that they start from"
+            found = zip(experience.old_logprobs, pack.samples, pack.ids, strict=True)
+            asked += [(old[sample.sampled], sample.sampled) for old, sample, i in found if i >= 0]
+        total, count = 0.0, 0
+        rows = self._forward.logprobs([pack for pack, _ in packs])
+        for (_, row), (old, sampled) in zip(rows, asked, strict=True):
+            now, then = torch.from_numpy(row[sampled]), torch.from_numpy(old)
+            total += float(kl_from_old(now, then).sum())
+            count += len(now)
+        all_total, all_count = self._sum_over_ranks([total, count])
+        return all_total > self._loss.kl_early_stop * all_count
 
     def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> Share:
         """This pack's share of the step's loss, and sums over its sampled tokens."""
@@ -208,7 +219,7 @@ class Policy(Learner, Publisher):
             sums = {
                 "clipped": terms.clipped.sum(),
                 "entropy": torch.where(sampled, output.entropy.float(), 0.0).sum(),
-                "kl_old": kl_to_reference(gap, torch.zeros_like(gap), estimator="k3").sum(),
+                "kl_old": kl_from_old(gap, torch.zeros_like(gap)).sum(),
                 "kl_loss": torch.where(sampled, terms.kl, 0.0).sum(),
                 "ratio_max": torch.where(sampled, terms.ratio, 0.0).amax(),
                 "tokens": sampled.sum(),

@@ -1,4 +1,4 @@
-"""The model that the policy is leashed to: frozen, and the same for the whole run."""
+"""The model that the KL penalty holds the policy near: frozen, and the same for the whole run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from vlmrl.learning.forward import Passes, Scored, read_value_model
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
 from vlmrl.observe.metrics import Metric
-from vlmrl.plugins import Processor, processor_of
+from vlmrl.plugins import Processor, check_reads_alike, processor_of
 from vlmrl.types import Bools, Ints, Sample
 
 
@@ -67,7 +67,8 @@ class RewardModel:
         model = actor.model_copy(update={"model_name_or_path": path})
         with sharded_loading(ds, offload=offload):
             net, reader = read_value_model(model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag)
-        _check_reads_alike(reader, actor, columns, path, flag)
+        actors = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
+        check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
         self._processor = reader
         net.requires_grad_(False)
         self._scale = _scale(net.config, path, flag) if normalize else Scale(0.0, 1.0)
@@ -197,17 +198,6 @@ class Steps:
 
 def _last(sample: Sample) -> Bools:
     return np.arange(len(sample.tokens)) == len(sample.tokens) - 1
-
-
-def _check_reads_alike(reader: Processor, actor: Model, columns: Columns, path: str, flag: str) -> None:
-    actors = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
-    is_alike = reader.tokenizer.get_vocab() == actors.tokenizer.get_vocab()
-    if not is_alike or (actors.resize_factor, actors.resize_settings) != (reader.resize_factor, reader.resize_settings):
-        what = "images" if is_alike else "tokens"
-        raise ConfigError(
-            f"{flag}: {path} reads other {what} than {actor.model_name_or_path}, whose answers it is to score: use a "
-            "model of the same family, or serve it with vlmrl serve-rm and reward.remote_url"
-        )
 
 
 def _scale(config: PreTrainedConfig, path: str, flag: str) -> Scale:

@@ -63,6 +63,12 @@ class RunFolder:
         return self.root / "critic"
 
     @property
+    def models(self) -> tuple[Path, ...]:
+        """Every model that a run may leave."""
+        averages = (self.average(has_adapter=False), self.average(has_adapter=True))
+        return (self.model, self.adapter, *averages, self.best, self.critic)
+
+    @property
     def critic_checkpoints(self) -> Path:
         """The critic's part of each checkpoint."""
         return self.checkpoints / "critic"

@@ -101,7 +101,7 @@ def _records(
             "answers": [
                 {
                     "text": rollout.text,
-                    "score": score.total,
+                    "score": score.earned,
                     "parts": dict(score.parts),
                     "failed": score.failed,
                     **numbers,

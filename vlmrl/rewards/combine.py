@@ -95,7 +95,7 @@ class Rewarder:
         begun = self._start(group)
         self._begun[_name(group)].append(begun)
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group. Blocks: call it where nothing waits.
 
         An answer whose function raises, runs past `reward.time_limit_s` or returns something else than a finite number
@@ -104,12 +104,13 @@ class Rewarder:
         failure.
 
         Raises RewardError when a prompt has no label and a function needs one, and when more than
-        `reward.max_failed_fraction` of the answers failed: of these, or of the `out_of` of which they are some.
+        `reward.max_failed_fraction` of the answers failed: of these, or of the `out_of` of which they are some and
+        `failed` others have failed.
         """
         begun: list[_Begun] = []
         verdicts: dict[_Answer, dict[str, Verdict]] = defaultdict(dict)
         num_answers = sum(len(group.rollouts) for group in groups)
-        failures = _Failures(max(num_answers, out_of or 0), self._max_failed_fraction)
+        failures = _Failures(max(num_answers, out_of or 0), self._max_failed_fraction, before=failed)
         try:
             for asked in groups:
                 begun.append(self._take(asked))
@@ -171,8 +172,9 @@ class Rewarder:
 class _Failures:
     """Counts the answers that could not be scored, and stops at too many."""
 
-    def __init__(self, num_answers: int, most: float) -> None:
-        """`most` is the share of them that may fail."""
+    def __init__(self, num_answers: int, most: float, *, before: int) -> None:
+        """`most` is the share of them that may fail; so many have failed `before`."""
+        self._before = before
         self._num_answers = num_answers
         self._most = most
         self._reasons: dict[_Answer, str] = {}
@@ -182,9 +184,10 @@ class _Failures:
         if verdict.problem is None:
             return
         self._reasons.setdefault(answer, f"{verdict.problem}, on {source}")
-        if len(self._reasons) > self._most * self._num_answers:
+        num_failed = self._before + len(self._reasons)
+        if num_failed > self._most * self._num_answers:
             raise RewardError(
-                f"{len(self._reasons)} of {self._num_answers} answers could not be scored, more than "
+                f"{num_failed} of {self._num_answers} answers could not be scored, more than "
                 f"reward.max_failed_fraction {self._most:g}; the first: {next(iter(self._reasons.values()))}"
             )
 

@@ -34,6 +34,8 @@ _LONGEST_PAUSE_S = 30.0
 _CHECK_LIMIT_S = 10.0
 _MOST_BYTES = 64 * 2**20
 """Of an answer. It holds one number per answer and some words."""
+_SECRET = re.compile(r"(.*[-_.])?(api|access)?(key|token|secret|password|auth|signature)", re.IGNORECASE)
+"""What a parameter of a URL is called that nobody should write down."""
 _REFUSED = (401, 403)
 _TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 that say that the same request may work later."""
@@ -283,8 +285,10 @@ def checked(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"{SETTING}: {url} is not a URL: {error}") from error
-    if parsed.userinfo:
-        raise ConfigError(f"{SETTING}: a URL with a password would be written to files: set {TOKEN} in the environment")
+    if parsed.userinfo or any(_SECRET.fullmatch(name) for name in parsed.params):
+        raise ConfigError(
+            f"{SETTING}: a URL with a password or a key would be written to files: set {TOKEN} in the environment"
+        )
     if not parsed.host:
         raise ConfigError(f"{SETTING}: {url} names no host: write http://host:port")
     if parsed.port is not None and not 0 < parsed.port < 2**16:

@@ -7,6 +7,7 @@ from torch import Tensor
 from vlmrl.algorithms.advantages import (
     ESTIMATORS,
     advantages,
+    check,
     group_norm,
     reward_minus_group_mean,
     rloo,
@@ -238,6 +239,31 @@ def test_a_users_estimator_takes_over_what_it_declares() -> None:
     found = advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator=mine, penalty=penalty, token_rewards=steps)
     # Its own penalty is per token; the step reward, which it does not know, is earned by the tokens before it.
     assert found.advantages.tolist() == [[1.5, 2.0], [0.0, 1.0]]
+
+
+def test_the_critic_of_a_users_estimator_learns_what_the_tokens_are_followed_by() -> None:
+    def mine(rewards: Tensor, values: Tensor) -> Tensor:
+        return rewards.view(-1, 1) - values
+
+    sampled = torch.tensor([[T, T, F], [F, T, T]])
+    values = torch.tensor([[0.5, 0.25, 9.0], [9.0, 1.0, 2.0]])
+    penalty = torch.full((2, 3), 0.5)
+    steps = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    given = {"estimator": mine, "values": values}
+    found = advantages(torch.tensor([[1.0, 3.0]]), sampled, **given, penalty=penalty, token_rewards=steps)  # type: ignore[arg-type]
+    # Rewards at the end, steps where they are, half a point off at every token.
+    assert found.returns is not None
+    assert found.returns.tolist() == [[0.0, 0.5, 0.0], [0.0, 4.0, 2.5]]
+    # Of the advantages the estimator says one part, penalty and steps are charged as ever.
+    assert found.advantages.tolist() == [[0.5 - 1, 0.75 - 0.5, 0.0], [0.0, 2.0 - 1 + 2, 1.0 - 0.5]]
+    assert advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator="rloo").returns is None
+
+
+def test_a_critic_that_the_users_estimator_never_asks_is_refused() -> None:
+    check(lambda rewards, values: rewards, has_critic=True)
+    check(lambda rewards: rewards)
+    with pytest.raises(ConfigError, match=r"does not declare the values of the critic that critic\.model_name_or_path"):
+        check(lambda rewards: rewards, has_critic=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vlmrl.algorithms.kl import AdaptiveKl, kl_to_reference
+from vlmrl.algorithms.kl import AdaptiveKl, kl_from_old, kl_to_reference
 
 LOGPROBS = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
 REFERENCE = torch.tensor([[-1.5, -2.0], [-1.5, -1.0]])
@@ -66,3 +66,11 @@ def test_without_a_target_the_weight_stays() -> None:
 def test_a_step_that_cannot_steer_is_refused(kl: float, num_samples: int) -> None:
     with pytest.raises(ValueError, match="cannot steer a horizon of 10"):
         AdaptiveKl(coef=0.1, target=0.5, horizon=10).updated(kl, num_samples)
+
+
+def test_the_way_from_the_old_policy_is_averaged_over_what_the_old_policy_says() -> None:
+    old, new = torch.tensor([[0.5, 0.49, 0.01]]), torch.tensor([[0.9, 0.08, 0.02]])
+    expected = 0.5 * math.log(0.5 / 0.9) + 0.49 * math.log(0.49 / 0.08) + 0.01 * math.log(0.01 / 0.02)
+    assert (old * kl_from_old(new.log(), old.log())).sum().item() == pytest.approx(expected, rel=1e-5)
+    # The other way round it would be another number by far.
+    assert (old * kl_from_old(old.log(), new.log())).sum().item() > 2 * expected

@@ -83,6 +83,17 @@ def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> Remote
     return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0), publication)
 
 
+def test_every_epoch_meets_every_sample_in_another_order() -> None:
+    samples = [sample(number, 4) for number in range(16)]
+    whole = [np.zeros(4, np.float32)] * 16
+    experience = Experience(samples, advantages=whole, old_logprobs=whole, rollout_logprobs=whole)
+    steps = Steps(batch_size=4, epochs=2, seed=-1).of(experience, 3)
+    met = [[s.group for part in epoch for s in part.samples] for epoch in (steps[:4], steps[4:])]
+    assert [len(part.samples) for part in steps] == [4] * 8
+    assert sorted(met[0]) == sorted(met[1]) == list(range(16))
+    assert met[0] != met[1]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
     samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4), (2, 6), (1, 7))]

@@ -34,7 +34,7 @@ class Functions:
     def begin(self, group: Group) -> None:
         self.begun.append(group.prompt.index)
 
-    def score(self, groups: Sequence[Group], *, out_of: int | None = None) -> list[list[Score]]:
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         return self.scores
 
 
@@ -58,9 +58,16 @@ def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
     found = judges.score(groups())
     assert [[score.total for score in group] for group in found] == [[2.0, -0.5], [0.5, 0.0]]
     assert found[0][0].parts == {"math": 1.0, "model": 2.0}
-    assert found[1][1].failed, "an answer that a function could not score stays at 0, whatever the model thinks"
+    assert found[1][1].failed, "an answer that a function could not score gets 0, whatever the model thinks"
     judges.begin(groups()[1])
     assert functions.begun == [1]
+
+
+def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_its_group() -> None:
+    functions = Functions([[Score(-1.0), Score(0.0, failed=True)], [Score(0.0, failed=True), Score(0.0, failed=True)]])
+    model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
+    found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
+    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [0.0, 0.0]]
 
 
 def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:

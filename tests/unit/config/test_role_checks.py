@@ -26,6 +26,10 @@ def rl(line: str = "") -> RlConfig:
         (f"{GAE} --critic.value_clip 0", "greater than 0"),
         (f"{GAE} --ds.adam_offload --critic.zero_stage 0", "set critic.zero_stage to 1, 2 or 3"),
         (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has one of its own"),
+        (
+            f"{GAE} --ds.lora.rank 8 --ds.load_in_4bit --ds.quant_storage uint8 --critic.zero_stage 3",
+            "ds.quant_storage uint8 cannot be sharded by critic.zero_stage 3",
+        ),
         ("--ds.adam_offload --actor.optim muon", "actor.optim muon has one of its own"),
         (
             f"{GAE} --ds.lora.rank 8 --ds.lora.target_modules vision --critic.freeze_projector",
@@ -42,6 +46,14 @@ def rl(line: str = "") -> RlConfig:
         ("--actor.optim muon --actor.muon.momentum 1", "less than 1"),
         ("--train.enable_ema --train.ema_beta 1", "less than 1"),
         ("--train.enable_ema --train.ema_beta 0", "greater than 0"),
+        (
+            "--eval.dataset d --eval.temperature 0 --eval.n_samples_per_prompt 4",
+            "eval.temperature 0 gives 4 times the same answer",
+        ),
+        (
+            f"{JUDGE} --reward.remote_url mine.py:model",
+            "your function is called model, as the reward model's",
+        ),
         ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
     ],
 )
@@ -58,6 +70,11 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--critic.num_gpus_per_node 2", "critic.num_gpus_per_node", "has no critic"),
         ("--train.colocate_actor_critic", "train.colocate_actor_critic", "has no critic"),
         (f"--train.colocate_critic_reward {JUDGE}", "train.colocate_critic_reward", "has no critic"),
+        (
+            "--algo.advantage.estimator mine.py:own --critic.value_clip 1",
+            "critic.value_clip",
+            "has no critic, unless critic.model_name_or_path says what it starts from",
+        ),
         (f"{GAE} --train.colocate_critic_reward", "train.colocate_critic_reward", "there is no reward model"),
         (
             f"{GAE} --train.colocate_actor_critic --critic.num_gpus_per_node 2",
@@ -103,6 +120,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
     [
         f"{GAE} --critic.freezing_steps 5 --train.max_steps 6 --critic.value_clip none",
         f"{GAE} --critic.optim muon --critic.muon.lr 0.1",
+        "--algo.advantage.estimator mine.py:own --critic.model_name_or_path m --critic.value_clip 1",
         f"{GAE} {JUDGE} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
         f"{GAE} {JUDGE} --train.colocate_critic_reward --train.colocate_actor_critic",
         "--train.enable_ema --train.ema_beta 0.9",

@@ -19,6 +19,7 @@ FULL: dict[str, Any] = {
     "ds.param_dtype": "fp32",
     "ds.load_in_4bit": False,
     "ds.lora.rank": 0,
+    "actor.optim": "adam",
 }
 ADAPTED = FULL | {
     "model": {"a.lora_A": [4, 3], "a.lora_B": [2, 4]},
@@ -37,7 +38,11 @@ def test_a_checkpoint_fits_the_run_that_wrote_it(identity: dict[str, Any]) -> No
 
 
 def test_a_checkpoint_of_before_there_were_adapters_still_fits() -> None:
-    old = {name: value for name, value in FULL.items() if name not in ("base", "ds.load_in_4bit", "ds.lora.rank")}
+    old = {
+        name: value
+        for name, value in FULL.items()
+        if name not in ("base", "ds.load_in_4bit", "ds.lora.rank", "actor.optim")
+    }
     _check_identity(old, FULL, Path("c"))
     with pytest.raises(ConfigError, match=r"written with ds\.lora\.rank 0, this run has 4"):
         _check_identity(old, ADAPTED, Path("c"))
@@ -47,6 +52,7 @@ def test_a_checkpoint_of_before_there_were_adapters_still_fits() -> None:
     ("found", "words"),
     [
         ({"ranks": 4}, "written with ranks 4, this run has 2"),
+        ({"actor.optim": "muon"}, "written with actor.optim muon, this run has adam"),
         ({"ds.lora.use_dora": True}, "written with ds.lora.use_dora True, this run has False"),
         ({"base": "cd34"}, "adapter on other weights than those of actor.model_name_or_path"),
         ({"model": {"a.lora_A": [4, 3], "a.lora_B": [9, 4]}}, "another model: 1 tensors differ, such as a.lora_B"),

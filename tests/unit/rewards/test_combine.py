@@ -240,6 +240,9 @@ def test_failures_count_against_the_whole_step_where_only_a_part_is_scored(file:
         assert [score.failed for score in found] == [True, False]
         with pytest.raises(RewardError, match="3 of 8 answers could not be scored"):
             rewarder.score([group("bad", "bad", "bad", "good")], out_of=8)
+        rewarder.score([group("bad", "good")], out_of=8, failed=1)
+        with pytest.raises(RewardError, match="3 of 8 answers"):
+            rewarder.score([group("bad", "good")], out_of=8, failed=2)
 
 
 def test_a_process_that_dies_while_nobody_waits_is_replaced(file: Path) -> None:

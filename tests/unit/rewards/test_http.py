@@ -17,6 +17,7 @@ from rewards.reward_server import Asked, Reply, lengths, server
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.combine import Rewarder, check_functions
+from vlmrl.rewards.http import checked
 from vlmrl.types import Group, Score
 
 
@@ -345,7 +346,7 @@ def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VLMRL_RM_TOKEN", " s3cret\n")
     reward = Reward(remote_url="http://127.0.0.1:1", remote_retries=0)
     with server(lambda *_: (500, b"no")) as seen:
-        there = reward.model_copy(update={"remote_url": seen.url + "?key=hidden"})
+        there = reward.model_copy(update={"remote_url": seen.url + "?room=hidden"})
         with Rewarder(there) as scoring, pytest.raises(RewardError) as error:
             scoring.score([group("a")])
     assert seen.headers[0]["Authorization"] == "Bearer s3cret"
@@ -356,10 +357,23 @@ def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "two words" not in str(refusal.value)
 
 
-def test_a_password_in_a_url_is_refused_and_not_told() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:s3cret@127.0.0.1:1",
+        "http://127.0.0.1:1/score?model=a&api_key=s3cret",
+        "http://127.0.0.1:1?Token=s3cret",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_told(url: str) -> None:
     with pytest.raises(ConfigError, match="set VLMRL_RM_TOKEN in the environment") as refusal:
-        rewarder("http://me:s3cret@127.0.0.1:1")
+        rewarder(url)
     assert "s3cret" not in str(refusal.value)
+
+
+def test_a_url_may_hold_what_is_no_secret() -> None:
+    url = "http://127.0.0.1:1/score?model=a&max_tokens=5"
+    assert checked(url) == url
 
 
 def test_nothing_waits_for_requests_that_nobody_wants_any_more() -> None:
