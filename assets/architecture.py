@@ -96,16 +96,16 @@ def draw(out: Path) -> None:
         "vision tokens never sampled",
     ])  # fmt: skip
     box(axes, 83, top, 24, height, GREEN, "Rewards", [
-        "exact, math, format,",
-        "your own Python file",
-        "a pool with time limits",
-        "scores, never crashes",
+        "built-in, your own file,",
+        "servers, reward models,",
+        "of answers or of steps:",
+        "while others are written",
     ])  # fmt: skip
-    box(axes, 117, top, 28, height, PURPLE, "Policy", [
+    box(axes, 117, top, 28, height, PURPLE, "Policy, critic", [
         "DeepSpeed ZeRO 0-3 ranks",
-        "packed rows, no padding",
+        "prompt and image once per G",
         "chunked log-probs, no [T, V]",
-        "+ frozen reference, if asked",
+        "whole, LoRA, or on 4 bits",
     ])  # fmt: skip
     middle = top + height / 2
     for start, end, text in ((34, 44, "Prompt"), (73, 83, "Group"), (107, 117, "Experi-\nence")):
@@ -123,7 +123,12 @@ def draw(out: Path) -> None:
     # weights
     arrow(axes, [(124, 36), (124, 27.5), (61, 27.5), (61, 36)], PURPLE)
     label(
-        axes, 92.5, 31.4, "weights in buckets after every update: version and fingerprint come back,", PURPLE, size=10
+        axes,
+        92.5,
+        31.4,
+        "weights or adapter after every update: version and fingerprint come back,",
+        PURPLE,
+        size=10,
     )
     label(axes, 92.5, 25.2, "and engine and trainer log-probs are compared on every step", PURPLE, size=10)
 

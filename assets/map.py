@@ -38,7 +38,7 @@ def idea(path: Path) -> str:
         # A recipe opens with the command that runs it.
         opening = "\n".join(line for line in lines if not line.startswith("vlmrl "))
     paragraph = " ".join(opening.split("\n\n")[0].split())
-    sentence = re.split(r"(?<=[^.\d][.]) (?=[A-Z`\[])", paragraph + " ", maxsplit=1)[0].strip().rstrip(".")
+    sentence = re.split(r"(?<=[^.\d][.])(?<!Dr[.]) (?=[A-Z`\[])", paragraph + " ", maxsplit=1)[0].strip().rstrip(".")
     if not sentence:
         raise SystemExit(f"{path} does not open with its one idea: write a docstring, or a comment in YAML")
     return sentence.replace("|", "\\|")
