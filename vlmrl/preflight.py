@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.plugins import MODEL_FLAG, Processor, check_reads_alike, name_or_function, processor_of
+from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -98,19 +99,20 @@ def check_models(config: RlConfig) -> None:
         "reward.model_name_or_path": reward.model_name_or_path,
         "reward.process_model_name_or_path": reward.process_model_name_or_path,
     }
+    given = [(flag, path) for flag, path in paths.items() if path is not None]
+    if not given:
+        return
+    # It needs what `startup.prepare` makes ready, and takes seconds to import.
+    from vlmrl.models.load import skeleton
+
     actor = config.actor
-
-    def reader(path: str, flag: str) -> Processor:
-        return processor_of(path, config.data, trust_remote_code=actor.trust_remote_code, flag=flag)
-
-    for flag, path in paths.items():
-        if path is not None:
-            # It needs what `startup.prepare` makes ready, and takes seconds to import.
-            from vlmrl.models.load import skeleton
-
-            skeleton(path, trust_remote_code=actor.trust_remote_code, flag=flag)
-            actors = reader(actor.model_name_or_path, MODEL_FLAG)
-            check_reads_alike(reader(path, flag), actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
+    for flag, path in given:
+        skeleton(path, trust_remote_code=actor.trust_remote_code, flag=flag)
+    read = partial(processor_of, columns=config.data, trust_remote_code=actor.trust_remote_code)
+    actors = read(actor.model_name_or_path)
+    for flag, path in given:
+        reader = read(path, flag=flag)
+        check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
 
 
 def check_hardware(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> None:
@@ -153,6 +155,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     """
     console = Console()
     machines = local_session()
+    check_hardware(config, machines)
     places = plan(**roles_of(config, machines))
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)

@@ -20,10 +20,11 @@ from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.answers import to_samples
-from vlmrl.errors import RewardError
+from vlmrl.errors import VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
+from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
@@ -137,7 +138,7 @@ class Evaluations:
     report: RunReport
     last: int
     """Step of the run."""
-    failed: RewardError | None = None
+    failed: VlmrlError | None = None
     """Why the run is to end, once what it has learnt is saved."""
 
     def after(self, step: int) -> Metrics:
@@ -147,8 +148,9 @@ class Evaluations:
             return {}
         try:
             return self.at(step)
-        except RewardError as error:
-            self.failed = RewardError(f"evaluation after step {step}, which is saved for --ckpt.load_enable: {error}")
+        except VlmrlError as error:
+            kept = "whose model is saved" if step == self.last else "which is saved for --ckpt.load_enable"
+            self.failed = type(error)(f"evaluation after step {step}, {kept}: {error}")
             return {}
 
     def save(self, step: int, kl_coef: float, *, has_adapter: bool) -> None:
@@ -305,6 +307,8 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
     if isinstance(config, RlConfig):
         check_algorithm(config)
         check_models(config)
+        if config.ckpt.best_metric_key is not None:
+            read_best(folder.best, metric=config.ckpt.best_metric_key)
     actor = config.actor
     return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
 

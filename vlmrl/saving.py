@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.learning.best import keep_best, read_best
-from vlmrl.learning.folders import checkpoints, prune, remove, remove_partial
+from vlmrl.learning.best import keep_best
+from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
 from vlmrl.types import Metrics
@@ -31,13 +31,11 @@ class Saves:
         Returns the steps that are done, and the weight of the KL to the reference that the next one has; None: the one
         that the settings say.
         """
-        for whole in self.folder.models:
-            # Others may have folders beside them.
+        # Others may have folders beside them. What becomes the best model is written as a whole one first.
+        for whole in (partial(self.folder.best), *self.folder.models):
             remove_partial(whole.parent, whole.name)
         for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
             remove_partial(parent, "step_*")
-        if self.config.ckpt.best_metric_key is not None:
-            read_best(self.folder.best, metric=self.config.ckpt.best_metric_key)
         complete = {path.name for path in checkpoints(self.folder.checkpoints)}
         for path in checkpoints(self.folder.critic_checkpoints):
             if path.name not in complete:

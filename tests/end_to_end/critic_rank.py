@@ -145,24 +145,25 @@ def stop(out: Path, *, model: str, old: str, bound: float | None) -> None:
     _write(out, {}, learner.update([fresh] * 2, total), {})
 
 
-def retuned(out: Path, *, model: str, old: str, stage: int) -> None:
+def retuned(out: Path, *, model: str, old: str, stage: int, dtype: str = "fp32") -> None:
     """What a policy that goes on from a checkpoint moves by, when its settings say otherwise than those of before."""
     schedule = {"lr_scheduler": "linear", "lr_warmup_ratio": 0.0}
-    learner = policy(model, stage=stage, **schedule)
+    learner = policy(model, stage=stage, dtype=dtype, **schedule)
     learner.update(*_work(learner, old, "shared_one", 2))
     folder = out.with_name(f"{out.name}_checkpoint")
     learner.save_checkpoint(folder, {})
     adam = {"lr": 0.001, "eps": 1e-2, "weight_decay": 0.5, "betas": (0.5, 0.75)}
-    other = policy(model, stage=stage, adam=adam, **schedule)
+    other = policy(model, stage=stage, dtype=dtype, adam=adam, max_norm=0.25, **schedule)
     other.load_checkpoint(folder)
     groups = [{n: group[n] for n in ("eps", "betas", "weight_decay")} for group in other._engine.optimizer.param_groups]
     metrics = other.update(*_work(other, old, "shared_one", 2))
     refused = ""
     try:
-        policy(model, stage=stage, optim="muon").load_checkpoint(folder)
+        policy(model, stage=stage, dtype=dtype, optim="muon").load_checkpoint(folder)
     except ConfigError as error:
         refused = str(error)
-    _write(out, {}, metrics, {"groups": groups, "refused": refused})
+    clip = getattr(other._engine.optimizer, "clip_grad", None)
+    _write(out, {}, metrics, {"groups": groups, "clip": clip, "refused": refused})
 
 
 def average(out: Path, *, model: str, old: str, stage: int, lora: dict[str, Any] | None = None) -> None:

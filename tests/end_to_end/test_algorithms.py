@@ -282,7 +282,7 @@ def test_what_was_learnt_outlives_an_evaluation_that_fails(tmp_path: Path, tiny_
         "ckpt.save_steps": -1,
     }
     config = load(RlConfig, recipe("group_norm_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags))
-    with pytest.raises(RewardError, match=r"^evaluation after step 1, which is saved .*the judge is gone"):
+    with pytest.raises(RewardError, match=r"^evaluation after step 1, whose model is saved: .*the judge is gone"):
         train_rl(config)
     assert (out / "model/config.json").exists()
     assert [line["step"] for line in read_metrics(out)] == [0, 1]

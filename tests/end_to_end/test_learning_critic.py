@@ -64,6 +64,7 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
         ranks.add(name, "average", **vl, **more)
     for stage in STAGES:
         ranks.add(f"retuned_{stage}", "retuned", **vl, stage=stage)
+    ranks.add("retuned_bf16", "retuned", **vl, stage=0, dtype="bf16")
     ranks.run(2)
     return ranks
 
@@ -201,9 +202,11 @@ def test_an_update_stops_on_all_ranks_where_the_policy_has_gone_too_far(runs: Ra
     assert stopped["policy/kl_old"] < 1e-9 < runs.json("stop_none")["steps"][1]["policy/kl_old"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_who_goes_on_from_a_checkpoint_moves_by_the_settings_of_now(runs: Ranks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [*STAGES, "bf16"])
+def test_who_goes_on_from_a_checkpoint_moves_by_the_settings_of_now(runs: Ranks, stage: int | str) -> None:
     found = runs.json(f"retuned_{stage}")
+    # Plain fp32 is clipped by us.
+    assert found["clip"] == (None if stage == 0 else 0.25)
     # A tenth of the run goes by at each step: two before the checkpoint, whose rate was ten times as high.
     assert [step["policy/lr"] for step in found["steps"]] == pytest.approx([0.0008, 0.0007])
     assert {group["weight_decay"] for group in found["groups"]} == {0.5, 0.0}

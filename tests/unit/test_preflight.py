@@ -62,6 +62,7 @@ def test_a_dry_run_of_supervised_training_looks_at_the_answers(
         (["--data.prompt_dataset", "visual_maths"], "visual_math"),
         (["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "4"], "rollout.n_samples_per_prompt"),
         (["--ds.lora.rank", "8", "--ds.lora.target_modules", "q_prog"], "did you mean q_proj?"),
+        (["--actor.optim", "adam_8bit"], "actor.optim adam_8bit"),
         (
             ["--ds.lora.rank", "8", "--ds.lora.target_modules", "qkv", "--actor.freeze_visual_encoder"],
             "reaches into the frozen vision tower",
@@ -236,6 +237,16 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: 
     check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
     with pytest.raises(ConfigError, match=said):
         check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
+
+
+def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/best.json").write_text('{"metric": "eval/visual_math/reward", "value": 1.0, "step": 2}')
+    flags = ["--eval.dataset", COUNTING, "--eval.steps", "1", "--ckpt.best_metric_key", "eval/visual_math/pass@1"]
+    assert dry_run("rl", model, tmp_path, *flags) == 2
+    assert "was chosen by eval/visual_math/reward" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])

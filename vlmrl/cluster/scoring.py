@@ -77,8 +77,8 @@ class Judges:
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
 
-        An answer that could not be scored gets 0, or the lowest score of its group if that is less: nobody is to learn
-        that it pays to break a reward.
+        An answer that could not be scored gets 0, or the lowest score of its group if that is less: beside others it
+        does not pay to break a reward.
 
         Raises RewardError when a model's score is not a number.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +85,8 @@ def load_state(
 ) -> dict[str, Any]:
     """Undo `save_state` and return its `extra`. A collective.
 
-    What the optimizer has learnt comes from the checkpoint. Its learning rates, their schedule, its decay and its betas
-    stay those of the run that goes on, which may have others.
+    What the optimizer has learnt comes from the checkpoint. Its learning rates, their schedule, its decay, its betas
+    and the bound of the gradient stay those of the run that goes on, which may have others.
 
     Raises ConfigError when the folder holds no checkpoint, or one of another model, base, ranks, stage, precision or
     optimizer.
@@ -97,12 +97,12 @@ def load_state(
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"{folder} is not a checkpoint that can be read: {error}; delete it or start anew") from error
     _check_identity(identity, _identity(net, ds, optim, adapted), folder)
-    settings, rates = _of_settings(engine), list(engine.lr_scheduler.base_lrs)
+    settings = _settings_of(engine)
     load = None if adapted is None else _adapter_loader(folder)
     path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
         raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
-    _set_again(engine, settings, rates)
+    _set_again(engine, settings)
     if average is not None:
         average.load(folder)
     _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
@@ -145,22 +145,35 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     torch.distributed.barrier()
 
 
-def _of_settings(engine: Any) -> list[dict[str, Any]]:
-    """What settings say of each group of parameters, but for its learning rate."""
-    return [
+class _Settings(NamedTuple):
+    """What a run's settings say of an optimizer that a checkpoint is about to be loaded into."""
+
+    groups: list[dict[str, Any]]
+    """Of each group of parameters, but for its learning rate."""
+    rates: list[float]
+    """Learning rates of the groups, before the schedule."""
+    clip: float | None
+    """Bound of the gradient; None where DeepSpeed does not clip."""
+
+
+def _settings_of(engine: Any) -> _Settings:
+    groups = [
         {name: value for name, value in group.items() if name in _OF_SETTINGS}
         for group in engine.optimizer.param_groups
     ]
+    return _Settings(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
 
 
-def _set_again(engine: Any, settings: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
+def _set_again(engine: Any, settings: _Settings) -> None:
     """Put these in the place of what a checkpoint brought; the schedule goes on where it was."""
     schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
-    schedule.base_lrs = list(rates)
-    for group, of_group, rate, factor in zip(groups, settings, rates, schedule.lr_lambdas, strict=True):
+    schedule.base_lrs = list(settings.rates)
+    for group, of_group, rate, factor in zip(groups, settings.groups, settings.rates, schedule.lr_lambdas, strict=True):
         group.update(of_group)
         group["lr"] = rate * factor(schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in groups]
+    if settings.clip is not None:
+        engine.optimizer.clip_grad = settings.clip
 
 
 def _adapter_loader(folder: Path) -> Callable[..., None]:

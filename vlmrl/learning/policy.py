@@ -112,7 +112,8 @@ class Policy(Learner, Publisher):
         metrics: list[dict[str, Metric]] = []
         for packs, total in zip(work, totals, strict=True):
             if metrics and self._is_far(packs):
-                metrics[-1]["policy/stopped_early"] = Max(1.0)
+                looked = self._forward.take_counts()
+                metrics[-1] = merge([metrics[-1], looked, {"policy/stopped_early": Max(1.0)}])
                 break
             shares = [
                 self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))

@@ -34,7 +34,10 @@ _LONGEST_PAUSE_S = 30.0
 _CHECK_LIMIT_S = 10.0
 _MOST_BYTES = 64 * 2**20
 """Of an answer. It holds one number per answer and some words."""
-_SECRET = re.compile(r"(.*[-_.])?(api|access)?(key|token|secret|password|auth|signature)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"((x|api|access|auth|client|private|secret|session|subscription)[-_.]?)*(key|token|secret|password|auth|sig|signature)",
+    re.IGNORECASE,
+)
 """What a parameter of a URL is called that nobody should write down."""
 _REFUSED = (401, 403)
 _TRY_AGAIN = (408, 425, 429)

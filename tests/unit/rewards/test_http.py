@@ -372,7 +372,7 @@ def test_a_password_in_a_url_is_refused_and_not_told(url: str) -> None:
 
 
 def test_a_url_may_hold_what_is_no_secret() -> None:
-    url = "http://127.0.0.1:1/score?model=a&max_tokens=5"
+    url = "http://127.0.0.1:1/score?model=a&max_token=5&sort_key=b"
     assert checked(url) == url
 
 
