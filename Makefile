@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Files of unit tests side by side. End-to-end tests keep every core busy by themselves.
 JOBS ?= 2
-UNIT := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit
+UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-qlora test check lint unit bench coverage map clean
+.PHONY: help setup quickstart quickstart-qlora test prove check lint unit bench coverage map clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -21,7 +21,10 @@ quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that tra
 	@$(BIN)/python -m vlmrl.quickstart qlora
 
 test: unit  ## every test: unit, and end to end on the real stack
-	$(BIN)/python -m pytest -q tests/end_to_end tests/gpu
+	$(BIN)/python -m pytest -q -m "not prove" tests/end_to_end tests/gpu
+
+prove: setup  ## the long proofs that `make test` leaves out: models learn, sweeps of kills, full matrices
+	$(BIN)/python -m pytest -q -m prove tests/end_to_end
 
 check: lint unit  ## what to run before a commit: lint and unit tests, two minutes
 

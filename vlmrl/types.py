@@ -23,6 +23,10 @@ Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
 
 FinishReason = Literal["stop", "length"]
+Failure = Literal["infrastructure", "response"]
+"""Why a response could not be scored. `infrastructure`: a server, the network or the machine failed, so nobody knows
+what it is worth, and it is in no baseline and in no loss. `response`: its own doing (its scorer raised, twice hung
+or died), and it is worth the smaller of 0 and the lowest scored reward of its group."""
 
 
 class Media(Protocol):
@@ -106,10 +110,20 @@ class Score:
     """The weighted sum, before any shaping."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Each reward function's own score, unweighted."""
-    failed: bool = False
-    """A reward function raised, hung or returned nonsense for this answer."""
+    failure: Failure | None = None
+    """Why there is no score; None: there is one."""
     token_rewards: Floats | None = None
     """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
+
+    @property
+    def failed(self) -> bool:
+        """There is no score, for whatever reason."""
+        return self.failure is not None
+
+    @property
+    def has_reward(self) -> bool:
+        """Something is known of what the response is worth: it takes part in baseline and loss."""
+        return self.failure != "infrastructure"
 
     @property
     def earned(self) -> float:

@@ -265,7 +265,9 @@ def test_failures_add_up_over_the_refills_of_a_step() -> None:
         def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
             told.append((out_of, failed))
             pairs = super().score(groups)
-            return [[replace(one, failed=one.total == other.total), other] for one, other in pairs]
+            return [
+                [replace(one, failure="response" if one.total == other.total else None), other] for one, other in pairs
+            ]
 
     notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Breaking())
     # Draws of 2, 2, 1, 1 and 1 prompts with 2 answers each; of the seven prompts, 2 and 6 teach.

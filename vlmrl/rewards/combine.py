@@ -210,7 +210,7 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> V
 
 
 def _score(verdict: Verdict) -> Score:
-    return Score(total=verdict.value, parts=verdict.parts, failed=verdict.problem is not None)
+    return Score(total=verdict.value, parts=verdict.parts, failure=None if verdict.problem is None else "response")
 
 
 def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:

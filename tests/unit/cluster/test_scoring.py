@@ -52,7 +52,7 @@ def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) 
 
 
 def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
-    functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.0)], [Score(0.5), Score(0.0, failed=True)]])
+    functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.0)], [Score(0.5), Score(0.0, failure="response")]])
     model = source({0: 2.0, 1: -1.0, 2: 0.0, 3: 4.0}, weight=0.5)
     judges = Judges(functions, [model])  # type: ignore[arg-type]
     found = judges.score(groups())
@@ -64,7 +64,12 @@ def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
 
 
 def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_its_group() -> None:
-    functions = Functions([[Score(-1.0), Score(0.0, failed=True)], [Score(0.0, failed=True), Score(0.0, failed=True)]])
+    functions = Functions(
+        [
+            [Score(-1.0), Score(0.0, failure="response")],
+            [Score(0.0, failure="response"), Score(0.0, failure="response")],
+        ]
+    )
     model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
     found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
     assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [0.0, 0.0]]

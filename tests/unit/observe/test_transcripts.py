@@ -55,7 +55,7 @@ def lines(file: Path) -> list[dict[str, object]]:
 
 def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: Path) -> None:
     groups = [group(0, ["4", "5"]), group(1, ["six", "4"])]
-    scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, failed=True), Score(1.0)]]
+    scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, failure="response"), Score(1.0)]]
     rewards = [floats(1, 0), floats(-0.5, 1)]
     advantages = [floats(0, 0, a, a) for a in (0.5, -0.5, -0.75, 0.75)]
     file = Transcripts(tmp_path / "rollouts", Shelf()).write(7, groups, scores, rewards, advantages)
