@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from vlmrl import machine
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
@@ -115,6 +118,16 @@ def check_models(config: RlConfig) -> None:
         check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
 
 
+def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
+    """Ask what `vlmrl doctor` asks of this machine, for this run; one line for whatever is short but will do.
+
+    Raises:
+        ClusterError: something is lacking without which nothing runs.
+    """
+    output = Path(config.ckpt.output_dir).expanduser()
+    return machine.require(machine.examine(output, joins=bool(os.environ.get("RAY_ADDRESS"))))
+
+
 def check_hardware(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> None:
     """Raises ConfigError for what the machines do not have."""
     if machines.has_gpus:
@@ -160,6 +173,8 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)
     console.print(describe(places, machines))
+    for line in check_machine(config):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     source = Source(
         model=config.actor.model_name_or_path,
         trust_remote_code=config.actor.trust_remote_code,

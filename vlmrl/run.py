@@ -35,6 +35,7 @@ from vlmrl.preflight import (
     check_algorithm,
     check_data,
     check_hardware,
+    check_machine,
     check_models,
     describe,
     plan_of,
@@ -302,6 +303,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
     folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    check_machine(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
@@ -328,4 +330,6 @@ def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunR
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack:
             report.say(describe(places, machines))
+            for line in check_machine(config):
+                report.say(line)
             yield Stage(machines, places, stack), report

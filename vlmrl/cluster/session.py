@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from vlmrl import startup
+from vlmrl import machine, startup
 from vlmrl.errors import ClusterError
-
-_SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_MEMORY = 256 * 2**20
-"""Bytes. Below this Ray would put the object store on disk, and say so only in a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
-        check_shared_memory()
+        machine.require([machine.shared_memory()])
     import ray
 
     if ray.is_initialized():
@@ -131,19 +125,3 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
         # faults instead of 35,823, and rollouts and updates of a run took 2 to 3 % less time (two cores).
         variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return variables
-
-
-def check_shared_memory(folder: Path = _SHARED_MEMORY, *, least: int = _LEAST_SHARED_MEMORY) -> None:
-    """Whether there is room for Ray's object store. `least` is in bytes.
-
-    Raises:
-        ClusterError: there is no shared memory, or not enough of it.
-    """
-    if not folder.is_dir():
-        raise ClusterError(f"{folder} is not there: Ray and vLLM need shared memory (in a container: --shm-size=8g)")
-    free = shutil.disk_usage(folder).free
-    if free < least:
-        raise ClusterError(
-            f"only {free / 2**20:.0f} MiB of shared memory are free in {folder}, at least {least / 2**20:.0f} MiB are "
-            "needed: delete stale files there, or start the container with --shm-size=8g"
-        )

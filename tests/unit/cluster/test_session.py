@@ -1,20 +1,17 @@
-from pathlib import Path
-
 import pytest
 
-from vlmrl.cluster.session import Node, Session, check_shared_memory, worker_environment
+from vlmrl import machine
+from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
+from vlmrl.machine import Finding
 
 
-def test_missing_shared_memory_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"nowhere is not there.*--shm-size"):
-        check_shared_memory(tmp_path / "nowhere")
-
-
-def test_too_little_shared_memory_is_one_line_that_says_how_much_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"MiB of shared memory are free .*at least 1099511627776 MiB are needed"):
-        check_shared_memory(tmp_path, least=2**60)
-    check_shared_memory(tmp_path, least=1)
+def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = Finding("shared memory", ok=False, essential=True, detail="none", mend="get some")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
+    with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
+        pytest.fail("it has begun")
 
 
 def test_slots_are_gpus_where_there_are_any() -> None:
