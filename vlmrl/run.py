@@ -11,11 +11,13 @@ from pathlib import Path
 from vlmrl.agreement import largest_gap
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
+from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.publish import described
 from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.cluster.scoring import Judges
 from vlmrl.cluster.session import session
+from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
@@ -326,10 +328,11 @@ def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunR
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
+        check_nodes(config, machines, places, folder.root)
         dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
-        with report, ExitStack() as stack:
+        with report, ExitStack() as stack, watched(machines, places) as watch:
             report.say(describe(places, machines))
             for line in check_machine(config):
                 report.say(line)
-            yield Stage(machines, places, stack), report
+            yield Stage(machines, places, stack, watch), report

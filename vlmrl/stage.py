@@ -17,6 +17,7 @@ from vlmrl.cluster.publish import publication
 from vlmrl.cluster.roles import RemoteEngines, RemotePrompts
 from vlmrl.cluster.scoring import Judges, RemoteRewarder, RewardModel
 from vlmrl.cluster.session import Session
+from vlmrl.cluster.watch import Watch
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.train import Loop
@@ -45,6 +46,8 @@ class Stage:
     machines: Session
     places: dict[str, list[Place]]
     stack: ExitStack
+    watch: Watch | None = None
+    """Over the other machines, when there are any."""
 
     def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
         """Workers of a role, which end with the stage, also when they or others do not start."""
@@ -55,9 +58,14 @@ class Stage:
             session=self.machines,
             places=self.places.get(name, [Place(0, ())]),
             timeout_s=timeout_s,
-            at_end=self.stack.callback,
+            at_end=self._at_end,
             **how,
         )
+
+    def _at_end(self, end: Callable[[], None]) -> None:
+        self.stack.callback(end)
+        if self.watch is not None:
+            self.watch.at_loss(end)
 
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print

@@ -20,6 +20,10 @@ class Node:
     """Ray's own id of it."""
     num_cpus: int
     num_gpus: int
+    address: str = ""
+    """By which the others reach it."""
+    port: int = 0
+    """Of Ray's own process on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +96,22 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
 
 
 def _alive_nodes() -> tuple[Node, ...]:
+    """This machine first, which is where data and reward functions run; the others by address."""
     import ray
 
-    return tuple(
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
         Node(
             id=node["NodeID"],
             num_cpus=int(node["Resources"].get("CPU", 0)),
             num_gpus=int(node["Resources"].get("GPU", 0)),
+            address=node["NodeManagerAddress"],
+            port=node["NodeManagerPort"],
         )
         for node in ray.nodes()
         if node["Alive"]
-    )
+    ]
+    return tuple(sorted(nodes, key=lambda node: (node.id != here, node.address, node.id)))
 
 
 def worker_environment(session: Session, *, num_workers: int, slots: Sequence[int], node: int) -> dict[str, str]:
