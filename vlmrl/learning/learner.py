@@ -24,6 +24,7 @@ from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes
 from vlmrl.learning.forward import Passes, Passing
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import Base, base_fingerprint, check_base, inject, read_adapter, set_tensors
+from vlmrl.models.buffers import check_buffers
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.observe.metrics import Mean, Metric
 from vlmrl.plugins import Processor
@@ -68,12 +69,14 @@ class Learner:
     def _begin(self, module: nn.Module, *, total_steps: int, vision: Vision) -> Passing:
         """Start the engine around `module`, which wraps the model; how passes go through it from now on.
 
-        `total_steps` is the number of optimizer steps of the whole run.
+        `total_steps` is the number of optimizer steps of the whole run. Raises VlmrlError when the model computes with
+        other buffers than its code makes.
         """
         self._table = trainable_table(self._net, self._processor)
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
+        check_buffers(self._net)
         return {
             "device": self._device,
             "cache_bytes": int(vision.cache_gib * 2**30),
