@@ -16,8 +16,8 @@ from vlmrl.types import Group, Metrics, Prompt, Score
 PASS_SCORE = 0.5
 """An answer is right when its score is above this: built-in rewards give 1 or 0."""
 
-_VERDICTS = ("exact", "math")
-"""Rewards that say whether an answer is right. Where none of them is used, the weighted total says it."""
+_VERDICTS = ("math", "exact")
+"""Rewards that say whether an answer is right: the first that is used. Without any, the weighted total says it."""
 
 T = TypeVar("T")
 

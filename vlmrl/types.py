@@ -27,6 +27,8 @@ Failure = Literal["infrastructure", "response"]
 """Why a response could not be scored. `infrastructure`: a server, the network or the machine failed, so nobody knows
 what it is worth, and it is in no baseline and in no loss. `response`: its own doing (its scorer raised, twice hung
 or died), and it is worth the smaller of 0 and the lowest scored reward of its group."""
+Retry = Literal["timeout", "death"]
+"""Why a response was scored a second time: its scorer ran too long, or its process died."""
 
 
 class Media(Protocol):
@@ -114,6 +116,8 @@ class Score:
     """Why there is no score; None: there is one."""
     token_rewards: Floats | None = None
     """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
+    retried: Retry | None = None
+    """Why it was scored twice, if it was; `failure` says whether the second time was as bad."""
 
     @property
     def failed(self) -> bool:

@@ -36,6 +36,8 @@ def test_pass_at_more_than_was_drawn_is_refused() -> None:
 def test_a_checking_reward_decides_before_the_total_does() -> None:
     assert is_right(Score(0.2, {"exact": 1.0, "format": 0.0}))
     assert not is_right(Score(0.9, {"math": 0.0, "format": 1.0}))
+    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
+    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
     assert is_right(Score(0.9, {"mine": 0.9}))
     steps = np.array([0.0, 0.25, 0.5], np.float32)
     assert is_right(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
