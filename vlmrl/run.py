@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vlmrl.agreement import largest_gap
+from vlmrl.agreement import largest_gap, rounding
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
 from vlmrl.cluster.nodes import check_nodes
@@ -275,6 +275,7 @@ def adapter_probe(
         question=partial(question, processor=tools, data=config.data),
         sampling=sampling_of(config.rollout, seed=config.train.seed),
         bound=largest_gap(config),
+        floor=rounding(config),
         is_apart=adapter.fits_engine,
     )
 
