@@ -29,13 +29,13 @@ from vlmrl.data.answers import to_samples
 from vlmrl.data.media import InlineMedia
 from vlmrl.learning.policy import Policy
 from vlmrl.machine import GIB
-from vlmrl.models import tiny
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.preflight import plan_of, roles_of
 from vlmrl.probe import Probe
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.run import adapter_probe
+from vlmrl.selftest import models
 from vlmrl.selftest.outcome import Broken, Skipped
 from vlmrl.stage import Stage
 from vlmrl.together import together
@@ -196,10 +196,10 @@ def apart(folder: Path) -> Iterator[Pair]:
 
 @contextmanager
 def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
-    model = tiny.build("qwen2_5_vl", folder / "model", size="micro")
+    model = models.build(folder)
     has_gpu = torch.cuda.is_available()
-    config = RlConfig.model_validate(settings(str(model), str(folder), backend=backend, has_gpu=has_gpu))
-    tools = processor_of(str(model), config.data)
+    config = RlConfig.model_validate(settings(model, str(folder), backend=backend, has_gpu=has_gpu))
+    tools = processor_of(model, config.data)
     adapter = plan_of(config, tools)
     with session() as machines, ExitStack() as stack:
         stage = _Stage(machines, plan(**roles_of(config, machines)), stack)
@@ -279,20 +279,26 @@ def sleeps(pair: Pair) -> str:
     """Gives its pool back, and answers the same when it wakes."""
     if not torch.cuda.is_available():
         raise Skipped("no CUDA device")
-    before = pair.generate()
+    before = _alone(pair)
     pair.engine_group.call("wake")
     awake, total = torch.cuda.mem_get_info()
     pair.engine_group.call("sleep")
     asleep, _ = torch.cuda.mem_get_info()
     pool = pair.config.vllm.gpu_memory_utilization * total - _OUTSIDE_POOL
-    after = pair.generate()
+    after = _alone(pair)
     given = (asleep - awake) / pool
     if not given > _POOL:
         raise Broken(f"an engine that sleeps gives {given:.0%} of {pool / GIB:.1f} GiB back, not {_POOL:.0%}")
     if _spoken(before) != _spoken(after):
         raise Broken("an engine that slept responds otherwise than before")
-    pair.gap(after)
-    return f"{(asleep - awake) / GIB:.1f} GiB given back, {given:.0%} of its pool; responses are the same"
+    gap = pair.gap(pair.generate())
+    return f"{(asleep - awake) / GIB:.1f} GiB given back, {given:.0%} of its pool; the same response, {gap:.1g} apart"
+
+
+def _alone(pair: Pair) -> list[Group]:
+    """The most likely response to one prompt, with nothing else under way that would change how sums are taken."""
+    greedy = Sampling(n=1, temperature=0.0, top_p=1.0, max_new_tokens=12, seed=0)
+    return pair.engines.generate(pair.prompts()[:1], greedy)
 
 
 def adapts(pair: Pair) -> str:

@@ -18,9 +18,9 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import make_pack
 from vlmrl.learning.policy import Policy
-from vlmrl.models import tiny
 from vlmrl.models.load import load_model
 from vlmrl.plugins import processor_of
+from vlmrl.selftest import models
 from vlmrl.selftest.outcome import Broken
 from vlmrl.types import Floats, Sample
 
@@ -48,7 +48,7 @@ class _Opened(Policy):
 
 def check(folder: Path) -> str:
     """Buffers bit for bit, log-probs to what the type explains."""
-    model = str(tiny.build("qwen2_5_vl", folder / "model", size="micro"))
+    model = models.build(folder)
     exact = {stage: trained(model, stage, "fp32") for stage in STAGES}
     apart = max(_mean_gap(exact[stage].logprobs, exact[0].logprobs) for stage in STAGES)
     rough = {stage: trained(model, stage, "bf16") for stage in STAGES}

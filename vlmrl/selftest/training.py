@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from vlmrl.machine import GIB, free_memory
-from vlmrl.models import tiny
+from vlmrl.selftest import models
 from vlmrl.selftest.outcome import Broken
 
 _STEPS = 2
@@ -41,10 +41,10 @@ def settings(model: str, output: str, *, has_gpu: bool) -> dict[str, Any]:
 
 def check(folder: Path) -> str:
     """Two steps to the end, each with the engine's and the trainer's log-probs compared, images looked at."""
-    model = tiny.build("qwen2_5_vl", folder / "model", size="micro")
+    model = models.build(folder)
     output, file = folder / "run", folder / "run.yaml"
     # JSON is YAML.
-    file.write_text(json.dumps(settings(str(model), str(output), has_gpu=torch.cuda.is_available())))
+    file.write_text(json.dumps(settings(model, str(output), has_gpu=torch.cuda.is_available())))
     memory = _LeastFree()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "vlmrl", "rl", "--config", str(file)],

@@ -46,6 +46,6 @@ def test_a_run_is_told_by_its_gaps_its_sight_and_its_seconds() -> None:
 
 
 def test_a_run_that_is_refused_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.tiny, "build", lambda *_, **__: tmp_path / "no" / "model")
+    monkeypatch.setattr(training.models, "build", lambda folder: str(folder / "no" / "model"))
     with pytest.raises(Broken, match=r"the run ended with code 2: vlmrl rl: .*there is no folder .*no/model"):
         training.check(tmp_path)
