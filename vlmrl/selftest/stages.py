@@ -53,18 +53,17 @@ def check(folder: Path) -> str:
     apart = max(_mean_gap(exact[stage].logprobs, exact[0].logprobs) for stage in STAGES)
     rough = {stage: trained(model, stage, "bf16") for stage in STAGES}
     noise = _mean_gap(rough[0].logprobs, exact[0].logprobs)
+    rounded = max(_mean_gap(rough[stage].logprobs, rough[0].logprobs) for stage in STAGES)
+    figure = f"log-probs differ by {apart:.1g} in fp32 and {rounded:.1g} in bf16, whose noise is {noise:.1g}"
     for dtype, found in (("fp32", exact), ("bf16", rough)):
         for stage in STAGES:
-            _check_buffers(model, found[stage].buffers, f"stage {stage} in {dtype}")
-    if not apart <= _EXACT:
-        raise Broken(f"log-probs of {_TOKENS} tokens differ by {apart:.2g} between stages in fp32")
-    rounded = max(_mean_gap(rough[stage].logprobs, rough[0].logprobs) for stage in STAGES)
+            fault = fault_of_buffers(model, found[stage].buffers)
+            if fault is not None:
+                raise Broken(f"stage {stage} in {dtype}: {fault}; {figure}")
     # Stages that compute alike differ by no more than rounding does.
-    if not rounded <= max(noise, _EXACT):
-        raise Broken(
-            f"log-probs of {_TOKENS} tokens differ by {rounded:.2g} between stages in bf16, whose noise is {noise:.2g}"
-        )
-    return f"log-probs differ by {apart:.1g} in fp32 and {rounded:.1g} in bf16 (its noise: {noise:.1g}); buffers equal"
+    if not (apart <= _EXACT and rounded <= max(noise, _EXACT)):
+        raise Broken(figure)
+    return f"{figure}; {len(exact[0].buffers)} buffers equal"
 
 
 def trained(model: str, stage: int, dtype: str) -> Stage:
@@ -85,15 +84,19 @@ def trained(model: str, stage: int, dtype: str) -> Stage:
     return Stage({name: buffer.detach().cpu().clone() for name, buffer in policy.buffers()}, row[sample.sampled])
 
 
-def _check_buffers(model: str, found: Mapping[str, Tensor], what: str) -> None:
-    """Those of a model that nobody has sharded. In fp32, whatever the run's type: from_pretrained keeps them so."""
+def fault_of_buffers(model: str, found: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with a model's buffers; None when they are, bit for bit, those of one that nobody has sharded.
+
+    In fp32, whatever the run's type: `from_pretrained` keeps them so.
+    """
     plain = dict(load_model(model, dtype=torch.float32, attn_implementation=None).named_buffers())
     if plain.keys() != found.keys():
-        raise Broken(f"{what} has the buffers {', '.join(sorted(found))}, a plain model {', '.join(sorted(plain))}")
+        return f"it has the buffers {', '.join(sorted(found))}, a plain model {', '.join(sorted(plain))}"
     for name, wanted in plain.items():
         if not torch.equal(found[name].to(wanted.dtype), wanted):
             error = float((found[name].double() - wanted.double()).abs().max())
-            raise Broken(f"{what}: {name} is off by {error:.2g}, as {str(found[name].dtype).removeprefix('torch.')}")
+            return f"{name} is off by {error:.2g}, as {str(found[name].dtype).removeprefix('torch.')}"
+    return None
 
 
 def _sample(model: str) -> Sample:

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from vlmrl.selftest import layers, training
 from vlmrl.selftest.outcome import Broken
@@ -49,3 +50,16 @@ def test_a_run_that_is_refused_is_told_in_its_own_words(tmp_path: Path, monkeypa
     monkeypatch.setattr(training.models, "build", lambda folder: str(folder / "no" / "model"))
     with pytest.raises(Broken, match=r"the run ended with code 2: vlmrl rl: .*there is no folder .*no/model"):
         training.check(tmp_path)
+
+
+def test_a_buffer_that_was_rounded_is_named(tmp_path: Path) -> None:
+    stages = importlib.import_module("vlmrl.selftest.stages")
+    model = training.models.build(tmp_path)
+    net = stages.load_model(model, dtype=torch.float32, attn_implementation=None)
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    assert stages.fault_of_buffers(model, buffers) is None
+    name = "model.language_model.rotary_emb.inv_freq"
+    rounded = buffers | {name: buffers[name].bfloat16()}
+    assert stages.fault_of_buffers(model, rounded) is not None
+    assert stages.fault_of_buffers(model, rounded).startswith(f"{name} is off by")
+    assert stages.fault_of_buffers(model, rounded).endswith("as bfloat16")
