@@ -59,7 +59,7 @@ def _of_the_machine() -> list[Outcome]:
     found = []
     for check in machine.CHECKS:
         started = time.monotonic()
-        finding = check()
+        finding = machine.look(check)
         state: Any = "ok" if finding.ok or not finding.essential else "failed"
         warning = "" if finding.ok or finding.essential else f" (little: {finding.mend})"
         avoid = finding.mend if state == "failed" else ""
