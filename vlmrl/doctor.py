@@ -171,7 +171,7 @@ CHECKS: tuple[Check | Callable[[], Finding], ...] = (
 def ask(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Finding:
     """Run one check, wherever it has to run. Never raises."""
     if not isinstance(check, Check):
-        return _look(check)
+        return machine.look(check)
     if check.isolated:
         return _ask_elsewhere(check, timeout_s)
     try:
@@ -179,16 +179,6 @@ def ask(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Fi
     # Whatever a probe meets is its answer.
     except Exception as error:
         return Finding(check.name, ok=False, essential=check.essential, **_explain(error, check.mend))
-
-
-def _look(check: Callable[[], Finding]) -> Finding:
-    """One of the machine's own checks."""
-    try:
-        return check()
-    # Files under /proc differ from kernel to kernel: a check that cannot read them is a line of the report.
-    except Exception as error:
-        name = getattr(check, "__name__", "check").replace("_", " ")
-        return Finding(name, ok=False, essential=False, **_explain(error, "look at the files that it names"))
 
 
 def answer(probe: str) -> None:

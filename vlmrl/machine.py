@@ -12,7 +12,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,18 +161,26 @@ def devices() -> Finding:
     )
 
 
-CHECKS = (memory, shared_memory, open_files, loopback, disk, driver)
+CHECKS: tuple[Callable[[], Finding], ...] = (memory, shared_memory, open_files, loopback, disk, driver)
 """What `doctor` asks of the machine in its own process. It asks `devices` in another one, together with torch."""
+
+
+def look(check: Callable[[], Finding]) -> Finding:
+    """What a check finds. One that cannot look, since files under /proc differ from kernel to kernel, is a warning."""
+    try:
+        return check()
+    except Exception as error:  # what it met is its answer, and no reason to stop what would run
+        name = check.__name__.replace("_", " ")
+        detail = f"cannot be looked at: {type(error).__name__}: {' '.join(str(error).split())}"
+        return Finding(name, ok=False, essential=False, detail=detail, mend="look at what it names")
 
 
 def examine(output: Path, *, joins: bool) -> list[Finding]:
     """All checks before a run that writes to `output`; those of this machine's devices and memory are left out where it
     `joins` a cluster, whose machines need not be like this one.
     """
-    found = [open_files(), disk(output)]
-    if not joins:
-        found += [memory(), shared_memory(), loopback(), driver(), devices()]
-    return found
+    here: tuple[Callable[[], Finding], ...] = () if joins else (memory, shared_memory, loopback, driver, devices)
+    return [look(open_files), disk(output), *map(look, here)]
 
 
 def require(findings: Sequence[Finding]) -> list[str]:

@@ -99,7 +99,8 @@ def test_a_machines_check_that_cannot_look_costs_one_line() -> None:
         raise FileNotFoundError(2, "No such file or directory")
 
     found = doctor.ask(no_such_file)
-    assert (found.name, found.ok, found.detail) == ("no such file", False, "ENOENT: No such file or directory")
+    assert (found.name, found.ok, found.essential) == ("no such file", False, False)
+    assert found.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
 
 
 def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
