@@ -178,7 +178,9 @@ def _probe() -> Callable[[Sequence[str], Sequence[str], str], Facts]:
             for file in sorted({*root.rglob("*.py"), *linked}):
                 code.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
             versions["vlmrl"] = f"{versions.get('vlmrl', '')} (code {code.hexdigest()[:12]})".strip()
-        missing = [path for path in paths if not Path(path).expanduser().exists()]
+        here = {path: Path(path).expanduser() for path in paths}
+        # An empty folder is where something should have been mounted.
+        missing = [path for path, at in here.items() if not at.exists() or (at.is_dir() and not any(at.iterdir()))]
         # A file system over the network may take a moment.
         end = time.monotonic() + 5
         while not Path(nonce).exists() and time.monotonic() < end:
