@@ -235,13 +235,14 @@ def test_a_checkpoint_goes_on_where_the_machines_have_changed_places(
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("death", ["killed", "cut off"])
 def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_goes_on(
-    words: Callable[..., list[str]], tmp_path: Path
+    death: str, words: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     out, log = tmp_path / "run", tmp_path / "log"
     with two_machines() as machines:
         before, running = machines.shared_memory(0), machines.commands(0).keys()
-        flags = {"train.max_steps": 12, "ckpt.save_steps": 1, "train.num_episodes": 2}
+        flags = {"train.max_steps": 12, "ckpt.save_steps": 1}
         command = [sys.executable, "-m", "vlmrl", "rl", *words(out, **flags)]
         with log.open("w") as file, machines.popen(0, command, stdout=file, stderr=file) as run:
             end = time.monotonic() + 200
@@ -250,17 +251,23 @@ def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_go
                 assert time.monotonic() < end
                 time.sleep(0.05)
             time.sleep(0.3)
-            machines.kill(1)
+            if death == "killed":
+                machines.kill(1)
+            else:
+                machines.cut(1)
             died = time.monotonic()
-            assert run.wait(timeout=60) == 2, log.read_text()[-3000:]
-            print(f"the run ended {time.monotonic() - died:.1f} s after the machine")
+            try:
+                assert run.wait(timeout=60) == 2, log.read_text()[-3000:]
+            finally:
+                run.kill()
+            print(f"the run ended {time.monotonic() - died:.1f} s after the machine was {death}")
         said = log.read_text().splitlines()
         assert "Traceback" not in log.read_text()
-        assert said[-1].startswith(
-            "vlmrl rl: machine 10.77.0.2 died in the middle of the run, and with it actor 1 and vllm 1"
-        )
+        assert "machine 10.77.0.2 died in the middle of the run, and with it actor 1 and vllm 1" in said[-1], said[-1]
         assert not left_by_a_run(machines, 0, running)
         assert machines.shared_memory(0) <= before
+        if death == "cut off":
+            return
 
         done = len(steps_of(out))
         left = words(out, **(flags | {"actor.num_nodes": 1, "actor.num_gpus_per_node": 2, "train.max_steps": done + 2}))

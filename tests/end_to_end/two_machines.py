@@ -21,7 +21,7 @@ from typing import Any
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 _BIN = Path(sys.executable).parent
-_PREFIX = "vlmrl"
+_PREFIX = "vlmrl-"
 _count = itertools.count()
 
 
@@ -32,7 +32,7 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"
-    name = f"{_PREFIX}{os.getpid()}x"
+    name = f"{_PREFIX}{os.getpid()}-x"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         return f"no network namespace can be made: {made.stderr.strip()}"
@@ -48,7 +48,7 @@ class TwoMachines:
     def __init__(self, folder: Path) -> None:
         """`folder` has a short name: Ray makes sockets below it, whose paths have room for 107 characters."""
         self.folder = folder
-        self._tag = f"{os.getpid()}{next(_count)}"
+        self._tag = f"{os.getpid()}-{next(_count)}"
         self._names = [f"{_PREFIX}{self._tag}{letter}" for letter in "ab"]
         self._nodes: list[subprocess.Popen[bytes]] = []
 
@@ -120,6 +120,10 @@ class TwoMachines:
         for pid in self.processes(machine):
             _signal(pid, signal.SIGKILL)
 
+    def cut(self, machine: int) -> None:
+        """Nothing reaches the machine any more, and nobody is told."""
+        _ip("-n", self._names[machine], "link", "set", "eth0", "down")
+
     def stop(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             end = time.monotonic() + 5
@@ -159,6 +163,21 @@ class TwoMachines:
         return (self.folder / "1.log").read_text().count("Ray runtime started.") + 1
 
 
+def remove_left_behind() -> None:
+    """End what a process left that was killed before it could end it itself."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(_PREFIX)):
+        if not Path(f"/proc/{name.removeprefix(_PREFIX).partition('-')[0]}").exists():
+            for pid in _processes(name):
+                _signal(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _processes(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
 def _plain() -> dict[str, str]:
     """This environment without what would point the nodes at a cluster."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -177,6 +196,7 @@ def _signal(pid: int, number: int) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[TwoMachines]:
+    remove_left_behind()
     folder = Path(tempfile.mkdtemp(prefix="vl", dir="/tmp"))
     machines = TwoMachines(folder)
     try:

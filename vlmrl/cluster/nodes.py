@@ -37,11 +37,14 @@ def check_nodes(
     nodes = [machines.nodes[number] for number in numbers]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"
-    nonce.touch()
+    try:
+        nonce.touch()
+    except OSError as error:
+        raise ClusterError(f"{_FOLDER_FLAG} {folder} cannot be written: {error.strerror}") from error
     try:
         found = _ask([node.id for node in nodes], [node.address for node in nodes], [*paths.values()], str(nonce))
     finally:
-        nonce.unlink()
+        nonce.unlink(missing_ok=True)
     facts = dict(zip([node.address for node in nodes], found, strict=True))
     for problem in (differing(facts), unseen(facts, paths | {_FOLDER_FLAG: str(folder)}, nonce=str(nonce))):
         if problem is not None:
