@@ -37,11 +37,14 @@ def check_nodes(
     nodes = [machines.nodes[number] for number in numbers]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"
-    nonce.touch()
+    try:
+        nonce.touch()
+    except OSError as error:
+        raise ClusterError(f"{_FOLDER_FLAG} {folder} cannot be written: {error.strerror}") from error
     try:
         found = _ask([node.id for node in nodes], [node.address for node in nodes], [*paths.values()], str(nonce))
     finally:
-        nonce.unlink()
+        nonce.unlink(missing_ok=True)
     facts = dict(zip([node.address for node in nodes], found, strict=True))
     for problem in (differing(facts), unseen(facts, paths | {_FOLDER_FLAG: str(folder)}, nonce=str(nonce))):
         if problem is not None:
@@ -178,7 +181,9 @@ def _probe() -> Callable[[Sequence[str], Sequence[str], str], Facts]:
             for file in sorted({*root.rglob("*.py"), *linked}):
                 code.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
             versions["vlmrl"] = f"{versions.get('vlmrl', '')} (code {code.hexdigest()[:12]})".strip()
-        missing = [path for path in paths if not Path(path).expanduser().exists()]
+        here = {path: Path(path).expanduser() for path in paths}
+        # An empty folder is where something should have been mounted.
+        missing = [path for path, at in here.items() if not at.exists() or (at.is_dir() and not any(at.iterdir()))]
         # A file system over the network may take a moment.
         end = time.monotonic() + 5
         while not Path(nonce).exists() and time.monotonic() < end:

@@ -79,6 +79,8 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
+                # Else it would join whatever `ray start` has left on this machine.
+                address="local",
                 num_cpus=num_cpus or os.cpu_count(),
                 include_dashboard=False,
                 log_to_driver=False,

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from vlmrl.cluster.placement import Place
@@ -101,7 +101,9 @@ class Watch:
                 if is_dead and self._lost is None and not self._is_over.is_set():
                     self._lost = node
                     for end in self._ends:
-                        end()
+                        # Workers that cannot be ended must not keep the others.
+                        with suppress(Exception):
+                            end()
 
 
 def sign_of(node: Node) -> Sign:

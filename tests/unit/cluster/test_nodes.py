@@ -87,8 +87,10 @@ def test_paths_are_asked_for_where_they_are_folders_here(tmp_path: Path) -> None
 def test_a_machine_tells_its_versions_and_what_it_does_not_see(tmp_path: Path) -> None:
     nonce = tmp_path / "nonce"
     nonce.touch()
-    found = _probe()(_PACKAGES, [str(tmp_path), "/no/such/model"], str(nonce))
-    assert found["unseen"] == ["/no/such/model"]
+    not_mounted = tmp_path / "models"
+    not_mounted.mkdir()
+    found = _probe()(_PACKAGES, [str(tmp_path), "/no/such/model", str(not_mounted)], str(nonce))
+    assert found["unseen"] == ["/no/such/model", str(not_mounted)]
     versions = found["versions"]
     assert {"python", "vlmrl", "torch", "vllm", "ray"} <= versions.keys()
     assert "+" not in versions["torch"], "a build for CPUs is the same version"
