@@ -27,6 +27,7 @@ from typing import Any
 
 import vlmrl
 from vlmrl import startup
+from vlmrl.startup import driver
 from vlmrl.startup.pins import Version, versions
 
 GIB = 2**30
@@ -67,7 +68,7 @@ class Finding:
 
 def has_gpu() -> bool:
     """Whether the NVIDIA driver shows a device, whatever torch thinks of it."""
-    return Path("/dev/nvidiactl").exists()
+    return driver.has_gpu()
 
 
 def memory() -> str:
@@ -138,9 +139,7 @@ def torch_works() -> str:
     import torch
 
     if has_gpu() and not torch.cuda.is_available():
-        raise ProbeError(
-            f"torch {torch.__version__} does not see the GPU", "run `make setup`: it installs torch for CUDA"
-        )
+        raise ProbeError(*driver.mend_of_gpu(torch.version.cuda, driver.installed_driver()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(64, 64, device=device)
     if float((ones @ ones).sum()) != 64**3:

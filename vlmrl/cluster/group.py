@@ -39,7 +39,7 @@ class _Worker:
 
     def build(self, path: str, variables: Mapping[str, str], settings: Mapping[str, Any]) -> int:
         os.environ.update(variables)
-        if not variables.get("CUDA_VISIBLE_DEVICES"):
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
             memory.keep_memory()
         module, name = path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**settings)
