@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrl.errors import ClusterError
+from vlmrl.startup.driver import has_gpu, installed_driver, mend_of_gpu, wanted_driver
 
 GIB = 2**30
 MIB = 2**20
@@ -26,8 +27,6 @@ _LEAST_SHARED_MEMORY = 256 * MIB
 """Bytes. Below this Ray would put the object store on disk, and say so only in a log."""
 _LEAST_DISK = 256 * MIB
 """Bytes. A tiny run's models, metrics and transcripts."""
-_DRIVERS = {"12": (525, 60, 13), "13": (580, 65, 6)}
-"""Major version of CUDA -> the oldest driver that runs it (NVIDIA's CUDA compatibility guide)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +112,18 @@ def disk(folder: Path | None = None) -> Finding:
     return _enough("disk", free, f"{free / GIB:.1f} GiB free in {there}", mend, wanted=5 * GIB, least=_LEAST_DISK)
 
 
-def has_gpu() -> bool:
-    """Whether the NVIDIA driver shows a device, whatever torch thinks of it."""
-    return Path("/dev/nvidiactl").exists()
-
-
-def driver(version: Path = Path("/proc/driver/nvidia/version")) -> Finding:
+def driver() -> Finding:
     """Whether NVIDIA's driver is new enough for the CUDA that torch was built for."""
     if not has_gpu():
         return Finding("driver", ok=True, essential=True, detail="no NVIDIA device, and none is needed on CPU")
-    cuda, installed = _cuda_of_torch(), _driver_version(version)
+    cuda, installed = _cuda_of_torch(), installed_driver()
     if cuda is None or installed is None:
         found = "its version cannot be read, or torch is no CUDA build"
         return Finding("driver", ok=True, essential=True, detail=found)
-    wanted = _DRIVERS.get(cuda.partition(".")[0], (0,))
-    shown, least = _dotted(installed), _dotted(wanted)
-    return Finding(
-        "driver",
-        ok=installed >= wanted,
-        essential=True,
-        detail=f"NVIDIA driver {shown}, torch is built for CUDA {cuda}, which wants {least} or newer",
-        mend=f"install NVIDIA driver {least} or newer on the host (a container uses the host's)",
-    )
+    if wanted_driver(cuda, installed) is None:
+        return Finding("driver", ok=True, essential=True, detail=f"NVIDIA driver {installed}, CUDA {cuda}")
+    wrong, mend = mend_of_gpu(cuda, installed)
+    return Finding("driver", ok=False, essential=True, detail=wrong, mend=mend)
 
 
 def devices() -> Finding:
@@ -149,15 +138,9 @@ def devices() -> Finding:
     if torch.cuda.is_available():
         return Finding("devices", ok=True, essential=True, detail=f"torch sees {torch.cuda.device_count()} GPUs")
     why = f", and CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
-    mend = "run `make setup`: it installs torch for CUDA"
-    if torch.version.cuda is not None:
-        mend = "look at the driver with `nvidia-smi`" + (", and correct CUDA_VISIBLE_DEVICES" if why else "")
+    wrong, mend = mend_of_gpu(torch.version.cuda, installed_driver())
     return Finding(
-        "devices",
-        ok=False,
-        essential=True,
-        detail=f"the driver shows a GPU and torch {torch.__version__} does not see it{why}",
-        mend=f"{mend}; CUDA_VISIBLE_DEVICES= runs on CPU",
+        "devices", ok=False, essential=True, detail=wrong + why, mend=f"{mend}; CUDA_VISIBLE_DEVICES= runs on CPU"
     )
 
 
@@ -202,16 +185,6 @@ def _enough(name: str, amount: float, found: str, mend: str, *, wanted: float, l
     return Finding(name, ok=False, essential=amount < least, detail=found, mend=mend)
 
 
-def _driver_version(file: Path) -> tuple[int, ...] | None:
-    """What the kernel module says of itself; None where it says nothing."""
-    try:
-        text = file.read_text()
-    except OSError:
-        return None
-    match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
-    return None if match is None else tuple(map(int, match[1].split(".")))
-
-
 def _cuda_of_torch() -> str | None:
     """`12.8` or the like, read from torch's files without importing it; None for another build, and without torch."""
     spec = importlib.util.find_spec("torch")
@@ -219,7 +192,3 @@ def _cuda_of_torch() -> str | None:
         return None
     match = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
     return None if match is None else match[1]
-
-
-def _dotted(version: Sequence[int]) -> str:
-    return ".".join(f"{part:02d}" if place else str(part) for place, part in enumerate(version))

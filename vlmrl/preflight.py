@@ -24,7 +24,7 @@ from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
+from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
 
 _ROWS_LOOKED_AT = 256
@@ -128,9 +128,13 @@ def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
     return machine.require(machine.examine(output, joins=bool(os.environ.get("RAY_ADDRESS"))))
 
 
-def check_hardware(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> None:
-    """Raises ConfigError for what the machines do not have."""
+def check_hardware(
+    config: RlConfig | SftConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None
+) -> None:
+    """Raises ConfigError for what the machines do not have, or cannot do with the run's adapter."""
     if machines.has_gpus:
+        if isinstance(config, RlConfig):
+            check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
         return
     if not isinstance(config, SftConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
@@ -155,20 +159,27 @@ def describe(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
     for column in ("role", "workers", f"{machines.unit}s, node:number, of {sum(machines.slots)}"):
         table.add_column(column)
     for role, workers in places.items():
-        slots = " ".join(f"{place.node}:{'+'.join(map(str, place.slots))}" for place in workers)
-        table.add_row(role, str(len(workers)), slots)
+        table.add_row(role, str(len(workers)), " ".join(f"{p.node}:{_slots(p, machines)}" for p in workers))
     return table
 
 
-def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
+def _slots(place: Place, machines: Session) -> str:
+    """The slots of a worker as its node knows them; of a GPU's long id the beginning."""
+    node = machines.nodes[place.node]
+    return "+".join(node.gpu(slot)[:12] if machines.has_gpus else str(slot) for slot in place.slots)
+
+
+def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None = None) -> None:
     """The rest of a dry run: placement on this machine, reward functions, rows and images; prints the plan.
+
+    `adapter` is `plan_of` the settings.
 
     Raises:
         VlmrlError: whatever the run itself would stop with, as far as it can be known.
     """
     console = Console()
     machines = local_session()
-    check_hardware(config, machines)
+    check_hardware(config, machines, adapter)
     places = plan(**roles_of(config, machines))
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)

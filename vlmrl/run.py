@@ -66,8 +66,8 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     folder, tools = _prepare(config, dry_run=dry_run)
     adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
-        return check_data(config)
-    with _started(config, folder) as (stage, report):
+        return check_data(config, adapter)
+    with _started(config, folder, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
@@ -319,12 +319,14 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
 
 
 @contextmanager
-def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunReport]]:
+def _started(
+    config: AnyConfig, folder: RunFolder, adapter: AdapterPlan | None = None
+) -> Iterator[tuple[Stage, RunReport]]:
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
     with session() as machines:
-        check_hardware(config, machines)
+        check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)

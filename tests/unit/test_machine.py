@@ -13,7 +13,6 @@ from vlmrl.errors import ClusterError
 from vlmrl.machine import GIB, Finding
 
 Usage = namedtuple("Usage", "total used free")
-PROC = "NVRM version: NVIDIA UNIX {} Fri Jan  3\nGCC version:  gcc version 12.3.0\n"
 
 
 @pytest.mark.parametrize(
@@ -61,25 +60,23 @@ def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("module", "cuda", "ok"),
+    ("version", "cuda", "ok"),
     [
-        ("x86_64 Kernel Module  535.104.05", "12.8", True),
-        ("x86_64 Kernel Module  520.61.05", "12.8", False),
-        ("Open Kernel Module for x86_64  570.86.15  Release Build", "13.0", False),
-        ("Open Kernel Module for x86_64  580.65.06  Release Build", "13.0", True),
+        ("535.104.05", "12.8", True),
+        ("520.61.05", "12.8", False),
+        ("580.65.05", "13.0", False),
+        ("580.65.06", "13.0", True),
     ],
 )
 def test_an_old_driver_is_told_which_driver_is_wanted(
-    module: str, cuda: str, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, cuda: str, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "version").write_text(PROC.format(module))
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "installed_driver", lambda: version)
     monkeypatch.setattr(machine, "_cuda_of_torch", lambda: cuda)
-    found = machine.driver(tmp_path / "version")
+    found = machine.driver()
     assert (found.ok, found.essential) == (ok, True)
-    wanted = "580.65.06" if cuda == "13.0" else "525.60.13"
-    assert wanted in found.detail
-    assert wanted in found.mend
+    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.mend
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure_unless_it_was_hidden(monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     found = machine.devices()
     assert (found.ok, found.essential) == (False, True)
-    assert found.detail.endswith("does not see it, and CUDA_VISIBLE_DEVICES=7")
+    assert found.detail.endswith(", and CUDA_VISIBLE_DEVICES=7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.devices().ok
 

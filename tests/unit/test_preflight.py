@@ -239,6 +239,22 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: 
         check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
 
 
+def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(model: str) -> None:
+    def check(*more: str, num_gpus: int = 8) -> None:
+        words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", "--ds.lora.rank", "8", *more]
+        config = load(RlConfig, words)
+        adapter = plan_of(config, processor(model, min_pixels=3136, max_pixels=12544))
+        check_hardware(config, Session((Node(id="", num_cpus=8, num_gpus=num_gpus),)), adapter)
+
+    with pytest.raises(ConfigError, match=r"ds\.param_dtype fp32 with ds\.lora.*set ds\.param_dtype bf16") as caught:
+        check("--ds.param_dtype", "fp32")
+    assert "\n" not in str(caught.value)
+    check("--ds.param_dtype", "bf16")
+    check("--ds.param_dtype", "fp32", num_gpus=0)
+    # Merged weights travel instead of these, and the engine has no adapter.
+    check("--ds.param_dtype", "fp32", "--ds.lora.target_modules", "all")
+
+
 def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ class _Worker:
         os.environ.update(variables)
         if driver is not None:
             os.environ.update(_network(driver))
-        if not variables.get("CUDA_VISIBLE_DEVICES"):
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
             memory.keep_memory()
         module, name = path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**settings)

@@ -30,3 +30,27 @@ def test_the_workers_of_a_role_share_the_cores_of_their_node() -> None:
 def test_a_worker_sees_its_own_gpus_only() -> None:
     machines = Session((Node("a", num_cpus=8, num_gpus=4),))
     assert worker_environment(machines, num_workers=1, slots=[2, 3], node=0)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_slots_are_the_gpus_that_the_user_made_visible_on_each_node() -> None:
+    machines = Session(
+        (
+            Node("a", num_cpus=8, num_gpus=2, gpus=("5", "7")),
+            Node("b", num_cpus=8, num_gpus=2, gpus=("GPU-8932f937", "MIG-4d2a")),
+        )
+    )
+
+    def seen(node: int, *slots: int) -> str:
+        return worker_environment(machines, num_workers=1, slots=slots, node=node)["CUDA_VISIBLE_DEVICES"]
+
+    assert [seen(0, 1), seen(1, 1)] == ["7", "MIG-4d2a"]
+    # An engine with tensor parallelism has several.
+    assert [seen(0, 0, 1), seen(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
+    # A role without a slot, such as the data, sees none.
+    assert seen(0) == ""
+
+
+def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    head = Session((Node("a", num_cpus=8, num_gpus=0), Node("b", num_cpus=8, num_gpus=2)))
+    assert "DS_ACCELERATOR" not in worker_environment(head, num_workers=1, slots=[0], node=1)
