@@ -123,6 +123,12 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Ve
         return Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
 
 
+def unusable(name: str, label: str) -> str | None:
+    """Why no response can match the label by the built-in function `name`; None when one can."""
+    problem: str | None = import_module(f"vlmrl.rewards.{name}").unusable(label)
+    return problem
+
+
 def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:
     """Which of `ARGUMENTS` a user's function declares; `**kwargs` takes all but the images.
 

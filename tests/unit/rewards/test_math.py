@@ -11,7 +11,8 @@ import pytest
 from math_verify.errors import TimeoutException
 
 from vlmrl.rewards.failures import TooHardError
-from vlmrl.rewards.math import is_readily_usable, score, unusable
+from vlmrl.rewards.math import score, unusable
+from vlmrl.rewards.plain import needs_no_parser
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_sentence_is_held_to_its_unit() -> None:
 )
 def test_a_label_that_no_response_can_match_is_told(label: str, reason: str | None) -> None:
     assert unusable(label) == reason
-    assert not (is_readily_usable(label) and reason)
+    assert not (needs_no_parser(label) and reason)
 
 
 def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
