@@ -8,7 +8,9 @@ A user's reward function lives in any Python file and is named by `reward.remote
 It is called once per answer with keyword arguments, of which it gets those that it declares: `prompt` (the rendered
 text), `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's
 other columns). It returns one number, or a dict of numbers with one named `total`, the others being for the metrics. It
-is never called with a batch, and a list is not an answer. What it may hold on to (a model, a connection) is loaded at
+is never called with a batch, and a list is not an answer. An error of the network or the operating system that it
+raises is the infrastructure's doing, and leaves the answer without a reward; any other is the answer's own, and so is a
+call that twice runs too long or ends its process. What it may hold on to (a model, a connection) is loaded at
 the top of the file: that happens once per process and outside the time limit.
 """
 
