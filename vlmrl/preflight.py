@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
+from vlmrl.rewards.label_check import LabelCheck
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -186,13 +188,24 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
     console.print(describe(places, machines))
     for line in check_machine(config):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    source = Source(
-        model=config.actor.model_name_or_path,
-        trust_remote_code=config.actor.trust_remote_code,
-        data=config.data,
-        evaluation=getattr(config, "eval", None),
-        seed=config.train.seed,
-    )
+    functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
+    with closing(LabelCheck(functions)) as label_problems:
+        source = Source(
+            model=config.actor.model_name_or_path,
+            trust_remote_code=config.actor.trust_remote_code,
+            data=config.data,
+            evaluation=getattr(config, "eval", None),
+            seed=config.train.seed,
+            label_problems=label_problems,
+        )
+        _look_at(config, source, console)
+    console.print("dry run: nothing was started and nothing written")
+
+
+def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
+    """Read the first training rows and all evaluation rows, and print what they are like."""
+    if isinstance(config, RlConfig) and config.reward.functions:
+        console.print(str(source.look_at_labels()), markup=False, highlight=False, soft_wrap=True)
     table = Table(title="data")
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
@@ -209,7 +222,6 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
     console.print(table)
     for line in source.take_notes():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print("dry run: nothing was started and nothing written")
 
 
 def _extent(prompts: Sequence[Any]) -> tuple[str, str]:

@@ -76,9 +76,13 @@ class Stage:
             "data": config.data,
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
+            "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
         }
         group = self.group("data", "vlmrl.cluster.store.StoredSource", settings, timeout_s=config.train.timeout_s)
-        return RemotePrompts(group, say=say)
+        prompts = RemotePrompts(group, say=say)
+        if isinstance(config, RlConfig):
+            prompts.look_at_labels()
+        return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder | None:
         """Reward functions and servers; None when models alone say what answers are worth."""

@@ -15,6 +15,7 @@ import ray
 
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.cluster.session import session
 from vlmrl.cluster.store import created_bytes, put
 from vlmrl.config.data import Data
@@ -129,3 +130,26 @@ def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
         check=False,
     )
     assert "seen ('GPU-8932f937', '5', 'MIG-4d2a') ['5', 'GPU-8932f937,MIG-4d2a']" in found.stdout, found.stderr
+
+
+def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "label": "\\\\frac{1}{2}"}\n{"input": "b", "label": "\\\\frac{1}{"}\n')
+    settings = {
+        "model": tiny_model("qwen3", size="micro"),
+        "trust_remote_code": False,
+        "data": Data(prompt_dataset=str(file), max_dropped_fraction=0.5),
+        "evaluation": None,
+        "seed": 1,
+        "functions": ("math",),
+    }
+    group = start("vlmrl.cluster.store.StoredSource", settings)
+    told: list[str] = []
+    prompts = RemotePrompts(group, say=told.append)
+    prompts.look_at_labels()
+    drawn, metrics = prompts.draw(2)
+    group.shutdown()
+    assert [prompt.source for prompt in drawn] == ["rows:0", "rows:0"]
+    assert metrics["data/rows_dropped"] == 1
+    assert told[0].startswith("labels: 1 of the first 2 rows cannot be used by reward.functions")
+    assert "row rows:1 dropped, label unusable" in told[1]

@@ -45,6 +45,23 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_names_labels_that_no_response_can_match(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    labels = ["4", "145°", "\\\\frac{1}{", "x^2 +", "", "\\\\sqrt{", "\\\\frac{1}{2}"]
+    file.write_text("".join(f'{{"input": "q", "label": "{label}"}}\n' for label in labels))
+    data = ["--data.prompt_dataset", str(file), "--data.max_dropped_fraction", "1.0"]
+    assert dry_run("rl", model, tmp_path / "out", *data) == 0
+    shown = capsys.readouterr().out
+    said = next(line for line in shown.splitlines() if line.startswith("labels: "))
+    assert "4 of the first 7 rows cannot be used by reward.functions" in said
+    assert said.count("(it ") == 3
+    assert "dropped, label unusable: '': it is empty" in shown
+    assert dry_run("rl", model, tmp_path / "out", *data, "--reward.functions", "{format: 1.0}") == 0
+    assert "can be used" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_supervised_training_looks_at_the_answers(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,8 @@ class Scoring(Section):
     """What a reward server is sent of the images: nothing, the images as the model saw them (`data`), or the hashes of
     their content."""
     time_limit_s: PositiveFloat = 10.0
-    """A reward function that takes longer for one answer is stopped, and the answer scores as failed."""
+    """A reward function that takes longer for one answer is stopped and called once more, alone in a fresh process; if
+    that takes as long, the answer scores as failed."""
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     max_failed_fraction: Fraction = 0.1

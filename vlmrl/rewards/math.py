@@ -14,7 +14,7 @@ from vlmrl.rewards.exact import number, same
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.rewards.final import Final, final_answer
 from vlmrl.rewards.labels import spellings
-from vlmrl.rewards.plain import bracket_of, is_clock, is_words, plain, same_clock, same_words
+from vlmrl.rewards.plain import bracket_of, is_clock, is_words, needs_no_parser, plain, same_clock, same_words
 from vlmrl.rewards.units import agree, last_unit, measure
 
 WANTS_LABEL = True
@@ -56,12 +56,6 @@ def unusable(label: str) -> str | None:
     """Why no response can match the label; None when one can. Raises TooHardError when it takes too long to parse."""
     reasons = [_unusable(wanted) for wanted in spellings(label)]
     return None if None in reasons else reasons[0]
-
-
-def is_readily_usable(label: str) -> bool:
-    """It needs no parser: a number, words, a clock time, with a unit or without."""
-    value = measure(plain(final_answer(label).text)).value
-    return number(value) is not None or is_words(value) or is_clock(value)
 
 
 def _equals(final: Final, wanted: str) -> bool:
@@ -128,9 +122,9 @@ def _unusable(wanted: str) -> str | None:
         return "it is empty"
     if len(wanted) > _LONGEST_FORMULA:
         return f"it is longer than {_LONGEST_FORMULA} characters"
-    value = measure(plain(wanted)).value
-    if number(value) is not None or is_words(value) or is_clock(value):
+    if needs_no_parser(wanted):
         return None
+    value = measure(plain(wanted)).value
     try:
         readings = _parse_label(value)
     except _UnreadableError:

@@ -3,6 +3,8 @@
 import re
 
 from vlmrl.rewards.exact import number
+from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.units import measure
 
 _MATH_MODE = tuple((re.escape(a), re.escape(b)) for a, b in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")))
 _WRAPPED = re.compile(
@@ -68,6 +70,12 @@ def is_clock(text: str) -> bool:
 def same_clock(one: str, other: str) -> bool:
     """Equal but for leading zeros."""
     return is_clock(one) and list(map(int, one.split(":"))) == list(map(int, other.split(":")))
+
+
+def needs_no_parser(label: str) -> bool:
+    """It is a number, words or a clock time, with a unit or without."""
+    value = measure(plain(final_answer(label).text)).value
+    return number(value) is not None or is_words(value) or is_clock(value)
 
 
 def bracket_of(text: str) -> str | None:

@@ -82,8 +82,9 @@ def measure(text: str) -> Measure:
     if len(text) > _LONGEST:
         return Measure(text, None)
     if prefix := _PREFIX.match(text):
-        value = prefix.group(1) + text[prefix.end() :]
-        return Measure(value, _SYMBOLS[prefix.group(2).strip("\\US")]) if _is_number(value) else Measure(text, None)
+        value, unit = measure(prefix.group(1) + text[prefix.end() :])
+        currency = _SYMBOLS[prefix.group(2).strip("\\US")]
+        return Measure(value, currency) if _is_number(value) and unit in (None, currency) else Measure(text, None)
     for start in _ends_of_value(text):
         value, tail = text[:start].rstrip(), text[start:]
         if not _is_number(value):
