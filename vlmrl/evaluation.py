@@ -17,7 +17,7 @@ PASS_SCORE = 0.5
 """An answer is right when its score is above this: built-in rewards give 1 or 0."""
 
 _VERDICTS = ("math", "exact")
-"""Rewards that say whether an answer is right; of both, `math` decides. Without either, the weighted total says it."""
+"""Rewards that say whether an answer is right: the first that is used. Without any, the weighted total says it."""
 
 T = TypeVar("T")
 

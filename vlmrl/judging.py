@@ -154,7 +154,7 @@ def numbers(groups: Sequence[Group], scores: Sequence[Sequence[Score]], values: 
     Rewards of single tokens count in `reward/*`, and are not shaped.
     """
     every = [score for group in scores for score in group]
-    metrics = lengths_of(groups)
+    metrics = lengths_of(groups) | {"reward/unscored": float((~values.scored).sum())}
     earned = [score.earned for score in every if score.has_reward]
     if earned:
         totals = (values.rewards + values.step_rewards)[values.scored]

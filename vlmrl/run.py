@@ -237,6 +237,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             save=saves.save,
             first_step=done + 1,
             last_step=last,
+            num_rows=prompts.num_rows * config.train.max_epochs,
         )
         saves.finish(has_adapter=adapter is not None)
 
