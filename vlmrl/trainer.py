@@ -206,7 +206,7 @@ def train(
                 critic=critic,
                 in_turn=config.critic_is_with_actor,
             )
-        if old is None:
+        if old is None and any(sample.sampled.any() for sample in judged.experience.samples):
             check_agreement(config, learning)
         if not only_critic:
             # A policy that does not move stays with its reference, which is no reason to let it go.

@@ -486,3 +486,21 @@ def test_a_run_is_as_far_as_whatever_ends_it_first() -> None:
     assert progress(short, 1, Course(100, drawn=10)) == 0.25
     assert progress(short, 1, Course(100, drawn=50)) == 0.5
     assert progress(config(), 3, Course(100, drawn=10)) == 0.1
+
+
+def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -> None:
+    class Down(LabelRewarder):
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            return [[Score(0.0, failure="infrastructure")] * 2 for _ in groups]
+
+    class Exact(RememberingPolicy):
+        """Like ranks, it has no mean of nothing."""
+
+        def update(self, experience: Experience, *, step: int) -> Metrics:
+            self.taught.append(experience)
+            assert not any(sample.sampled.any() for sample in experience.samples)
+            return {"policy/loss": 0.0}
+
+    notebook = run(config(), Exact(ScriptedEngine()), steps=1, rewarder=Down())
+    assert notebook.steps[1]["reward/unscored"] == notebook.steps[1]["reward/failed"] == 4
+    assert "reward/mean" not in notebook.steps[1]
