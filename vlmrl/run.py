@@ -52,7 +52,7 @@ from vlmrl.saving import Saves
 from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage
 from vlmrl.supervised import fit
-from vlmrl.trainer import train
+from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, train
 from vlmrl.types import Group, Metrics, Prompt
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
@@ -73,9 +73,10 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
-        done, kl_coef = saves.restore()
+        done, carried = saves.restore()
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
+        course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(
             config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
@@ -99,7 +100,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
                 advantages = judged.experience.advantages
-                transcripts.write(step, judged.groups, judged.scores, judged.rewards, advantages)
+                transcripts.write(
+                    step, judged.groups, judged.scores, judged.rewards, advantages, left_out=judged.left_out
+                )
             return evaluations.after(step)
 
         if adapter is not None:
@@ -107,23 +110,28 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             report.say(told(check_publish(done)))
         if done == 0:
             report.evaluation(0, evaluations.at(0))
-        train(
-            config,
-            prompts=prompts,
-            engine=engines,
-            rewarder=judges,
-            policy=policy,
-            reference=reference,
-            critic=critic,
-            report=report,
-            check_sight=check_sight,
-            check_publish=check_publish,
-            after_step=after_step,
-            save=partial(evaluations.save, has_adapter=adapter is not None),
-            first_step=done + 1,
-            last_step=last,
-            kl_coef=config.algo.kl.init_coef if kl_coef is None else kl_coef,
-        )
+        try:
+            ending = train(
+                config,
+                prompts=prompts,
+                engine=engines,
+                rewarder=judges,
+                policy=policy,
+                reference=reference,
+                critic=critic,
+                report=report,
+                check_sight=check_sight,
+                check_publish=check_publish,
+                after_step=after_step,
+                save=partial(evaluations.save, has_adapter=adapter is not None),
+                first_step=done + 1,
+                last_step=last,
+                course=course,
+                carried=carried or Carried(config.algo.kl.init_coef),
+            )
+        except ExhaustedError as error:
+            raise evaluations.exhausted(error) from None
+        evaluations.end(ending, has_adapter=adapter is not None)
         saves.finish(has_adapter=adapter is not None)
 
 
@@ -143,23 +151,50 @@ class Evaluations:
     """Step of the run."""
     failed: VlmrlError | None = None
     """Why the run is to end, once what it has learnt is saved."""
+    evaluated: int | None = None
+    """The newest step with an evaluation."""
 
     def after(self, step: int) -> Metrics:
         """What this step's evaluation measures, if one is due."""
         every = self.config.eval.steps
         if step != self.last and (every <= 0 or step % every):
             return {}
+        return self._tried(step, is_last=step == self.last)
+
+    def _tried(self, step: int, *, is_last: bool) -> Metrics:
         try:
             return self.at(step)
         except VlmrlError as error:
-            kept = "whose model is saved" if step == self.last else "which is saved for --ckpt.load_enable"
+            kept = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
             self.failed = type(error)(f"evaluation after step {step}, {kept}: {error}")
             return {}
 
-    def save(self, step: int, kl_coef: float, *, has_adapter: bool) -> None:
+    def end(self, ending: Ending, *, has_adapter: bool) -> None:
+        """What a run has after its last step, where nobody knew beforehand which that is."""
+        if ending.why is None:
+            return
+        self.report.say(ending.why)
+        metrics = self._tried(ending.step, is_last=True) if ending.step != self.evaluated else {}
+        if ending.left_out:
+            metrics = metrics | {"data/left_out": float(ending.left_out)}
+        self.report.evaluation(ending.step, metrics)
+        if ending.is_solved and self.config.ckpt.save_steps > 0:
+            self.saves.save_finished()
+        if self.failed is not None:
+            self.saves.finish(has_adapter=has_adapter)
+            raise self.failed
+
+    def exhausted(self, error: ExhaustedError) -> ExhaustedError:
+        """The error, with the checkpoint from which another run can go on; nothing that was learnt is lost."""
+        saved = self.saves.save_finished()
+        if saved is None:
+            return error
+        return ExhaustedError(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
+
+    def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
         """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
         that a run leaves."""
-        self.saves.save(step, kl_coef, must=self.failed is not None)
+        self.saves.save(step, carried, must=self.failed is not None)
         if self.failed is None:
             return
         if step == self.last:
@@ -178,6 +213,7 @@ class Evaluations:
             )
             for name, (groups, scores) in answers.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
+        self.evaluated = step
         self.saves.keep_best(step, metrics)
         return metrics
 
@@ -204,6 +240,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             save=saves.save,
             first_step=done + 1,
             last_step=last,
+            num_rows=prompts.num_rows * config.train.max_epochs,
         )
         saves.finish(has_adapter=adapter is not None)
 

@@ -148,14 +148,23 @@ class Sample:
     """Which prompt of the batch it answers: samples of one group begin with the same tokens and the same media."""
     source: str = ""
     """The dataset and row of its prompt, for messages."""
+    prefix: int | None = None
+    """Tokens before the response, where `sampled` does not tell: a response without a reward is left out of the loss,
+    all of it."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.sampled):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} flags of what was sampled")
 
+    def left_out(self) -> Sample:
+        """The same, with no token in the loss."""
+        return replace(self, sampled=np.zeros_like(self.sampled), prefix=self.prompt_length)
+
     @property
     def prompt_length(self) -> int:
         """Tokens before the first that was sampled; all of them when none was."""
+        if self.prefix is not None:
+            return self.prefix
         return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
 
 
@@ -180,6 +189,9 @@ class Experience:
     """B arrays of [T]: what it should have predicted."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss."""
+    span: tuple[float, float] | None = None
+    """Which share of the run it stands for, from 0 to 1, where optimizer steps do not say how far the run is: with
+    dynamic filtering a step takes as many prompts as it needs. The learning rate follows it. None: it counts steps."""
 
     def __post_init__(self) -> None:
         lengths = [len(s.tokens) for s in self.samples]
@@ -210,6 +222,7 @@ class Totals:
     num_tokens: int
     """Sampled tokens."""
     num_samples: int
+    """Samples with a sampled token."""
 
 
 Layout = Literal["padded", "packed", "shared"]

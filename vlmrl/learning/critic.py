@@ -88,6 +88,7 @@ class Critic(Learner):
         """
         metrics = []
         for packs, total in zip(work, totals, strict=True):
+            self._follow(packs[0][1].span)
             shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
             for n, (pack, experience) in enumerate(packs, start=1):
                 shares.append(self._backward(self._value_loss(pack, experience, total), pack, is_last=n == len(packs)))

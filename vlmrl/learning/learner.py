@@ -22,6 +22,7 @@ from vlmrl.learning.checkpoint import Adapted, load_state, save_state
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
 from vlmrl.learning.forward import Passes, Passing
+from vlmrl.learning.optimizers import move_schedule
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import Base, base_fingerprint, check_base, inject, read_adapter, set_tensors
 from vlmrl.models.buffers import check_buffers
@@ -73,6 +74,7 @@ class Learner:
         other buffers than its code makes.
         """
         self._table = trainable_table(self._net, self._processor)
+        self._total_steps = total_steps
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
@@ -153,6 +155,11 @@ class Learner:
         self._engine.backward(share * self._world_size)
         # Shares add up over packs and ranks. The mean is over ranks and steps: the step counts, its packs do not.
         return {f"{self._area}/loss": Mean(found["share"] * self._world_size, 0.0), **self._measure(found, pack)}
+
+    def _follow(self, span: tuple[float, float] | None) -> None:
+        """Set the learning rate of the step in the making by how far the run is, from 0 to 1, where that is known."""
+        if span is not None:
+            move_schedule(self._engine.lr_scheduler, span[0] * self._total_steps)
 
     def _step(self) -> dict[str, Metric]:
         """Raises VlmrlError when the gradient is not a number."""
