@@ -24,6 +24,7 @@ from vlmrl.errors import VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
+from vlmrl.layouts import check_layouts
 from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -87,11 +88,15 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             with report.phase("probe"), policy.uncounted():
                 return probe.check(version)
 
-        def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
-            if not sight.is_due(step, groups):
-                return {}
-            with report.phase("sight"), policy.uncounted():
-                return sight.check(groups)
+        def check_responses(step: int, groups: Sequence[Group]) -> Metrics:
+            found: Metrics = {}
+            if step == done + 1:
+                with report.phase("layout"):
+                    found |= check_layouts(groups, policy.compare_layouts)
+            if sight.is_due(step, groups):
+                with report.phase("sight"), policy.uncounted():
+                    found |= sight.check(groups)
+            return found
 
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
@@ -113,7 +118,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             reference=reference,
             critic=critic,
             report=report,
-            check_sight=check_sight,
+            check_sight=check_responses,
             check_publish=check_publish,
             after_step=after_step,
             save=partial(evaluations.save, has_adapter=adapter is not None),

@@ -24,6 +24,7 @@ from vlmrl.data.packing import Pack
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.forward import Forward, Scored, read_model
+from vlmrl.learning.layout_check import Difference, compare_layouts
 from vlmrl.learning.learner import Learner, Share
 from vlmrl.learning.publisher import Publisher
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -32,7 +33,7 @@ from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.plugins import user_function
-from vlmrl.types import Bools, Experience, Floats, Totals
+from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
@@ -91,6 +92,17 @@ class Policy(Learner, Publisher):
         """
         with nullcontext() if adapter else adapters_off(self._net):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
+
+    def compare_layouts(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> dict[Layout, Difference]:
+        """How far each of `layouts` is from `padded` on these samples, in fp32 (see `learning.layout_check`)."""
+        return compare_layouts(
+            self._net,
+            self._processor,
+            samples,
+            layouts,
+            attention=self._ds.attn_implementation,
+            device=self._device,
+        )
 
     def traits(self) -> tuple[float, bool]:
         """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""
