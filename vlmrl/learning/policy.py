@@ -23,6 +23,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
+from vlmrl.learning.exact import in_fp32
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.layout_check import Difference, compare_layouts
 from vlmrl.learning.learner import Learner, Share
@@ -84,13 +85,20 @@ class Policy(Learner, Publisher):
         self._loss = None if loss is None else _with_own(loss)
         self._average = None if ema_beta is None else Ema(self._net, beta=ema_beta)
 
-    def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True) -> Scored:
+    def logprobs(
+        self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True, exact: bool = False
+    ) -> Scored:
         """(id, [T]) of each sample with an id of 0 or more, under the weights of now, and what it took.
 
         With `gradient` they come from the passes that an update makes, which change nothing. Without `adapter` they are
-        those of the base: the reference of a policy that is nothing but an adapter on it.
+        those of the base: the reference of a policy that is nothing but an adapter on it. With `exact` the passes
+        compute in fp32, whatever the weights are in.
         """
-        with nullcontext() if adapter else adapters_off(self._net):
+        with (
+            nullcontext() if adapter else adapters_off(self._net),
+            in_fp32(self._net) if exact else nullcontext(),
+            self._forward.looking_anew() if exact else nullcontext(),
+        ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
 
     def compare_layouts(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> dict[Layout, Difference]:
