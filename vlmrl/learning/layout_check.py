@@ -55,23 +55,46 @@ def compare_layouts(
     A collective where the model is sharded. Adapters are left out, and 4 bits are written out: neither is asked who
     looks at whom.
     """
-    first = first_layers(net, processor, samples, attention=attention, device=device)
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    # Whatever is drawn to make a model is not missed by those who draw after it.
+    with torch.random.fork_rng(devices=[]):
+        first = first_layers(net, processor, samples, implementation(attention, device))
+    if not _is_first_rank():
         return {}
+    try:
+        return _differences(first, processor, samples, layouts, device)
+    except torch.OutOfMemoryError:  # the copy is small beside the model, and a device may be full of that
+        return _differences(first, processor, samples, layouts, torch.device("cpu"))
+
+
+def _differences(
+    first: PreTrainedModel,
+    processor: Processor,
+    samples: Sequence[Sample],
+    layouts: Sequence[Layout],
+    device: torch.device,
+) -> dict[Layout, Difference]:
+    first.base_model.to(device)
     expected = _Seen.of(first, processor, samples, "padded", device)
     return {layout: _Seen.of(first, processor, samples, layout, device).difference(expected) for layout in layouts}
 
 
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
 def first_layers(
-    net: PreTrainedModel, processor: Processor, samples: Sequence[Sample], *, attention: Setting, device: torch.device
+    net: PreTrainedModel, processor: Processor, samples: Sequence[Sample], how: str | dict[str, str]
 ) -> PreTrainedModel:
-    """A copy in fp32 of what comes first in the model, with embeddings of the samples' tokens alone."""
+    """A copy in fp32 of what comes first in the model, with embeddings of the samples' tokens alone, in CPU memory; on
+    ranks but the first there are no numbers in it. A collective where the model is sharded.
+
+    `how` is what `from_pretrained` would take for its attention.
+    """
     config = copy.deepcopy(net.config)
     text = config.get_text_config()
     text.num_hidden_layers = min(_NUM_LAYERS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
-    how = implementation(attention, device)
     first = without_weights(lambda c: type(net)._from_config(c, dtype=torch.float32, attn_implementation=how), config)
     see_all_images_at_once(first)
     project_patches(first)
@@ -90,9 +113,11 @@ def first_layers(
             full = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
             source = held[full]
             with gathered([(full, source)]):
+                if not _is_first_rank():
+                    continue
                 whole = dequantized(source).detach()
                 value = whole[torch.from_numpy(used).to(whole.device)] if module is embedding else whole
-                value = value.to(device, torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+                value = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             if name in module._buffers:
                 module._buffers[name] = value
                 continue
@@ -100,7 +125,7 @@ def first_layers(
             trains = module is embedding or processor.parameter_group(full) != "vision"
             module._parameters[name] = nn.Parameter(value, requires_grad=trains)
     assert isinstance(embedding, nn.Embedding)
-    first.set_input_embeddings(_UsedTokens(torch.from_numpy(used).to(device), embedding.weight))
+    first.set_input_embeddings(_UsedTokens(torch.from_numpy(used), embedding.weight))
     return first.eval()
 
 

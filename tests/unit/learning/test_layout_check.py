@@ -13,6 +13,7 @@ from sample_batches import batch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vlmrl.learning import layout_check
 from vlmrl.learning.layout_check import Difference, compare_layouts, first_layers
 from vlmrl.models import attention, inputs, tiny
 from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
@@ -121,7 +122,7 @@ def test_a_model_with_adapters_is_compared_without_them(make: Any) -> None:
 
 def test_the_copy_is_two_layers_in_fp32_with_the_tokens_that_are_used(make: Any) -> None:
     net, read, samples = make("qwen2_5_vl", torch.bfloat16)
-    first = first_layers(net, read, samples, attention="auto", device=CPU)
+    first = first_layers(net, read, samples, implementation("auto", CPU))
     used = {int(token) for sample in samples for token in sample.tokens} | {read.pad_token_id}
     assert first.get_input_embeddings().weight.shape[0] == len(used)
     real = list(first.base_model.parameters())
@@ -129,3 +130,19 @@ def test_the_copy_is_two_layers_in_fp32_with_the_tokens_that_are_used(make: Any)
     assert {parameter.device.type for parameter in real} == {"cpu"}
     assert len(first.base_model.language_model.layers) == 2
     assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}, "the model itself stays what it is"
+
+
+def test_a_device_that_is_full_leaves_the_comparison_to_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, read, samples = make("qwen2_5_vl", torch.bfloat16)
+    sound, tried = layout_check._differences, []
+
+    def full(*asked: Any) -> Any:
+        tried.append(asked[-1].type)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return sound(*asked)
+
+    monkeypatch.setattr(layout_check, "_differences", full)
+    found = compare_layouts(net, read, samples, ["shared"], attention="auto", device=torch.device("meta"))
+    assert tried == ["meta", "cpu"]
+    assert max(found["shared"]) < 3e-6
