@@ -115,10 +115,8 @@ class NoiseCheck:
         } | ({} if self._paths.layout is None else {"sync/layout_gap": measured.layout})
 
     def _measure(self, groups: Sequence[Group]) -> Measured:
-        asked = [self._paths.prefill, self._trainer]
-        calls = [partial(path, groups) for path in asked]
-        prefill, trainer = [call() for call in calls] if self._in_turn else together(*calls)
-        padded, exact, layout = trainer
+        calls = (partial(self._paths.prefill, groups), partial(self._trainer, groups))
+        prefill, (padded, exact, layout) = [call() for call in calls] if self._in_turn else together(*calls)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         decode = _sampled(groups, [rollout.logprobs for rollout in rollouts])
         return Measured(
@@ -196,7 +194,8 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
     for number in rng.permutation(len(groups)):
         group = groups[int(number)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
-        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled]
+        # A single token cannot be shortened, and behind a prompt of the greatest length no engine has room to read it.
+        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
         if not rollouts:
             continue
         chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES : _NUM_RESPONSES + _MOST_AGAIN]

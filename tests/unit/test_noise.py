@@ -104,10 +104,11 @@ def test_few_responses_are_asked_and_others_of_the_same_prompts_before_a_run_sto
     assert 8 * 99 <= sides.asked[1] <= 8 * 106
 
 
-def test_without_responses_there_is_nothing_to_say() -> None:
+def test_without_responses_that_an_engine_has_room_to_read_there_is_nothing_to_say() -> None:
     prompt = make_prompt(0)
-    empty = replace(make_rollout(prompt, "", version=0), sampled=np.zeros(3, dtype=np.bool_))
-    assert Sides().check(1, [Group(prompt, (empty,))]) == {}
+    short = make_rollout(prompt, "?", version=0, length=1)
+    empty = replace(short, sampled=np.zeros(3, dtype=np.bool_))
+    assert Sides().check(1, [Group(prompt, (empty, short))]) == {}
 
 
 class Rounding:
