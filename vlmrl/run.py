@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vlmrl.agreement import largest_gap, rounding
+from vlmrl.agreement import are_alike, largest_gap, noise_floor, rounding
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
 from vlmrl.cluster.nodes import check_nodes
@@ -26,9 +26,11 @@ from vlmrl.errors import VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
+from vlmrl.layouts import check_layouts
 from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.noise import NoiseCheck, Paths
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
@@ -84,6 +86,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         policy.publish(done)
         probe = adapter_probe(config, tools, engines, policy, adapter)
         sight = sight_check(config, engines, policy, reference, critic, judges)
+        noise = noise_check(config, engines, policy, adapter, on_gpu=stage.machines.has_gpus, say=report.say)
 
         def check_publish(version: int) -> Metrics:
             if probe is None:
@@ -91,11 +94,18 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             with report.phase("probe"), policy.uncounted():
                 return probe.check(version)
 
-        def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
-            if not sight.is_due(step, groups):
-                return {}
-            with report.phase("sight"), policy.uncounted():
-                return sight.check(groups)
+        def check_responses(step: int, groups: Sequence[Group]) -> Metrics:
+            found: Metrics = {}
+            if step == done + 1:
+                with report.phase("layout"):
+                    found |= check_layouts(groups, policy.compare_layouts)
+            if sight.is_due(step, groups):
+                with report.phase("sight"), policy.uncounted():
+                    found |= sight.check(groups)
+            if noise is not None:
+                with report.phase("noise"), policy.uncounted():
+                    found |= noise.check(step, groups)
+            return found
 
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
@@ -120,7 +130,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 reference=reference,
                 critic=critic,
                 report=report,
-                check_sight=check_sight,
+                check_sight=check_responses,
                 check_publish=check_publish,
                 after_step=after_step,
                 save=partial(evaluations.save, has_adapter=adapter is not None),
@@ -293,10 +303,40 @@ def sight_check(
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
     paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
-    # Below top_p 1 the answers' log-probs are the model's own, which is what the engine says of tokens that are there.
-    own = {"old", "old_again", "padded", "update"} | ({"engine"} if config.rollout.top_p < 1.0 else set())
+    own = {"engine", "old", "old_again", "padded", "update"}
     return SightCheck(
         config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - own
+    )
+
+
+def noise_check(
+    config: RlConfig,
+    engines: RemoteEngines,
+    policy: RemotePolicy,
+    adapter: AdapterPlan | None,
+    *,
+    on_gpu: bool,
+    say: Callable[[str], None],
+) -> NoiseCheck | None:
+    """The comparison of engine and trainer by measured noise; None where they differ by choice."""
+    if not are_alike(config):
+        return None
+    is_half = config.ds.param_dtype == "bf16"
+    # What DoRA does to a weight it does in the weight's own type.
+    widens = is_half and not (adapter is not None and adapter.has_magnitude)
+    paths = Paths(
+        prefill=engines.score,
+        padded=lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
+        exact=(lambda groups: policy.logprobs(to_samples(groups), layout="padded", exact=True)) if widens else None,
+        layout=None if policy.layout == "padded" else lambda groups: policy.logprobs(to_samples(groups)),
+    )
+    return NoiseCheck(
+        paths,
+        floor=rounding(config) if is_half and not widens else noise_floor(config, on_gpu=on_gpu),
+        stops=config.vllm.max_logprob_diff is None,
+        in_turn=config.vllm.enable_sleep,
+        seed=config.train.seed,
+        say=say,
     )
 
 

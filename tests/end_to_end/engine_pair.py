@@ -31,7 +31,12 @@ EXACT = 5e-5
 
 
 def rollout_engine(
-    model: Path | str, *, kind: type[RolloutEngine] = RolloutEngine, adapter: AdapterPlan | None = None, **vllm: Any
+    model: Path | str,
+    *,
+    kind: type[RolloutEngine] = RolloutEngine,
+    adapter: AdapterPlan | None = None,
+    temperature: float | None = None,
+    **vllm: Any,
 ) -> RolloutEngine:
     return kind(
         model=str(model),
@@ -43,6 +48,7 @@ def rollout_engine(
         top_p=1.0,
         name="engine-0",
         adapter=adapter,
+        temperature=temperature,
     )
 
 

@@ -57,16 +57,18 @@ class RolloutEngine:
         top_p: float,
         name: str,
         adapter: AdapterPlan | None = None,
+        temperature: float | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`.
+        together. Room is made for `adapter`, which must be one that `fits_engine`. `temperature` is that of what
+        `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
-        self._max_model_len, self._top_p = max_model_len, top_p
+        self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
@@ -105,6 +107,8 @@ class RolloutEngine:
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         await self._call("vlmrl_prepare")
+        if self._temperature is not None and self._top_p == 1.0:
+            await self._call("vlmrl_score_as_sampled", self._temperature, list(self._processor.banned_tokens))
         await self._llm.update_weight_version(str(self.version))
 
     async def shutdown(self) -> None:
@@ -167,9 +171,9 @@ class RolloutEngine:
     async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
         """Log-probs of tokens that are there already: one [T] per rollout, 0 on the prompt.
 
-        They are the model's own (no bans, temperature 1), whatever the answers were sampled from, and nothing of them
-        comes from the prefix cache. vLLM reads an answer only where it leaves room for one token more. Raises what
-        `generate` raises.
+        They are of the distribution that is sampled from at the engine's `temperature`, or else the model's own (no
+        bans, temperature 1), and nothing of them comes from the prefix cache. vLLM reads an answer only where it leaves
+        room for one token more. Raises what `generate` raises.
         """
         rows = (self._score(group.prompt, rollout, adapter=adapter) for rollout in group.rollouts)
         return list(await asyncio.gather(*rows))

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.reports import Announcement, Report
 from vlmrl.rollout.transfer import Ticket, opened
 from vlmrl.startup.memory import keep_memory
@@ -46,6 +47,10 @@ class WeightReceiver:
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     adapter_cpu.use(wrapper)
+
+    def vlmrl_score_as_sampled(self, temperature: float, banned: list[int]) -> None:
+        """Let log-probs of prompts be of the distribution that is sampled from. Call once, before the first request."""
+        score_as_sampled(self.model_runner, temperature=temperature, banned=banned)
 
     def vlmrl_begin(self) -> None:
         """Start an update of the model; an update that was begun before and not finished is given up."""
