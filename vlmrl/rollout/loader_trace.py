@@ -43,28 +43,36 @@ class LoaderTrace(TorchDispatchMode):
         self._tensor = tensor
         # The views that meet us below are of this storage, whatever they are views of in between.
         self._storage = _storage(tensor)
-        self.pieces: list[Piece] = []
+        self._copied: list[Piece] = []
+        self._changed: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        if func is torch.ops.aten.copy_.default:
-            piece = self._piece(args[0], args[1])
-            if piece is not None and piece not in self.pieces:  # a bias is copied once to count it and once to load it
-                self.pieces.append(piece)
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
+            self._note(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
-    def _piece(self, target: Tensor, source: Tensor) -> Piece | None:
-        """None where something else is copied, or in a way that is not whole rows of one parameter."""
-        if _storage(target) not in self._parameters or _storage(source) != self._storage:
-            return None
+    @property
+    def pieces(self) -> list[Piece]:
+        """Without those of parameters that the loaders computed from what came: they hold something else."""
+        return [piece for piece in self._copied if piece.parameter not in self._changed]
+
+    def _note(self, target: Tensor, source: Tensor) -> None:
         path, parameter = self._parameters[_storage(target)]
+        if _storage(source) == _storage(target):
+            return
         first_row = _first_row(parameter, target)
-        if first_row is None or source.shape != target.shape or source.dtype != self._tensor.dtype:
-            return None
+        is_part = _storage(source) == self._storage and source.dtype == self._tensor.dtype
+        if not is_part or first_row is None or source.shape != target.shape:
+            if parameter.is_meta:  # vLLM leaves biases where they are, and copies those again that came earlier
+                self._changed.add(path)
+            return
         offset = source.storage_offset() - self._tensor.storage_offset()
-        return Piece(path, first_row, offset, tuple(source.shape), source.stride())
+        piece = Piece(path, first_row, offset, tuple(source.shape), source.stride())
+        if piece not in self._copied:  # a bias is copied once to count it and once to load it
+            self._copied.append(piece)
 
 
 def parameters_by_storage(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
