@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import Every, PositiveFloat, PositiveInt, Section
 
 
 class Vllm(Section):
@@ -35,6 +35,10 @@ class Vllm(Section):
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
     bucket_mib: PositiveFloat = 512.0
     """Weights are published in messages of this size, in MiB."""
+    readback_steps: Every = 50
+    """After a publish the engines' layers are read back and compared with what was sent: one layer in eight, and all of
+    them with the first publish of a process and every so many steps; -1 means never. Adapters that are published alone
+    are always read back whole."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
     of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original. Where it is not

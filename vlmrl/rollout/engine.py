@@ -18,7 +18,14 @@ from vlmrl.models.weights import Bucket, fingerprint
 from vlmrl.rollout import requests, transfer
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
-from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
+from vlmrl.rollout.reports import (
+    HeldAdapter,
+    ReadbackPlan,
+    ReadbackReport,
+    announcement,
+    problem_of,
+    problem_of_adapter,
+)
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout
 
@@ -84,6 +91,8 @@ class RolloutEngine:
         self._coming: AdapterPlan | None = None
         """What the update that has begun is of; None: of the base."""
         self._base_is_whole = True
+        self._readback: list[ReadbackReport] = []
+        """What the workers read back after the last update of the model."""
         self._is_asleep = False
 
     @cached_property
@@ -232,9 +241,11 @@ class RolloutEngine:
                 f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
             ) from error
 
-    async def begin_update(self, version: int, *, adapter: bool = False) -> None:
+    async def begin_update(self, version: int, *, adapter: bool = False, readback: ReadbackPlan | None = None) -> None:
         """Pause generation and get ready for all the weights of `version`: those of the model without adapters, or
         those of its adapter. A begun update that never ended is given up.
+
+        With `readback` the layers of the model are read back before the update ends; those of an adapter always are.
 
         Raises SyncError when an adapter is to come and there is no room for one, or no whole base below it.
         """
@@ -254,7 +265,7 @@ class RolloutEngine:
             await self._call("vlmrl_begin_adapter", announcement(self._coming))
         else:
             self._base_is_whole, self._adapter = False, None
-            await self._call("vlmrl_begin")
+            await self._call("vlmrl_begin", readback)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Load some of the weights, under Hugging Face's parameter names, or under those of PEFT's files."""
@@ -277,8 +288,8 @@ class RolloutEngine:
         adapter that of what their layers hold (`models.adapter_plan.adapter_fingerprint`).
 
         Raises SyncError when vLLM's model did not take a tensor that came, or lacks one that did not, or when its
-        layers hold another adapter than came; the engine then refuses to generate until a complete update, and its
-        version stays.
+        layers hold other weights or another adapter than came; the engine then refuses to generate until a complete
+        update, and its version stays.
         """
         llm, version = self._started(), self._require_update()
         reports: list[Any] = await self._call("vlmrl_finish")
@@ -296,12 +307,17 @@ class RolloutEngine:
             if vision_changed or self._vision_differs(digests):
                 await self._reset_encoder_cache()
             self._digests, self._base_is_whole = digests, True
+            self._readback = [report["readback"] for report in reports if "readback" in report]
         await llm.update_weight_version(str(version))
         self.version, self._pending, self._broken = version, None, None
         if self._adapter is None:  # what was asked of the adapter before a new base came cannot go on
             await llm.abort([name for name, adapter in self._running.items() if adapter])
         await llm.resume_generation()
         return held
+
+    async def readback(self) -> list[ReadbackReport]:
+        """What each worker read back from its layers after the last update of the model, where that was asked for."""
+        return self._readback
 
     async def _reset_prefix_cache(self) -> None:
         """What was computed from the old weights is thrown away, that of requests in flight too."""

@@ -77,7 +77,7 @@ def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReferenc
     return RemoteReference(Ranks(group, cut(), max_tokens, tally))
 
 
-WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False)
+WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1)
 
 
 def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
@@ -132,7 +132,7 @@ class Received:
 
 
 def test_the_base_goes_once_and_the_adapter_each_time() -> None:
-    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False)), Received()
+    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False, readback_steps=-1)), Received()
     ranks.engines = engines  # type: ignore[assignment]
     assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
     assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]

@@ -29,8 +29,8 @@ def plan(*groups: str, rank: int = 8, dora: bool = False) -> AdapterPlan:
     )
 
 
-def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized") -> Publication:
-    return publication(adapter, ds=ds, vllm=Vllm(qlora_base=base, bucket_mib=2.0), vision_trains=False)
+def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized", **vllm: Any) -> Publication:
+    return publication(adapter, ds=ds, vllm=Vllm(qlora_base=base, bucket_mib=2.0, **vllm), vision_trains=False)
 
 
 class Workers:
@@ -71,10 +71,17 @@ class Engines:
 
     def __init__(self) -> None:
         self.got: list[tuple[str, int, bool]] = []
+        self.plans: list[Any] = []
 
-    def load(self, learner: Any, *, version: int, max_bytes: int, vision_changed: bool, part: str) -> int:
+    def readback(self) -> dict[str, float]:
+        return {"sync/readback_layers": 24.0}
+
+    def load(
+        self, learner: Any, *, version: int, max_bytes: int, vision_changed: bool, part: str, readback: Any
+    ) -> int:
         assert max_bytes == 2 * 2**20
         self.got.append((part, version, vision_changed))
+        self.plans.append(readback)
         return {"adapter": 1, "base": 100, "whole": 200}[part]
 
 
@@ -84,7 +91,8 @@ def test_adapters_travel_alone_and_4_bits_written_out_go_before_the_first() -> N
     second = how.send(learner, engines, version=4, is_first=False)  # type: ignore[arg-type]
     # An update of the base takes the adapter away: it comes last.
     assert engines.got == [("base", 3, False), ("adapter", 3, False), ("adapter", 4, False)]
-    assert first == {"sync/version": 3.0, "sync/bytes": 101.0, "sync/adapter_bytes": 1.0}
+    read = {"sync/readback_layers": 24.0}
+    assert first == {"sync/version": 3.0, "sync/bytes": 101.0, "sync/adapter_bytes": 1.0} | read
     assert second == {"sync/version": 4.0, "sync/bytes": 1.0, "sync/adapter_bytes": 1.0}
 
 
@@ -111,7 +119,7 @@ def test_what_vllm_cannot_apply_goes_as_merged_weights_and_that_is_said(adapter:
     how, engines, learner = made(adapter, QLORA), Engines(), Workers(1, [])
     metrics = how.send(learner, engines, version=1, is_first=True)  # type: ignore[arg-type]
     assert engines.got == [("whole", 1, False)]
-    assert metrics == {"sync/version": 1.0, "sync/bytes": 200.0}
+    assert metrics == {"sync/version": 1.0, "sync/bytes": 200.0, "sync/readback_layers": 24.0}
     assert why_merged(adapter) == reason
     assert described(adapter, ds=QLORA, vllm=Vllm()).endswith(reason)
 
@@ -121,6 +129,21 @@ def test_a_base_of_the_engines_own_does_not_go_with_merged_weights() -> None:
     check_publication(plan(), ds=QLORA, vllm=Vllm(qlora_base="original"))
     with pytest.raises(ConfigError, match=r"vllm.qlora_base original cannot be had with merged weights.*leave it at"):
         check_publication(plan("vision"), ds=QLORA, vllm=Vllm(qlora_base="original"))
+
+
+def test_all_layers_are_read_back_after_the_first_publish_of_a_process_and_every_so_many_steps() -> None:
+    how, engines, learner = made(None, Ds(), readback_steps=4), Engines(), Workers(1, [])
+    for version in range(6, 14):  # resumed at step 6
+        how.send(learner, engines, version=version, is_first=version == 6)  # type: ignore[arg-type]
+    assert [plan["is_full"] for plan in engines.plans] == [True, False, True, False, False, False, True, False]
+    assert [plan["seed"] for plan in engines.plans] == list(range(6, 14)), "other columns with each publish"
+
+
+def test_an_adapter_alone_and_a_run_that_wants_none_are_not_read_back() -> None:
+    for how in (made(plan(), Ds(lora=Lora(rank=8))), made(None, Ds(), readback_steps=-1)):
+        engines = Engines()
+        metrics = how.send(Workers(1, []), engines, version=1, is_first=True)  # type: ignore[arg-type]
+        assert (engines.plans, "sync/readback_layers" in metrics) == ([None], False)
 
 
 def test_without_adapters_the_model_itself_is_sent() -> None:
@@ -146,7 +169,7 @@ def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() ->
     log: list[tuple[Any, ...]] = []
     assert sent(log, part="adapter", held=["abc", "abc"]) == 640
     # The first bucket is packed while the engines make ready, the others when the one before has been loaded.
-    begin = [("num_buckets", 99, "adapter"), ("bucket", 0), ("begin_update", 5, True)]
+    begin = [("num_buckets", 99, "adapter"), ("bucket", 0), ("begin_update", 5, True, None)]
     buckets = [("load_bucket", "bytes"), ("bucket", 1), ("load_bucket", "bytes")]
     assert log == [*begin, *buckets, ("published",), ("finish_update", True)]
 
