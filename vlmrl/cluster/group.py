@@ -92,6 +92,8 @@ class WorkerGroup:
         at_end: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.name = name
+        self.nodes = [place.node for place in places]
+        """Of each worker: the number of its machine."""
         self._timeout_s = timeout_s
         actor = ray.remote(_AsyncWorker if concurrent else _Worker)
         per_node = {place.node: sum(p.node == place.node for p in places) for place in places}

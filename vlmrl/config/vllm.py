@@ -33,10 +33,16 @@ class Vllm(Section):
     """What the engines hold under the adapters when the trainer holds 4 bits (`ds.load_in_4bit`). `dequantized`: the
     4-bit values written out, so that rollouts and training are the same function. `original`: the model's own files.
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
-    bucket_mib: PositiveFloat = 512.0
-    """Weights are published in messages of this size, in MiB."""
+    bucket_mib: PositiveFloat | None = None
+    """Weights are published in messages of this size, in MiB; by default 64 through shared memory, where several are
+    under way at a time, and 512 between GPUs (`vllm.sync_backend`)."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
     of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes of a message, larger tensors apart."""
+        return int((self.bucket_mib or (64.0 if self.sync_backend == "shm" else 512.0)) * 2**20)

@@ -14,9 +14,10 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
-from vlmrl.models.weights import Bucket, fingerprint
-from vlmrl.rollout import requests, transfer
+from vlmrl.models.weights import fingerprint
+from vlmrl.rollout import requests
 from vlmrl.rollout.device_transfer import Offer
+from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, one_line, settings
 from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
 from vlmrl.rollout.sampling import Sampling
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-class RolloutEngine:
+class RolloutEngine(Inbox):
     """One vLLM engine. All its methods belong to one event loop.
 
     Log-probs of answers are those of the distribution that was sampled from: bans applied, then divided by the
@@ -62,6 +63,7 @@ class RolloutEngine:
         together. Room is made for `adapter`, which must be one that `fits_engine`.
         """
         assert adapter is None or adapter.fits_engine
+        super().__init__(keep_bytes=vllm.bucket_bytes)
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
@@ -241,6 +243,7 @@ class RolloutEngine:
                 f"{self._broken}; publish the base first"
             )
         self._pending, self._coming = version, self._plan if adapter else None
+        self._release_all()
         # Nothing may be generated from half an update; only `finish_update` lifts this.
         self._broken = f"the {'adapter' if adapter else 'weights'} of version {version} have not all arrived"
         await llm.pause_generation(mode="keep", clear_cache=False)
@@ -249,12 +252,6 @@ class RolloutEngine:
         else:
             self._base_is_whole, self._adapter = False, None
             await self._call("vlmrl_begin")
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Load some of the weights, under Hugging Face's parameter names, or under those of PEFT's files."""
-        self._require_update()
-        with transfer.shared(bucket) as ticket:
-            await self._call("vlmrl_load", ticket)
 
     async def receive(self, offer: Offer) -> None:
         """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
@@ -275,6 +272,7 @@ class RolloutEngine:
         version stays.
         """
         llm, version = self._started(), self._require_update()
+        self._release_all()
         reports: list[Any] = await self._call("vlmrl_finish")
         plan = self._coming
         problem = problem_of(reports) if plan is None else problem_of_adapter(reports, plan.scaling)
