@@ -19,7 +19,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
-from vlmrl.learning.engine import device, init_distributed, sharded_loading, start_frozen
+from vlmrl.learning.engine import device, init_distributed, release_memory, sharded_loading, start_frozen
 from vlmrl.learning.forward import Passes, Scored, read_value_model
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
@@ -86,6 +86,10 @@ class RewardModel:
             ranks_move_together=is_sharded and torch.distributed.get_world_size() > 1,
         )
 
+    def release(self) -> None:
+        """Give back the memory that passes have left on the device, for the engines that share it."""
+        release_memory()
+
     @property
     def processor(self) -> Processor:
         """What makes tokens and pixels for it."""
@@ -144,8 +148,7 @@ class RewardModel:
             yield
         finally:
             self._valuer.cpu()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_memory()
 
 
 class Steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+SLEEPERS = frozenset({"weights", "kv_cache"})
+"""vLLM's names of what sleeps."""
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -84,7 +87,8 @@ class RolloutEngine(Inbox):
         self._coming: AdapterPlan | None = None
         """What the update that has begun is of; None: of the base."""
         self._base_is_whole = True
-        self._is_asleep = False
+        self._asleep: frozenset[str] = frozenset()
+        """What has given up its memory."""
 
     @cached_property
     def _processor(self) -> plugins.Processor:
@@ -115,15 +119,16 @@ class RolloutEngine(Inbox):
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache (needs `vllm.enable_sleep`). On CPU nothing happens."""
-        if self._vllm.enable_sleep and not self._is_asleep:
+        if self._vllm.enable_sleep and self._asleep != SLEEPERS:
+            # Weights go to pinned host memory, the KV cache is dropped; what already sleeps is left as it is.
             await self._started().sleep(level=1, mode="keep")
-            self._is_asleep = True
+            self._asleep = SLEEPERS
 
-    async def wake(self) -> None:
-        """Take the memory back."""
-        if self._is_asleep:
-            await self._started().wake_up()
-            self._is_asleep = False
+    async def wake(self, what: Iterable[str] = SLEEPERS) -> None:
+        """Take back the memory of the weights, of the KV cache, or of both. Nothing is generated without both."""
+        if tags := sorted(self._asleep.intersection(what)):
+            await self._started().wake_up(tags)
+            self._asleep = self._asleep.difference(tags)
 
     async def status(self) -> dict[str, Any]:
         """What the engine holds and does, as plain values."""
@@ -136,7 +141,7 @@ class RolloutEngine(Inbox):
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
             "num_tokens": self._num_tokens,
-            "is_asleep": self._is_asleep,
+            "is_asleep": bool(self._asleep),
             "broken": self._broken,
         }
 
@@ -292,7 +297,8 @@ class RolloutEngine(Inbox):
         self.version, self._pending, self._broken = version, None, None
         if self._adapter is None:  # what was asked of the adapter before a new base came cannot go on
             await llm.abort([name for name, adapter in self._running.items() if adapter])
-        await llm.resume_generation()
+        if not self._asleep:  # without its KV cache it goes on when that wakes
+            await llm.resume_generation()
         return held
 
     async def _reset_prefix_cache(self) -> None:

@@ -128,6 +128,12 @@ def test_a_base_of_the_engines_own_does_not_go_with_merged_weights() -> None:
         check_publication(plan("vision"), ds=QLORA, vllm=Vllm(qlora_base="original"))
 
 
+def test_buckets_are_small_where_several_are_under_way_and_large_where_they_go_one_by_one() -> None:
+    assert Vllm().bucket_bytes == 64 * 2**20
+    assert Vllm(sync_backend="nccl").bucket_bytes == Vllm(sync_backend="ipc").bucket_bytes == 512 * 2**20
+    assert Vllm(bucket_mib=0.5, sync_backend="nccl").bucket_bytes == 2**19
+
+
 def test_without_adapters_the_model_itself_is_sent() -> None:
     how = made(None, Ds())
     assert (how.part, how.base_goes_first, how.bucket_bytes) == ("whole", False, 2 * 2**20)
