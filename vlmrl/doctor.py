@@ -12,10 +12,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
-import resource
-import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -26,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import vlmrl
-from vlmrl import startup
+from vlmrl import machine, startup
+from vlmrl.machine import GIB, Finding, has_gpu
 from vlmrl.startup.pins import Version, versions
 
-GIB = 2**30
 INSTALL = "run `make setup`, or `pip install 'vlmrl[cpu]'` (`vlmrl[gpu]` where there is a GPU)"
 
 
@@ -51,96 +47,15 @@ class Check:
     """Ask in a process of its own, because heavy libraries take part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The answer to a check."""
-
-    name: str
-    ok: bool
-    essential: bool
-    detail: str
-    mend: str = ""
-
-
-# --- what the machine has: no library takes part -------------------------------------------------------------------
-
-
-def has_gpu() -> bool:
-    """Whether the NVIDIA driver shows a device, whatever torch thinks of it."""
-    return Path("/dev/nvidiactl").exists()
-
-
-def memory() -> str:
-    """Free main memory. 4 GiB is the least that a tiny run needs."""
-    free, total = free_memory()
-    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
-    if free < 4 * GIB:
-        raise ProbeError(found)
-    return found
-
-
-def free_memory() -> tuple[int, int]:
-    """(free, all) bytes of main memory, inside a container's limit where there is one."""
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    total, free = (int(fields[key]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        # Cached file pages count as used there, but the kernel gives them up when asked.
-        cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[0])
-        total = min(total, int(limit))
-        free = min(free, total - int((group / "memory.current").read_text()) + cached)
-    return free, total
-
-
-def shared_memory() -> str:
-    """Free space of /dev/shm, over which weights travel on CPU and in which Ray keeps the images."""
-    shm = os.statvfs("/dev/shm")
-    free, total = shm.f_bavail * shm.f_frsize / GIB, shm.f_blocks * shm.f_frsize / GIB
-    found = f"{free:.2f} GiB free of {total:.2f} in /dev/shm"
-    if free < 1:
-        raise ProbeError(found)
-    return found
-
-
-def open_files() -> str:
-    """How many files a process may open: every actor of Ray holds dozens of sockets."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < 1024:
-        most = min(hard, 65536) if hard > 0 else 65536
-        raise ProbeError(f"at most {soft} open files", f"run `ulimit -n {most}` first")
-    return f"at most {soft if soft >= 0 else 'any number of'} open files"
-
-
-def loopback() -> str:
-    """Whether a server on this machine can be reached from it: Ray, vLLM and DeepSpeed all talk over loopback."""
-    with socket.socket() as server, socket.socket() as client:
-        server.bind(("127.0.0.1", 0))
-        server.listen(1)
-        client.settimeout(5)
-        client.connect(server.getsockname())
-        return f"127.0.0.1:{server.getsockname()[1]} answers"
-
-
-def disk() -> str:
-    """Free space where a run would write, and that it can be written to."""
-    free = shutil.disk_usage(".").free / GIB
-    if not os.access(".", os.W_OK):
-        raise ProbeError(f"{Path.cwd()} cannot be written to", "work in a folder of yours")
-    if free < 5:
-        raise ProbeError(f"{free:.1f} GiB free in {Path.cwd()}")
-    return f"{free:.0f} GiB free in {Path.cwd()}"
-
-
 # --- what the libraries do: each of these runs in a process of its own ----------------------------------------------
 
 
 def torch_works() -> str:
     import torch
 
-    if has_gpu() and not torch.cuda.is_available():
-        raise ProbeError(
-            f"torch {torch.__version__} does not see the GPU", "run `make setup`: it installs torch for CUDA"
-        )
+    seen = machine.devices()
+    if not seen.ok:
+        raise ProbeError(seen.detail, seen.mend)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(64, 64, device=device)
     if float((ones @ ones).sum()) != 64**3:
@@ -236,14 +151,9 @@ def _probe(function: Callable[[], str]) -> str:
     return f"vlmrl.doctor:{function.__name__}"
 
 
-SHM = "start the container with `--shm-size=8g`, or run `mount -o remount,size=8g /dev/shm`"
 TORCHAUDIO = f"`pip uninstall torchaudio torchcodec` where torch is the CPU build; else {INSTALL}"
-CHECKS = (
-    Check("memory", _probe(memory), "close other programs, or give the container more memory", isolated=False),
-    Check("shared memory", _probe(shared_memory), SHM, isolated=False),
-    Check("open files", _probe(open_files), "raise `ulimit -n`", essential=False, isolated=False),
-    Check("loopback", _probe(loopback), "allow TCP on 127.0.0.1 (firewall, sandbox)", isolated=False),
-    Check("disk", _probe(disk), "free some space, or work elsewhere", essential=False, isolated=False),
+CHECKS: tuple[Check | Callable[[], Finding], ...] = (
+    *machine.CHECKS,
     Check("vllm", _probe(vllm_works), INSTALL),
     Check("torch", _probe(torch_works), INSTALL),
     Check("transformers, peft", _probe(transformers_works), TORCHAUDIO),
@@ -258,8 +168,10 @@ CHECKS = (
 # --- asking --------------------------------------------------------------------------------------------------------
 
 
-def ask(check: Check, *, timeout_s: float = 180.0) -> Finding:
+def ask(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Finding:
     """Run one check, wherever it has to run. Never raises."""
+    if not isinstance(check, Check):
+        return machine.look(check)
     if check.isolated:
         return _ask_elsewhere(check, timeout_s)
     try:
@@ -336,13 +248,13 @@ def _shorten(text: str, limit: int = 160) -> str:
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
-def examine(checks: Sequence[Check] = CHECKS) -> list[Finding]:
+def examine(checks: Sequence[Check | Callable[[], Finding]] = CHECKS) -> list[Finding]:
     """Ask everything, a few at a time, and answer in the order of `checks`."""
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(ask, checks))
 
 
-def main(as_json: bool = False, *, checks: Sequence[Check] = CHECKS) -> int:
+def main(as_json: bool = False, *, checks: Sequence[Check | Callable[[], Finding]] = CHECKS) -> int:
     """Print the report. Returns 1 when something without which nothing trains does not work, else 0."""
     try:
         installed = versions("gpu" if has_gpu() else "cpu")

@@ -16,8 +16,8 @@ from vlmrl.types import Group, Metrics, Prompt, Score
 PASS_SCORE = 0.5
 """An answer is right when its score is above this: built-in rewards give 1 or 0."""
 
-_VERDICTS = ("exact", "math")
-"""Rewards that say whether an answer is right. Where none of them is used, the weighted total says it."""
+_VERDICTS = ("math", "exact")
+"""Rewards that say whether an answer is right: the first that is used. Without any, the weighted total says it."""
 
 T = TypeVar("T")
 
@@ -78,17 +78,23 @@ def evaluate(
 
 
 def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
-    """pass@k for k = 1, 2, 4, ... up to the answers per prompt, reward, length and truncation of one set."""
-    answers = [len(group) for group in scores]
+    """pass@k for k = 1, 2, 4, ... up to the answers per prompt, reward, length and truncation of one set.
+
+    Reward and pass@k are over what has a reward: pass@k over the prompts with at least k such answers, and left out
+    where there are none. `eval/<set>/failed` counts the others.
+    """
+    known = [scored for group in scores if (scored := _known(group))]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = {
-        f"eval/{name}/reward": float(np.mean([score.earned for group in scores for score in group])),
+        f"eval/{name}/failed": float(sum(not score.has_reward for group in scores for score in group)),
         f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
     }
+    if known:
+        metrics[f"eval/{name}/reward"] = float(np.mean([score.earned for group in known for score in group]))
     k = 1
-    while k <= min(answers):
-        metrics[f"eval/{name}/pass@{k}"] = _pass_rate(scores, k)
+    while enough := [group for group in known if len(group) >= k]:
+        metrics[f"eval/{name}/pass@{k}"] = _pass_rate(enough, k)
         k *= 2
     return metrics
 
@@ -101,9 +107,14 @@ def break_down(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Sco
     parts: dict[str, list[Sequence[Score]]] = {}
     for group, scored in zip(groups, scores, strict=True):
         value = group.prompt.metadata.get(key)
-        if value is not None and str(value):
-            parts.setdefault(_NOT_IN_NAMES.sub("_", str(value)), []).append(scored)
+        known = _known(scored)
+        if value is not None and str(value) and known:
+            parts.setdefault(_NOT_IN_NAMES.sub("_", str(value)), []).append(known)
     return {f"eval/{name}/{part}/pass@1": _pass_rate(parts[part], 1) for part in sorted(parts)}
+
+
+def _known(group: Sequence[Score]) -> list[Score]:
+    return [score for score in group if score.has_reward]
 
 
 def _pass_rate(scores: Sequence[Sequence[Score]], k: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmrl.agreement import check_agreement, compare_engine
-from vlmrl.algorithms.advantages import FLAG, advantages, is_constant
+from vlmrl.algorithms.advantages import FLAG, advantages
+from vlmrl.algorithms.filtering import teaches
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import shape
 from vlmrl.config.run import RlConfig
@@ -30,20 +32,42 @@ class Passes(NamedTuple):
     """What the critic expects from each sampled token on; None without one."""
 
 
+class Worth(NamedTuple):
+    """What the responses of some groups are worth, [N, G] each."""
+
+    rewards: Tensor
+    """After shaping, without those of single tokens, which are not shaped."""
+    step_rewards: Tensor
+    """All that is paid at single tokens."""
+    scored: Tensor
+    """There is a reward: it takes part in baseline and loss."""
+
+
 class Judged(NamedTuple):
     """A step's answers and what became of them; what a transcript is written from."""
 
     groups: list[Group]
     scores: list[list[Score]]
     rewards: list[Floats]
-    """N arrays of [G], after shaping."""
+    """N arrays of [G], after shaping; NaN where there is none."""
     experience: Experience
+    left_out: Sequence[tuple[Group, list[Score], Floats]] = ()
+    """Groups that were drawn and are not trained on, with their scores and rewards."""
 
 
 def judge(
-    config: RlConfig, groups: list[Group], scores: list[list[Score]], passes: Passes, *, kl_coef: float
+    config: RlConfig,
+    groups: list[Group],
+    scores: list[list[Score]],
+    passes: Passes,
+    *,
+    kl_coef: float,
+    span: tuple[float, float] | None = None,
 ) -> tuple[Judged, Metrics]:
     """From scores to advantages, and the metrics of all that is known before learning.
+
+    A response without a reward is in no baseline and in no loss; engine and trainer are compared on it all the same,
+    where that takes a pass of its own. `span` is the experience's.
 
     `kl_coef` is the weight of the KL to the reference on this step. Without old log-probabilities the policy compares
     itself with the engine while it learns.
@@ -54,11 +78,11 @@ def judge(
     """
     algo = config.algo
     every = [score for group in scores for score in group]
-    by_group = shaped(config, groups, every).reshape(len(groups), -1)
+    rewards, _, scored = worth(config, groups, scores)
     sampled = pad([sample.sampled for sample in passes.samples])
     gap = reference_gap(passes, sampled, estimator=algo.kl.estimator)
     found = advantages(
-        by_group,
+        rewards,
         sampled,
         estimator=name_or_function(algo.advantage.estimator, FLAG),
         gamma=algo.advantage.gamma,
@@ -67,9 +91,10 @@ def judge(
         penalty=None if gap is None or algo.kl.use_loss else kl_coef * gap,
         token_rewards=token_rewards(every, passes.samples),
         values=None if passes.values is None else pad(passes.values),
+        scored=scored,
     )
     experience = Experience(
-        samples=passes.samples,
+        samples=[s if score.has_reward else s.left_out() for s, score in zip(passes.samples, every, strict=True)],
         advantages=unpad(found.advantages, passes.samples),
         old_logprobs=passes.old,
         rollout_logprobs=[rollout.logprobs for group in groups for rollout in group.rollouts],
@@ -77,24 +102,28 @@ def judge(
         values=passes.values,
         returns=None if found.returns is None else unpad(found.returns, passes.samples),
         kl_coef=kl_coef if algo.kl.use_loss else 0.0,
+        span=span,
     )
-    metrics = numbers(groups, every, by_group)
+    metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in passes.samples))}
     if gap is not None:
         metrics |= {"kl/reference": float(gap[sampled].mean()), "kl/coef": kl_coef}
     if passes.values is not None:
         metrics["value/mean"] = float(pad(passes.values)[sampled].mean())
     if passes.old is not None:
-        agreement = compare_engine(experience, passes.old)
+        agreement = compare_engine(replace(experience, samples=passes.samples), passes.old)
         check_agreement(config, agreement)
         metrics |= agreement
-    return Judged(groups=groups, scores=scores, rewards=list(by_group.numpy()), experience=experience), metrics
+    shown = list(rewards.masked_fill(~scored, torch.nan).numpy())
+    return Judged(groups=groups, scores=scores, rewards=shown, experience=experience), metrics
 
 
-def shaped(config: RlConfig, groups: Sequence[Group], scores: Sequence[Score]) -> Tensor:
-    """The rewards of all answers, [B], as a baseline meets them."""
+def worth(config: RlConfig, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Worth:
+    """The rewards of all responses as a baseline meets them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return shape(
-        torch.tensor([score.total for score in scores], dtype=torch.float32),
+    every = [score for group in scores for score in group]
+    paid = [0.0 if score.token_rewards is None else float(score.token_rewards.sum()) for score in every]
+    rewards = shape(
+        torch.tensor([score.total for score in every], dtype=torch.float32),
         num_sampled=torch.tensor([rollout.num_sampled for rollout in rollouts]),
         is_truncated=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
         max_new_tokens=config.rollout.max_new_tokens,
@@ -102,6 +131,12 @@ def shaped(config: RlConfig, groups: Sequence[Group], scores: Sequence[Score]) -
         overlong_factor=config.reward.overlong_penalty_factor,
         truncated_coefficient=config.reward.stop_properly_penalty_coef,
         clip_range=config.reward.clip_range,
+    )
+    shape_of_groups = (len(groups), -1)
+    return Worth(
+        rewards.reshape(shape_of_groups),
+        torch.tensor(paid).reshape(shape_of_groups),
+        torch.tensor([score.has_reward for score in every]).reshape(shape_of_groups),
     )
 
 
@@ -113,25 +148,37 @@ def token_rewards(scores: Sequence[Score], samples: Sequence[Sample]) -> Tensor 
     return pad([row if s.token_rewards is None else s.token_rewards for s, row in zip(scores, blank, strict=True)])
 
 
-def numbers(groups: Sequence[Group], scores: Sequence[Score], rewards: Tensor) -> Metrics:
-    """What a step's answers and their rewards, shaped [N, G], look like. Rewards of single tokens are not shaped."""
+def numbers(groups: Sequence[Group], scores: Sequence[Sequence[Score]], values: Worth) -> Metrics:
+    """What the responses of these groups and their rewards look like; rewards are over those that have one.
+
+    Rewards of single tokens count in `reward/*`, and are not shaped.
+    """
+    every = [score for group in scores for score in group]
+    metrics = lengths_of(groups) | {"reward/unscored": float((~values.scored).sum())}
+    earned = [score.earned for score in every if score.has_reward]
+    if earned:
+        totals = (values.rewards + values.step_rewards)[values.scored]
+        metrics |= {
+            "reward/mean": float(np.mean(earned)),
+            "reward/std": float(np.std(earned)),
+            "reward/shaped_mean": float(totals.mean()),
+        }
+    teaching = teaches(values.rewards, step_rewards=values.step_rewards, scored=values.scored)
+    metrics["group/constant_fraction"] = float((~teaching).float().mean())
+    for name in sorted({name for score in every for name in score.parts}):
+        metrics[f"reward/parts/{name}"] = float(np.mean([s.parts[name] for s in every if name in s.parts]))
+    return metrics
+
+
+def lengths_of(groups: Sequence[Group]) -> Metrics:
+    """How long responses are, in sampled tokens, and how many were cut off."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    raw = np.array([score.earned for score in scores], dtype=np.float32)
-    paid = torch.tensor([0.0 if s.token_rewards is None else float(s.token_rewards.sum()) for s in scores])
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
-    metrics = {
-        "batch/tokens": float(sum(len(rollout.tokens) for rollout in rollouts)),
-        "reward/mean": float(raw.mean()),
-        "reward/std": float(raw.std()),
-        "reward/shaped_mean": float(rewards.mean() + paid.mean()),
-        "group/constant_fraction": float((is_constant(rewards) & is_constant(paid.view_as(rewards))).float().mean()),
+    return {
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
         "response/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
     }
-    for name in sorted({name for score in scores for name in score.parts}):
-        metrics[f"reward/parts/{name}"] = float(np.mean([s.parts[name] for s in scores if name in s.parts]))
-    return metrics
 
 
 def reference_gap(passes: Passes, sampled: Tensor, *, estimator: str) -> Tensor | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from vlmrl import machine
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
@@ -21,8 +25,9 @@ from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
+from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
+from vlmrl.rewards.label_check import LabelCheck
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -115,9 +120,23 @@ def check_models(config: RlConfig) -> None:
         check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
 
 
-def check_hardware(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> None:
-    """Raises ConfigError for what the machines do not have."""
+def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
+    """Ask what `vlmrl doctor` asks of this machine, for this run; one line for whatever is short but will do.
+
+    Raises:
+        ClusterError: something is lacking without which nothing runs.
+    """
+    output = Path(config.ckpt.output_dir).expanduser()
+    return machine.require(machine.examine(output, joins=bool(os.environ.get("RAY_ADDRESS"))))
+
+
+def check_hardware(
+    config: RlConfig | SftConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None
+) -> None:
+    """Raises ConfigError for what the machines do not have, or cannot do with the run's adapter."""
     if machines.has_gpus:
+        if isinstance(config, RlConfig):
+            check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
         return
     if not isinstance(config, SftConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
@@ -144,31 +163,51 @@ def describe(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
     for column in ("role", "workers", f"{machines.unit}s, node:number, of {sum(machines.slots)}"):
         table.add_column(column)
     for role, workers in places.items():
-        slots = " ".join(f"{place.node}:{'+'.join(map(str, place.slots))}" for place in workers)
-        table.add_row(role, str(len(workers)), slots)
+        table.add_row(role, str(len(workers)), " ".join(f"{p.node}:{_slots(p, machines)}" for p in workers))
     return table
 
 
-def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
+def _slots(place: Place, machines: Session) -> str:
+    """The slots of a worker as its node knows them; of a GPU's long id the beginning."""
+    node = machines.nodes[place.node]
+    return "+".join(node.gpu(slot)[:12] if machines.has_gpus else str(slot) for slot in place.slots)
+
+
+def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None = None) -> None:
     """The rest of a dry run: placement on this machine, reward functions, rows and images; prints the plan.
+
+    `adapter` is `plan_of` the settings.
 
     Raises:
         VlmrlError: whatever the run itself would stop with, as far as it can be known.
     """
     console = Console()
     machines = local_session()
-    check_hardware(config, machines)
+    check_hardware(config, machines, adapter)
     places = plan(**roles_of(config, machines))
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)
     console.print(describe(places, machines))
-    source = Source(
-        model=config.actor.model_name_or_path,
-        trust_remote_code=config.actor.trust_remote_code,
-        data=config.data,
-        evaluation=getattr(config, "eval", None),
-        seed=config.train.seed,
-    )
+    for line in check_machine(config):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
+    with closing(LabelCheck(functions)) as label_problems:
+        source = Source(
+            model=config.actor.model_name_or_path,
+            trust_remote_code=config.actor.trust_remote_code,
+            data=config.data,
+            evaluation=getattr(config, "eval", None),
+            seed=config.train.seed,
+            label_problems=label_problems,
+        )
+        _look_at(config, source, console)
+    console.print("dry run: nothing was started and nothing written")
+
+
+def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
+    """Read the first training rows and all evaluation rows, and print what they are like."""
+    if isinstance(config, RlConfig) and config.reward.functions:
+        console.print(str(source.look_at_labels()), markup=False, highlight=False, soft_wrap=True)
     table = Table(title="data")
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
@@ -185,7 +224,6 @@ def check_data(config: RlConfig | SftConfig | EvalConfig) -> None:
     console.print(table)
     for line in source.take_notes():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print("dry run: nothing was started and nothing written")
 
 
 def _extent(prompts: Sequence[Any]) -> tuple[str, str]:

@@ -60,7 +60,7 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
     """The loss that the settings ask for."""
     actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
     low, high = actor.clip_range
-    correction = Correction(advantage.is_correction_type, *advantage.is_correction_threshold)
+    correction = Correction(advantage.is_correction_type, *advantage.correction_range)
     return PolicyLoss(
         # Ranks stand in another folder than the user does.
         kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vlmrl.agreement import largest_gap
+from vlmrl.agreement import largest_gap, rounding
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
+from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.publish import described
 from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.cluster.scoring import Judges
 from vlmrl.cluster.session import session
+from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
@@ -35,6 +37,7 @@ from vlmrl.preflight import (
     check_algorithm,
     check_data,
     check_hardware,
+    check_machine,
     check_models,
     describe,
     plan_of,
@@ -49,7 +52,7 @@ from vlmrl.saving import Saves
 from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage
 from vlmrl.supervised import fit
-from vlmrl.trainer import train
+from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, train
 from vlmrl.types import Group, Metrics, Prompt
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
@@ -63,16 +66,17 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     folder, tools = _prepare(config, dry_run=dry_run)
     adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
-        return check_data(config)
-    with _started(config, folder) as (stage, report):
+        return check_data(config, adapter)
+    with _started(config, folder, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
-        done, kl_coef = saves.restore()
+        done, carried = saves.restore()
         last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
+        course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(
             config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
@@ -96,7 +100,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
                 advantages = judged.experience.advantages
-                transcripts.write(step, judged.groups, judged.scores, judged.rewards, advantages)
+                transcripts.write(
+                    step, judged.groups, judged.scores, judged.rewards, advantages, left_out=judged.left_out
+                )
             return evaluations.after(step)
 
         if adapter is not None:
@@ -104,23 +110,28 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             report.say(told(check_publish(done)))
         if done == 0:
             report.evaluation(0, evaluations.at(0))
-        train(
-            config,
-            prompts=prompts,
-            engine=engines,
-            rewarder=judges,
-            policy=policy,
-            reference=reference,
-            critic=critic,
-            report=report,
-            check_sight=check_sight,
-            check_publish=check_publish,
-            after_step=after_step,
-            save=partial(evaluations.save, has_adapter=adapter is not None),
-            first_step=done + 1,
-            last_step=last,
-            kl_coef=config.algo.kl.init_coef if kl_coef is None else kl_coef,
-        )
+        try:
+            ending = train(
+                config,
+                prompts=prompts,
+                engine=engines,
+                rewarder=judges,
+                policy=policy,
+                reference=reference,
+                critic=critic,
+                report=report,
+                check_sight=check_sight,
+                check_publish=check_publish,
+                after_step=after_step,
+                save=partial(evaluations.save, has_adapter=adapter is not None),
+                first_step=done + 1,
+                last_step=last,
+                course=course,
+                carried=carried or Carried(config.algo.kl.init_coef),
+            )
+        except ExhaustedError as error:
+            raise evaluations.exhausted(error) from None
+        evaluations.end(ending, has_adapter=adapter is not None)
         saves.finish(has_adapter=adapter is not None)
 
 
@@ -140,23 +151,50 @@ class Evaluations:
     """Step of the run."""
     failed: VlmrlError | None = None
     """Why the run is to end, once what it has learnt is saved."""
+    evaluated: int | None = None
+    """The newest step with an evaluation."""
 
     def after(self, step: int) -> Metrics:
         """What this step's evaluation measures, if one is due."""
         every = self.config.eval.steps
         if step != self.last and (every <= 0 or step % every):
             return {}
+        return self._tried(step, is_last=step == self.last)
+
+    def _tried(self, step: int, *, is_last: bool) -> Metrics:
         try:
             return self.at(step)
         except VlmrlError as error:
-            kept = "whose model is saved" if step == self.last else "which is saved for --ckpt.load_enable"
+            kept = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
             self.failed = type(error)(f"evaluation after step {step}, {kept}: {error}")
             return {}
 
-    def save(self, step: int, kl_coef: float, *, has_adapter: bool) -> None:
+    def end(self, ending: Ending, *, has_adapter: bool) -> None:
+        """What a run has after its last step, where nobody knew beforehand which that is."""
+        if ending.why is None:
+            return
+        self.report.say(ending.why)
+        metrics = self._tried(ending.step, is_last=True) if ending.step != self.evaluated else {}
+        if ending.left_out:
+            metrics = metrics | {"data/left_out": float(ending.left_out)}
+        self.report.evaluation(ending.step, metrics)
+        if ending.is_solved and self.config.ckpt.save_steps > 0:
+            self.saves.save_finished()
+        if self.failed is not None:
+            self.saves.finish(has_adapter=has_adapter)
+            raise self.failed
+
+    def exhausted(self, error: ExhaustedError) -> ExhaustedError:
+        """The error, with the checkpoint from which another run can go on; nothing that was learnt is lost."""
+        saved = self.saves.save_finished()
+        if saved is None:
+            return error
+        return ExhaustedError(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
+
+    def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
         """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
         that a run leaves."""
-        self.saves.save(step, kl_coef, must=self.failed is not None)
+        self.saves.save(step, carried, must=self.failed is not None)
         if self.failed is None:
             return
         if step == self.last:
@@ -175,6 +213,7 @@ class Evaluations:
             )
             for name, (groups, scores) in answers.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
+        self.evaluated = step
         self.saves.keep_best(step, metrics)
         return metrics
 
@@ -201,6 +240,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             save=saves.save,
             first_step=done + 1,
             last_step=last,
+            num_rows=prompts.num_rows * config.train.max_epochs,
         )
         saves.finish(has_adapter=adapter is not None)
 
@@ -272,6 +312,7 @@ def adapter_probe(
         question=partial(question, processor=tools, data=config.data),
         sampling=sampling_of(config.rollout, seed=config.train.seed),
         bound=largest_gap(config),
+        floor=rounding(config),
         is_apart=adapter.fits_engine,
     )
 
@@ -302,6 +343,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
     folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    check_machine(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
@@ -314,18 +356,23 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
 
 
 @contextmanager
-def _started(config: AnyConfig, folder: RunFolder) -> Iterator[tuple[Stage, RunReport]]:
+def _started(
+    config: AnyConfig, folder: RunFolder, adapter: AdapterPlan | None = None
+) -> Iterator[tuple[Stage, RunReport]]:
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
     with session() as machines:
-        check_hardware(config, machines)
+        check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
+        check_nodes(config, machines, places, folder.root)
         dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
-        with report, ExitStack() as stack:
+        with report, ExitStack() as stack, watched(machines, places) as watch:
             report.say(describe(places, machines))
-            yield Stage(machines, places, stack), report
+            for line in check_machine(config):
+                report.say(line)
+            yield Stage(machines, places, stack, watch), report

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
@@ -11,10 +13,19 @@ from vlmrl.learning.best import keep_best
 from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
+from vlmrl.sifting import Seen
+from vlmrl.trainer import Carried
 from vlmrl.types import Metrics
 
 
-@dataclass(frozen=True, slots=True)
+class Finished(NamedTuple):
+    """A step that is done, and what a checkpoint of it holds beside the models."""
+
+    step: int
+    extra: dict[str, Any]
+
+
+@dataclass(slots=True)
 class Saves:
     """A run's state, spread over roles, on its way to the run's folder and back."""
 
@@ -24,12 +35,13 @@ class Saves:
     policy: RemotePolicy
     report: RunReport
     critic: RemoteCritic | None = None
+    finished: Finished | None = None
+    """The last step, where a checkpoint of it may be wanted after prompts for the next one have been drawn."""
 
-    def restore(self) -> tuple[int, float | None]:
+    def restore(self) -> tuple[int, Carried | None]:
         """Go on from the last checkpoint, if that is wanted and there is one.
 
-        Returns the steps that are done, and the weight of the KL to the reference that the next one has; None: the one
-        that the settings say.
+        Returns the steps that are done, and what they leave to the next one; None for a run that starts.
         """
         # Others may have folders beside them. What becomes the best model is written as a whole one first.
         for whole in (partial(self.folder.best), *self.folder.models):
@@ -48,23 +60,47 @@ class Saves:
         if self.critic is not None:
             self.critic.load_checkpoint(self.folder.critic_checkpoints / saved[-1].name)
         self.prompts.load_state(state["prompts"])
-        return int(state["step"]), state.get("kl_coef") if self._adapts_kl else None
+        return int(state["step"]), self._carried(state)
 
-    @property
-    def _adapts_kl(self) -> bool:
-        return isinstance(self.config, RlConfig) and self.config.algo.kl.target is not None
+    def _carried(self, state: dict[str, Any]) -> Carried | None:
+        if not isinstance(self.config, RlConfig):
+            return None
+        kl = self.config.algo.kl
+        coef = kl.init_coef if kl.target is None else state.get("kl_coef", kl.init_coef)
+        return Carried(coef, Seen(*state["seen"]) if "seen" in state else Seen())
 
-    def save(self, step: int, kl_coef: float | None = None, *, must: bool = False) -> None:
-        """A checkpoint, if one is due or `must` be; `kl_coef` is that of the next step."""
+    def _extra(self, step: int, carried: Carried | None) -> dict[str, Any]:
+        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state()}
+        if isinstance(self.config, RlConfig) and carried is not None:
+            extra |= {} if self.config.algo.kl.target is None else {"kl_coef": carried.kl_coef}
+            extra |= {"seen": list(carried.seen)} if self.config.algo.dynamic_filtering_enable else {}
+        return extra
+
+    def save(self, step: int, carried: Carried | None = None, *, must: bool = False) -> None:
+        """A checkpoint, if one is due or `must` be; `carried` is what the next step is given."""
         every = self.config.ckpt.save_steps
-        if not must and (every <= 0 or step % every):
+        is_due = must or (every > 0 and step % every == 0)
+        may_be_last = isinstance(self.config, RlConfig) and self.config.algo.dynamic_filtering_enable
+        if not is_due and not may_be_last:
             return
+        extra = self._extra(step, carried)
+        if may_be_last:
+            self.finished = Finished(step, extra)
+        if is_due:
+            self._write(step, extra)
+
+    def save_finished(self) -> Path | None:
+        """The checkpoint of the last step, written if there is none yet; None before the first step."""
+        if self.finished is not None and not self.folder.checkpoint(self.finished.step).exists():
+            self._write(*self.finished)
+        return next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
+
+    def _write(self, step: int, extra: dict[str, Any]) -> None:
         with self.report.phase("save"):
             # The policy's comes last: where it is, everything of the step is.
             if self.critic is not None:
                 self.critic.save_checkpoint(self.folder.critic_checkpoints / self.folder.checkpoint(step).name)
-            state = {"step": step, "prompts": self.prompts.state()} | ({"kl_coef": kl_coef} if self._adapts_kl else {})
-            self.policy.save_checkpoint(self.folder.checkpoint(step), state)
+            self.policy.save_checkpoint(self.folder.checkpoint(step), extra)
             for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
                 prune(parent, keep=self.config.ckpt.max_num)
 
@@ -72,6 +108,11 @@ class Saves:
         """The model of now as `best/`, if `ckpt.best_metric_key` says so; `metrics` are those of its evaluation."""
         metric = self.config.ckpt.best_metric_key
         if metric is None:
+            return
+        if metric not in metrics and any(name.endswith("/failed") and count for name, count in metrics.items()):
+            self.report.say(
+                f"{metric} is not known at step {step}, since responses were not scored: {self.folder.best} stays"
+            )
             return
         with self.report.phase("save"):
             best, is_new = keep_best(self.folder.best, metrics, metric=metric, step=step, save=self.policy.save_model)

@@ -17,6 +17,7 @@ from vlmrl.cluster.publish import publication
 from vlmrl.cluster.roles import RemoteEngines, RemotePrompts
 from vlmrl.cluster.scoring import Judges, RemoteRewarder, RewardModel
 from vlmrl.cluster.session import Session
+from vlmrl.cluster.watch import Watch
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.train import Loop
@@ -45,6 +46,8 @@ class Stage:
     machines: Session
     places: dict[str, list[Place]]
     stack: ExitStack
+    watch: Watch | None = None
+    """Over the other machines, when there are any."""
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
     """The workers of every role that has started."""
 
@@ -57,10 +60,15 @@ class Stage:
             session=self.machines,
             places=self.places.get(name, [Place(0, ())]),
             timeout_s=timeout_s,
-            at_end=self.stack.callback,
+            at_end=self._at_end,
             **how,
         )
         return self.groups[name]
+
+    def _at_end(self, end: Callable[[], None]) -> None:
+        self.stack.callback(end)
+        if self.watch is not None:
+            self.watch.at_loss(end)
 
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
@@ -71,9 +79,13 @@ class Stage:
             "data": config.data,
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
+            "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
         }
         group = self.group("data", "vlmrl.cluster.store.StoredSource", settings, timeout_s=config.train.timeout_s)
-        return RemotePrompts(group, say=say)
+        prompts = RemotePrompts(group, say=say)
+        if isinstance(config, RlConfig):
+            prompts.look_at_labels()
+        return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder | None:
         """Reward functions and servers; None when models alone say what answers are worth."""

@@ -32,12 +32,16 @@ def fit(
     save: Callable[[int], None],
     first_step: int,
     last_step: int,
+    num_rows: int,
 ) -> None:
-    """Run the steps `first_step..last_step`, both included."""
+    """Run the steps `first_step..last_step`, both included. Of the run's `num_rows`, those at the end that fill no
+    batch are left out, and counted."""
+    left_out = num_rows - last_step * batch_size
     for step in range(first_step, last_step + 1):
         with report.phase("data"):
             samples, drawing = rows.draw_samples(batch_size)
         with report.phase("update"):
             learning = learner.fit(samples)
-        report.step(step, drawing | learning)
+        is_short = step == last_step and 0 < left_out < batch_size
+        report.step(step, drawing | learning | ({"data/left_out": float(left_out)} if is_short else {}))
         save(step)

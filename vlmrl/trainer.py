@@ -10,17 +10,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from vlmrl.agreement import check_agreement, check_versions
-from vlmrl.algorithms.filtering import keeps
 from vlmrl.algorithms.kl import AdaptiveKl
 from vlmrl.config.adapter_checks import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.data.answers import to_samples
 from vlmrl.errors import RewardError
-from vlmrl.judging import Judged, Passes, judge
+from vlmrl.judging import Judged, Passes, judge, numbers, worth
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.sifting import Seen, Sifted, is_solved, sift, too_few
 from vlmrl.together import together
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Score
 
@@ -89,12 +87,54 @@ class Report(Protocol):
         """One step is done."""
 
 
-class Collected(NamedTuple):
-    """The answers of a step and what they are worth."""
+class Carried(NamedTuple):
+    """What the next step needs of those before it, beside models and data."""
 
-    groups: list[Group]
-    scores: list[list[Score]]
+    kl_coef: float
+    """The weight of the KL to the reference."""
+    seen: Seen = Seen()
+    """What responses were worth so far."""
+
+
+class Course:
+    """How far a run is, in prompts: `total` of them make its episodes, of which `drawn` have been drawn."""
+
+    def __init__(self, total: int, *, drawn: int = 0) -> None:
+        self.total = total
+        self.drawn = drawn
+
+    @property
+    def left(self) -> int:
+        return self.total - self.drawn
+
+
+class Collected(NamedTuple):
+    """What a step has drawn."""
+
+    sifted: list[Sifted]
+    """Every group, those that are not trained on included."""
     metrics: Metrics
+
+    @property
+    def kept(self) -> list[Sifted]:
+        return [one for one in self.sifted if one.is_kept]
+
+
+class Ending(NamedTuple):
+    """How a run ended."""
+
+    step: int
+    """The last that was finished."""
+    why: str | None = None
+    """For people, where the run ended before its last step; None: that was its last."""
+    is_solved: bool = False
+    """Nothing is left to learn from its prompts."""
+    left_out: int = 0
+    """Prompts at the end of the data, of which there were too few for one more batch."""
+
+
+class ExhaustedError(RewardError):
+    """Dynamic filtering found too few groups that teach, and not because the prompts are solved."""
 
 
 def train(
@@ -110,23 +150,35 @@ def train(
     check_sight: Callable[[int, Sequence[Group]], Metrics],
     check_publish: Callable[[int], Metrics],
     after_step: Callable[[int, Judged], Metrics],
-    save: Callable[[int, float], None],
+    save: Callable[[int, Carried], None],
     first_step: int,
     last_step: int,
-    kl_coef: float,
-) -> None:
-    """Run the steps `first_step..last_step`, both included.
+    course: Course,
+    carried: Carried,
+) -> Ending:
+    """Run the steps `first_step..last_step`, both included, as far as the prompts of the `course` go.
 
-    The engines hold version `first_step - 1` when this starts, and `kl_coef` is the weight of the KL to the reference
-    on the first of them. `check_sight` meets the answers while engines and policy still hold the weights that made
-    them; `check_publish` asks whether the new ones work. `after_step` evaluates and writes; `save` comes last, with the
-    next step's `kl_coef`, so that a run that goes on after a kill lacks nothing of the steps before.
+    The engines hold version `first_step - 1` when this starts, and `carried` is for the first step. `check_sight` meets
+    the answers while engines and policy still hold the weights that made them; `check_publish` asks whether the new
+    ones work. `after_step` evaluates and writes; `save` comes last, with what the next step is given, so that a run
+    that goes on after a kill lacks nothing of the steps before.
+
+    Raises:
+        ExhaustedError: too few groups teach; what was learnt before is whole.
     """
-    leash = AdaptiveKl(coef=kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
+    leash = AdaptiveKl(coef=carried.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
+    seen = carried.seen
     for step in range(first_step, last_step + 1):
-        collected = collect(config, step, prompts=prompts, engine=engine, rewarder=rewarder, report=report)
-        seeing = check_sight(step, collected.groups)
-        samples = to_samples(collected.groups)
+        start = progress(config, step - 1, course)
+        collected = collect(
+            config, step, prompts=prompts, engine=engine, rewarder=rewarder, report=report, course=course, seen=seen
+        )
+        if isinstance(collected, Ending):
+            return collected
+        seen = seen.joined(collected.sifted)
+        groups, scores = [one.group for one in collected.kept], [one.scores for one in collected.kept]
+        seeing = check_sight(step, groups)
+        samples = to_samples(groups)
         only_critic = critic is not None and step <= config.critic.freezing_steps
         with report.phase("logprob"):
             finds_old = is_one_pass(config.rollout, config.train, config.algo) and not only_critic
@@ -138,11 +190,14 @@ def train(
                 values = critic.values(samples)
         judged, judging = judge(
             config,
-            collected.groups,
-            collected.scores,
+            groups,
+            scores,
             Passes(samples, old=old, ref=ref, values=values),
             kl_coef=leash.coef,
+            span=(start, progress(config, step, course)) if config.algo.dynamic_filtering_enable else None,
         )
+        left_out = [(one.group, one.scores, one.rewards) for one in collected.sifted if not one.is_kept]
+        judged = judged._replace(left_out=left_out)
         with report.phase("update"):
             learning = learn(
                 judged.experience,
@@ -151,7 +206,7 @@ def train(
                 critic=critic,
                 in_turn=config.critic_is_with_actor,
             )
-        if old is None:
+        if old is None and any(sample.sampled.any() for sample in judged.experience.samples):
             check_agreement(config, learning)
         if not only_critic:
             # A policy that does not move stays with its reference, which is no reason to let it go.
@@ -160,8 +215,18 @@ def train(
             publishing = policy.publish(step)
         probing = check_publish(step)
         after = after_step(step, judged)
+        if step == last_step and 0 < course.left < config.rollout.batch_size:
+            after = after | {"data/left_out": float(course.left)}
         report.step(step, collected.metrics | seeing | judging | learning | publishing | probing | after)
-        save(step, leash.coef)
+        save(step, Carried(leash.coef, seen))
+    return Ending(max(last_step, first_step - 1))
+
+
+def progress(config: RlConfig, step: int, course: Course) -> float:
+    """How far the run is after `step` steps, from 0 to 1: by its prompts or by `train.max_steps`, whichever ends it."""
+    by_prompts = course.drawn / course.total
+    by_steps = step / config.train.max_steps if config.train.max_steps else 0.0
+    return min(max(by_prompts, by_steps), 1.0)
 
 
 def learn(experience: Experience, step: int, *, policy: Policy | None, critic: Critic | None, in_turn: bool) -> Metrics:
@@ -178,16 +243,26 @@ def learn(experience: Experience, step: int, *, policy: Policy | None, critic: C
 
 
 def collect(
-    config: RlConfig, step: int, *, prompts: Prompts, engine: Engine, rewarder: Rewarder, report: Report
-) -> Collected:
+    config: RlConfig,
+    step: int,
+    *,
+    prompts: Prompts,
+    engine: Engine,
+    rewarder: Rewarder,
+    report: Report,
+    course: Course,
+    seen: Seen,
+) -> Collected | Ending:
     """Draw prompts, let the engines answer, and score the answers while others are still being written.
 
-    With `algo.dynamic_filtering_enable` (DAPO, arXiv:2503.14476) groups whose mean score lies on or beyond the range
-    teach too little: fresh prompts take their places until the batch is full.
+    With `algo.dynamic_filtering_enable` (DAPO, arXiv:2503.14476) fresh prompts take the places of groups that teach
+    nothing until the batch is full. The run ends where the prompts of the course cannot fill it, and where most of the
+    groups that teach nothing are solved. The metrics of rewards and lengths are over all groups that were drawn.
 
     Raises:
         SyncError: an answer comes from other weights than the trainer's.
-        RewardError: too few groups are kept after `algo.dynamic_filtering_max_draws` draws.
+        ExhaustedError: too few groups teach after `algo.dynamic_filtering_max_draws` draws.
+        RewardError: not one batch could be filled with the prompts of the whole run.
     """
     algo, size = config.algo, config.rollout.batch_size
     most = size * (algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1)
@@ -198,42 +273,74 @@ def collect(
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.train.seed,
     )
-    groups: list[Group] = []
-    scores: list[list[Score]] = []
-    means: list[float] = []
-    num_failed = 0
+    sifted: list[Sifted] = []
+    missing, left_out, num_failed = size, course.left, 0
     drawing: Metrics = {}
-    while len(groups) < size:
-        if len(means) == most:
-            raise RewardError(_too_few(config, len(groups), means))
+    while missing:
+        if course.left < missing:
+            return _out_of_prompts(config, step, course, left_out)
+        if len(sifted) == most:
+            return _exhausted(config, step, sifted, seen.joined(sifted))
         with report.phase("data"):
-            drawn, spent = prompts.draw(min(size - len(groups), most - len(means)))
+            drawn, spent = prompts.draw(min(missing, most - len(sifted)))
+        course.drawn += len(drawn)
         with report.phase("rollout"):
             found = engine.generate(drawn, sampling, rewarder.begin)
             check_versions(found, version=step - 1)
         with report.phase("reward"):
-            num_answers = sampling.n * max(size, len(means) + len(found))
+            num_answers = sampling.n * max(size, len(sifted) + len(found))
             scored = rewarder.score(found, out_of=num_answers, failed=num_failed)
             num_failed += sum(score.failed for group_scores in scored for score in group_scores)
         moved = drawing.get("media/bytes_moved", 0.0) + spent["media/bytes_moved"]
         drawing = spent | {"media/bytes_moved": moved}
-        for group, judged in zip(found, scored, strict=True):
-            means.append(float(np.mean([score.total for score in judged])))
-            if not algo.dynamic_filtering_enable or keeps(means[-1], *algo.dynamic_filtering_range):
-                groups.append(group)
-                scores.append(judged)
+        sifted += sift(config, found, scored)
+        missing = size - sum(one.is_kept for one in sifted)
     drawing["reward/failed"] = float(num_failed)
-    if algo.dynamic_filtering_enable:
-        drawing |= {"filter/kept_fraction": size / len(means), "filter/groups_drawn": float(len(means))}
-    return Collected(groups, scores, drawing)
+    return Collected(sifted, drawing | _numbers(config, sifted))
 
 
-def _too_few(config: RlConfig, num_kept: int, means: Sequence[float]) -> str:
-    low, high = config.algo.dynamic_filtering_range
-    below, above = sum(mean <= low for mean in means), sum(mean >= high for mean in means)
-    return (
-        f"algo.dynamic_filtering_range {low:g} {high:g} kept {num_kept} of {len(means)} groups in "
-        f"{config.algo.dynamic_filtering_max_draws} draws, and a step needs {config.rollout.batch_size}: {below} had a "
-        f"mean score of {low:g} or less, {above} of {high:g} or more (seen: {min(means):g} to {max(means):g}); choose "
-        "easier or harder prompts, widen the range, or raise --algo.dynamic_filtering_max_draws"
+def _numbers(config: RlConfig, sifted: Sequence[Sifted]) -> Metrics:
+    """The metrics of all groups; with dynamic filtering those of the ones that are trained on as well."""
+
+    def of(some: Sequence[Sifted]) -> Metrics:
+        groups, scores = [one.group for one in some], [one.scores for one in some]
+        return numbers(groups, scores, worth(config, groups, scores))
+
+    metrics = of(sifted)
+    if config.algo.dynamic_filtering_enable:
+        kept = [one for one in sifted if one.is_kept]
+        metrics |= {"filter/kept_fraction": len(kept) / len(sifted), "filter/groups_drawn": float(len(sifted))}
+        metrics |= {own: value for name, value in of(kept).items() if (own := _OF_KEPT.get(name))}
+    return metrics
+
+
+_OF_KEPT = {
+    "reward/mean": "filter/reward_mean",
+    "reward/std": "filter/reward_std",
+    "response/tokens_mean": "filter/tokens_mean",
+    "response/truncated_fraction": "filter/truncated_fraction",
+}
+"""What metrics are called that are over the groups which are trained on."""
+
+
+def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int) -> Ending:
+    episodes, size = config.train.num_episodes, config.rollout.batch_size
+    if step == 1:
+        raise RewardError(
+            f"of the run's {course.total} prompts (train.num_episodes {episodes}) too few teach for one batch of "
+            f"{size}: lower --rollout.batch_size, choose easier or harder prompts, or raise --train.num_episodes"
+        )
+    why = f"the run ends after step {step - 1}: the {course.total} prompts of its episodes are drawn"
+    if left_out:
+        why += f"; the last {left_out} do not fill a batch of {size} and are left out"
+    return Ending(step - 1, why=why, left_out=left_out)
+
+
+def _exhausted(config: RlConfig, step: int, sifted: Sequence[Sifted], seen: Seen) -> Ending:
+    line = too_few(config, sifted)
+    if is_solved(config, sifted, seen):
+        why = f"the run ends after step {step - 1}, its prompts are solved: {line}"
+        return Ending(step - 1, why=why, is_solved=True)
+    raise ExhaustedError(
+        f"{line}; choose easier or harder prompts, widen the range, or raise --algo.dynamic_filtering_max_draws"
     )

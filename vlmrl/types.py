@@ -27,6 +27,8 @@ Failure = Literal["infrastructure", "response"]
 """Why a response could not be scored. `infrastructure`: a server, the network or the machine failed, so nobody knows
 what it is worth, and it is in no baseline and in no loss. `response`: its own doing (its scorer raised, twice hung
 or died), and it is worth the smaller of 0 and the lowest scored reward of its group."""
+Retry = Literal["timeout", "death"]
+"""Why a response was scored a second time: its scorer ran too long, or its process died."""
 
 
 class Media(Protocol):
@@ -114,6 +116,8 @@ class Score:
     """Why there is no score; None: there is one."""
     token_rewards: Floats | None = None
     """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
+    retried: Retry | None = None
+    """Why it was scored twice, if it was; `failure` says whether the second time was as bad."""
 
     @property
     def failed(self) -> bool:
@@ -144,14 +148,23 @@ class Sample:
     """Which prompt of the batch it answers: samples of one group begin with the same tokens and the same media."""
     source: str = ""
     """The dataset and row of its prompt, for messages."""
+    prefix: int | None = None
+    """Tokens before the response, where `sampled` does not tell: a response without a reward is left out of the loss,
+    all of it."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.sampled):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} flags of what was sampled")
 
+    def left_out(self) -> Sample:
+        """The same, with no token in the loss."""
+        return replace(self, sampled=np.zeros_like(self.sampled), prefix=self.prompt_length)
+
     @property
     def prompt_length(self) -> int:
         """Tokens before the first that was sampled; all of them when none was."""
+        if self.prefix is not None:
+            return self.prefix
         return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
 
 
@@ -176,6 +189,9 @@ class Experience:
     """B arrays of [T]: what it should have predicted."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss."""
+    span: tuple[float, float] | None = None
+    """Which share of the run it stands for, from 0 to 1, where optimizer steps do not say how far the run is: with
+    dynamic filtering a step takes as many prompts as it needs. The learning rate follows it. None: it counts steps."""
 
     def __post_init__(self) -> None:
         lengths = [len(s.tokens) for s in self.samples]
@@ -206,6 +222,7 @@ class Totals:
     num_tokens: int
     """Sampled tokens."""
     num_samples: int
+    """Samples with a sampled token."""
 
 
 Layout = Literal["padded", "packed", "shared"]

@@ -16,7 +16,7 @@ from vlmrl.plugins import processor_of
 from vlmrl.preflight import plan_of, plan_of_critic, roles_of
 from vlmrl.role_settings import last_step
 from vlmrl.stage import Stage
-from vlmrl.trainer import train
+from vlmrl.trainer import Carried, Course, train
 
 Measured = dict[str, float]
 """`seconds` of a step, `<phase>_s` of its phases, and the step's metrics under their own names."""
@@ -42,6 +42,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
             report=clock,
         )
         policy.publish(0)
+        course = Course(prompts.num_rows * config.train.num_episodes)
 
         def steps() -> Iterator[Measured]:
             for step in range(1, last_step(config, prompts.num_rows) + 1):
@@ -60,10 +61,11 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     after_step=lambda step, judged: {
                         "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)
                     },
-                    save=lambda step, kl_coef: None,
+                    save=lambda step, carried: None,
                     first_step=step,
                     last_step=step,
-                    kl_coef=config.algo.kl.init_coef,
+                    course=course,
+                    carried=Carried(config.algo.kl.init_coef),
                 )
                 yield {"seconds": time.perf_counter() - started} | clock.take()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from buffers_task import built, far
 from ranks import end_together
 
 from vlmrl.algorithms.losses import PolicyLoss
@@ -374,7 +375,7 @@ def _draw() -> None:
     random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
 
 
-TASKS = {f.__name__: f for f in (score, update, adapt, supervise, unbroken, continued, fails, poisoned)}
+TASKS = {f.__name__: f for f in (score, update, adapt, supervise, unbroken, continued, fails, poisoned, far, built)}
 
 
 def main(job: str) -> None:

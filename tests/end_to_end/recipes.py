@@ -18,6 +18,15 @@ def digits(response, label, metadata, **_):
 def odd_are_solved(response, label):
     """The same, but that every answer is right where the label is odd."""
     return 1.0 if int(label) % 2 else digits(response, label, {})
+
+
+ASKED = []
+
+
+def soon_all_are_solved(response, label):
+    """The same, until so many answers are scored: from then on all of them are right."""
+    ASKED.append(label)
+    return 1.0 if len(ASKED) > 500 else odd_are_solved(response, label)
 '''
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import ray
 
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.cluster.session import session
 from vlmrl.cluster.store import created_bytes, put
 from vlmrl.config.data import Data
@@ -94,3 +98,58 @@ def test_the_bytes_of_a_draw_are_those_of_its_images(tiny_model: Callable[..., s
     assert metrics["media/bytes_moved"] <= moved < 1.1 * metrics["media/bytes_moved"]
     assert prompts[0].media[0].fetch().shape == (224, 224, 3)
     group.shutdown()
+
+
+_SHARED_MACHINE = """
+import os
+from vlmrl import startup
+startup.prepare()
+os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-8932f937,5,MIG-4d2a"
+import vlmrl.cluster, ray
+ray.init(num_cpus=2, num_gpus=3, include_dashboard=False, log_to_driver=False)
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"  # of the driver, which may be on another machine
+from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.placement import Place
+from vlmrl.cluster.session import session
+with session() as machines:
+    places = [Place(0, (1,)), Place(0, (0, 2))]
+    group = WorkerGroup("helper", "builtins.dict", {}, session=machines, places=places, timeout_s=60)
+    seen = [ray.get(w.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"])) for w in group._workers]
+    print("seen", machines.nodes[0].gpus, seen)
+ray.shutdown()
+"""
+
+
+def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _SHARED_MACHINE],
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "seen ('GPU-8932f937', '5', 'MIG-4d2a') ['5', 'GPU-8932f937,MIG-4d2a']" in found.stdout, found.stderr
+
+
+def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"input": "a", "label": "\\\\frac{1}{2}"}\n{"input": "b", "label": "\\\\frac{1}{"}\n')
+    settings = {
+        "model": tiny_model("qwen3", size="micro"),
+        "trust_remote_code": False,
+        "data": Data(prompt_dataset=str(file), max_dropped_fraction=0.5),
+        "evaluation": None,
+        "seed": 1,
+        "functions": ("math",),
+    }
+    group = start("vlmrl.cluster.store.StoredSource", settings)
+    told: list[str] = []
+    prompts = RemotePrompts(group, say=told.append)
+    prompts.look_at_labels()
+    drawn, metrics = prompts.draw(2)
+    group.shutdown()
+    assert [prompt.source for prompt in drawn] == ["rows:0", "rows:0"]
+    assert metrics["data/rows_dropped"] == 1
+    assert told[0].startswith("labels: 1 of the first 2 rows cannot be used by reward.functions")
+    assert "row rows:1 dropped, label unusable" in told[1]

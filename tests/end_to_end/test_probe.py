@@ -65,6 +65,7 @@ class Both:
             question=partial(question, processor=self.trainer.tools, data=data),
             sampling=sampling_of(settings, seed=0),
             bound=1e-3,
+            floor=1e-6,
             is_apart=True,
         )
 

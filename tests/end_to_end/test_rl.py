@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from recipes import read_metrics, recipe, steps_of
 
+from vlmrl import startup
 from vlmrl.config.load import load
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.run import evaluate, train_rl, train_sft
+
+PLAIN_ENGINE = Path(__file__).with_name("plain_engine.py")
 
 NAMES = """reward/mean reward/std group/constant_fraction response/tokens_mean response/truncated_fraction policy/loss
 policy/clip_fraction policy/entropy policy/grad_norm sync/version sync/logprob_diff_max sync/kl_rollout_train
@@ -72,6 +78,24 @@ def test_the_quickstart_in_short(tmp_path: Path, tiny_model: Callable[..., str])
         train_rl(load(RlConfig, recipe(f"{example}.yaml", str(warm / "model"), out, **flags)))
         assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
         assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
+    check_loads_in_plain_programs(tmp_path / "quickstart_rl" / "model", tmp_path)
+
+
+def check_loads_in_plain_programs(model: Path, folder: Path) -> None:
+    """What a run leaves is for everybody: a process that knows nothing of vlmrl loads it and answers alike."""
+    environment = {name: value for name, value in os.environ.items() if name not in startup.environment()}
+    done = subprocess.run(
+        [sys.executable, str(PLAIN_ENGINE), str(model)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert answers["vllm"] == answers["transformers"]
 
 
 def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(

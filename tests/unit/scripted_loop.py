@@ -10,7 +10,7 @@ import numpy as np
 from vlmrl.agreement import compare_engine
 from vlmrl.config.run import RlConfig
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Critic, train
+from vlmrl.trainer import Carried, Course, Critic, Ending, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 
 ANSWER_LOGPROB = -0.5
@@ -109,6 +109,7 @@ class Notebook:
     def __init__(self) -> None:
         self.steps: dict[int, Metrics] = {}
         self.phases: list[str] = []
+        self.ending: Ending | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -139,10 +140,12 @@ def run(
     steps: int,
     rewarder: LabelRewarder | None = None,
     critic: Critic | None = None,
+    num_prompts: int = 1_000_000,
+    notebook: Notebook | None = None,
     **hooks: object,
 ) -> Notebook:
-    notebook = Notebook()
-    train(
+    notebook = notebook or Notebook()
+    notebook.ending = train(
         settings,
         prompts=CountingPrompts(),
         engine=policy.engine,
@@ -152,13 +155,14 @@ def run(
         report=notebook,
         first_step=1,
         last_step=steps,
-        kl_coef=settings.algo.kl.init_coef,
         **{  # type: ignore[arg-type]
             "reference": None,
+            "course": Course(num_prompts),
+            "carried": Carried(settings.algo.kl.init_coef),
             "check_sight": lambda step, groups: {},
             "check_publish": lambda version: {},
             "after_step": lambda step, judged: {},
-            "save": lambda step, kl_coef: None,
+            "save": lambda step, carried: None,
         }
         | hooks,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scripted_loop import config, make_prompt, make_rollout
 
-from vlmrl.agreement import check_versions, compare_engine, largest_gap
+from vlmrl.agreement import check_versions, compare_engine, largest_gap, rounding
 from vlmrl.types import Experience, Group, Sample
 
 
@@ -32,3 +32,11 @@ def test_engines_on_the_original_base_of_a_4_bit_policy_are_bound_only_on_reques
     assert bound("dequantized") == 1e-3
     assert bound("original") == float("inf")
     assert bound("original", max_logprob_diff=0.2) == 0.2
+
+
+def test_what_rounding_may_do_follows_the_type() -> None:
+    assert rounding(config()) == 1e-6
+    assert rounding(config(ds={"param_dtype": "bf16"})) == 0.025
+    assert rounding(config(ds={"param_dtype": "bf16"}, vllm={"max_logprob_diff": 0.02})) == 0.005
+    original = {"param_dtype": "bf16", "load_in_4bit": True, "lora": {"rank": 4}}
+    assert rounding(config(ds=original, vllm={"qlora_base": "original"})) == 0.025, "where there is no bound too"

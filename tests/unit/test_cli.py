@@ -41,6 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
             setattr(fake, name, recorder(name))
         monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.setattr("vlmrl.doctor.main", recorder("doctor"))
+    monkeypatch.setattr("vlmrl.selftest.report.main", recorder("selftest"))
     return found
 
 
@@ -59,13 +60,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["serve-rm", "--reward.model_name_or_path", "m"], "serve_rm", {}),
         (["doctor"], "doctor", {"as_json": False}),
         (["doctor", "--json"], "doctor", {"as_json": True}),
+        (["doctor", "--self-test"], "selftest", {"as_json": False}),
+        (["doctor", "--json", "--self-test"], "selftest", {"as_json": True}),
     ],
 )
 def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, how: dict[str, Any]) -> None:
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
     assert (name, given) == (called, how)
-    if called not in ("doctor", "logprobs", "merge", "serve_rm"):
+    if called not in ("doctor", "selftest", "logprobs", "merge", "serve_rm"):
         assert config.actor.model_name_or_path == "m"
 
 
@@ -77,7 +80,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
         (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
         (
             ["doctor", "--fix"],
-            "vlmrl doctor: takes --json, and --config FILE.yaml with other settings of the run, not --fix\n",
+            "vlmrl doctor: takes --json, --self-test, and --config FILE.yaml with other settings of the run, not --fix",
         ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
         (["bench", "publish", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),

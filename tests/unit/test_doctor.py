@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl import doctor
-from vlmrl.doctor import Check, ProbeError
+from vlmrl import doctor, machine
+from vlmrl.doctor import Check
+from vlmrl.machine import Finding
 from vlmrl.startup import pins
 
 PROBES = """
@@ -88,16 +89,18 @@ def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_machine_is_described_without_any_library() -> None:
-    for check in doctor.CHECKS:
-        if not check.isolated:
-            assert doctor.ask(check).detail
+    for check in machine.CHECKS:
+        assert check in doctor.CHECKS
+        assert doctor.ask(check).detail
 
 
-def test_too_little_of_something_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
-    with pytest.raises(ProbeError, match="at most 256 open files") as caught:
-        doctor.open_files()
-    assert caught.value.args[1] == "run `ulimit -n 4096` first"
+def test_a_machines_check_that_cannot_look_costs_one_line() -> None:
+    def no_such_file() -> Finding:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    found = doctor.ask(no_such_file)
+    assert (found.name, found.ok, found.essential) == ("no such file", False, False)
+    assert found.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
 
 
 def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,11 @@ def test_pass_at_more_than_was_drawn_is_refused() -> None:
 def test_a_checking_reward_decides_before_the_total_does() -> None:
     assert is_right(Score(0.2, {"exact": 1.0, "format": 0.0}))
     assert not is_right(Score(0.9, {"math": 0.0, "format": 1.0}))
+    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
+    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
     assert is_right(Score(0.9, {"mine": 0.9}))
+    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "of both verdicts math decides"
+    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
     steps = np.array([0.0, 0.25, 0.5], np.float32)
     assert is_right(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
 
@@ -57,6 +61,32 @@ def test_a_set_is_summarised_for_every_power_of_two() -> None:
     assert metrics["eval/toy/reward"] == 0.25
     assert metrics["eval/toy/tokens_mean"] == 1.0
     assert "eval/toy/pass@4" not in metrics
+
+
+LOST = Score(0.0, failure="infrastructure")
+
+
+def test_what_could_not_be_scored_is_counted_and_is_in_no_mean() -> None:
+    right, wrong, broken = Score(1.0), Score(0.0), Score(0.0, failure="response")
+    metrics = summarise("toy", [group(2)] * 3, [[right, LOST], [right, wrong], [broken, right]])
+    assert metrics["eval/toy/failed"] == 1.0, "a response that breaks its scorer has its score"
+    # One of one, one of two, one of two.
+    assert metrics["eval/toy/pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert metrics["eval/toy/pass@2"] == 1.0, "over the two prompts of which two answers were scored"
+    assert metrics["eval/toy/reward"] == pytest.approx(3 / 5)
+
+
+def test_a_set_of_which_nothing_was_scored_has_no_pass_rate() -> None:
+    metrics = summarise("toy", [group(2)] * 2, [[LOST, LOST]] * 2)
+    assert metrics["eval/toy/failed"] == 4.0
+    assert not [name for name in metrics if "pass@" in name or name.endswith("/reward")]
+    assert break_down("toy", [of({"family": "count"}, 2)], [[LOST, LOST]], key="family") == {}
+    assert evaluated_sets(metrics) == {}
+
+
+def test_ten_answers_of_a_hundred_without_a_score_are_not_wrong() -> None:
+    metrics = summarise("toy", [group(1)] * 100, [[Score(1.0)]] * 90 + [[LOST]] * 10)
+    assert (metrics["eval/toy/pass@1"], metrics["eval/toy/failed"]) == (1.0, 10.0)
 
 
 def of(metadata: dict[str, object], size: int) -> Group:

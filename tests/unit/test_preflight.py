@@ -45,6 +45,23 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_names_labels_that_no_response_can_match(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    labels = ["4", "145°", "\\\\frac{1}{", "x^2 +", "", "\\\\sqrt{", "\\\\frac{1}{2}"]
+    file.write_text("".join(f'{{"input": "q", "label": "{label}"}}\n' for label in labels))
+    data = ["--data.prompt_dataset", str(file), "--data.max_dropped_fraction", "1.0"]
+    assert dry_run("rl", model, tmp_path / "out", *data) == 0
+    shown = capsys.readouterr().out
+    said = next(line for line in shown.splitlines() if line.startswith("labels: "))
+    assert "4 of the first 7 rows cannot be used by reward.functions" in said
+    assert said.count("(it ") == 3
+    assert "dropped, label unusable: '': it is empty" in shown
+    assert dry_run("rl", model, tmp_path / "out", *data, "--reward.functions", "{format: 1.0}") == 0
+    assert "can be used" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_supervised_training_looks_at_the_answers(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +255,22 @@ def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: 
     check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
     with pytest.raises(ConfigError, match=said):
         check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
+
+
+def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(model: str) -> None:
+    def check(*more: str, num_gpus: int = 8) -> None:
+        words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", "--ds.lora.rank", "8", *more]
+        config = load(RlConfig, words)
+        adapter = plan_of(config, processor(model, min_pixels=3136, max_pixels=12544))
+        check_hardware(config, Session((Node(id="", num_cpus=8, num_gpus=num_gpus),)), adapter)
+
+    with pytest.raises(ConfigError, match=r"ds\.param_dtype fp32 with ds\.lora.*set ds\.param_dtype bf16") as caught:
+        check("--ds.param_dtype", "fp32")
+    assert "\n" not in str(caught.value)
+    check("--ds.param_dtype", "bf16")
+    check("--ds.param_dtype", "fp32", num_gpus=0)
+    # Merged weights travel instead of these, and the engine has no adapter.
+    check("--ds.param_dtype", "fp32", "--ds.lora.target_modules", "all")
 
 
 def test_a_best_model_by_another_metric_is_refused_before_anything_starts(

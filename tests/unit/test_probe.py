@@ -200,6 +200,7 @@ class Run:
             question=self.question,
             sampling=Sampling(n=2, temperature=self.trainer.temperature, top_p=1.0, max_new_tokens=8, seed=0),
             bound=bound,
+            floor=1e-6,
             is_apart=is_apart,
         )
 
@@ -324,6 +325,26 @@ def test_an_answer_of_another_version_is_refused() -> None:
         run.probe.check(1)
 
 
+@dataclass
+class Hiccup(Engine):
+    """Answers without the adapter the first time that it is asked, and never again."""
+
+    num_asked: int = 0
+
+    def generate(self, prompt: Prompt, sampling: Sampling, *, adapter: bool) -> Group:
+        self.num_asked += 1
+        sound = Engine(held=self.held if self.num_asked > 1 else NONE, version=self.version)
+        return sound.generate(prompt, sampling, adapter=adapter)
+
+
+def test_one_odd_mean_is_asked_again_before_it_is_an_error() -> None:
+    run = Run(Engine(), Hiccup())
+    found = run.publish(drawn(1))
+    assert found["sync/probe_doubts"] == 1.0
+    assert found["sync/probe_gap"] > BOUND
+    assert run.publish(drawn(2))["sync/probe_doubts"] == 0.0
+
+
 def test_what_was_found_is_told_in_one_line() -> None:
     metrics = {"sync/probe_gap": 1e-6, "sync/base_gap": 2e-6, "sync/probe_change": 0.0}
     assert told(metrics) == (
@@ -355,5 +376,6 @@ def test_a_question_is_long_enough_for_the_prefix_cache_and_fits_the_run(family:
 
 def test_a_question_is_answered_as_the_run_answers() -> None:
     sampling = sampling_of(RolloutSettings(max_new_tokens=2, temperature=0.7), seed=5)
-    assert (sampling.n, sampling.temperature, sampling.max_new_tokens, sampling.seed) == (4, 0.7, 2, 5)
-    assert sampling_of(RolloutSettings(), seed=5).max_new_tokens == 4
+    assert (sampling.n, sampling.temperature, sampling.max_new_tokens, sampling.seed) == (32, 0.7, 2, 5)
+    usual = sampling_of(RolloutSettings(), seed=5)
+    assert usual.n * usual.max_new_tokens == 128

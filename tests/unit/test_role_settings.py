@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted_loop import config
 
-from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.errors import ConfigError
 from vlmrl.role_settings import absolute, critic_settings, last_step, optimizer_steps, policy_loss
 
@@ -43,6 +44,25 @@ def test_every_knob_of_the_loss_comes_from_its_setting() -> None:
     assert (knobs.clip_low, knobs.clip_high, knobs.dual_clip, knobs.entropy_coef) == (0.1, 0.3, 3.0, 0.01)
     assert knobs.correction == Correction("icepop", 0.4, 2.0)
     assert (knobs.kl_early_stop, knobs.aggregation, knobs.max_new_tokens) == (0.05, "constant", 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("tis", (0.0, 2.0)), ("icepop", (0.5, 5.0)), ("seq-mask-tis", (0.5, 5.0))]
+)
+def test_a_correction_has_the_range_of_its_kind_unless_one_is_given(kind: str, expected: tuple[float, float]) -> None:
+    given = {"is_correction_enable": True, "is_correction_type": kind}
+    found = loss(algo={"advantage": given}).correction
+    assert (found.low, found.high) == expected
+    found = loss(algo={"advantage": given | {"is_correction_threshold": [0.4, 3.0]}}).correction
+    assert (found.low, found.high) == (0.4, 3.0)
+
+
+def test_truncated_importance_sampling_raises_no_weight_at_its_defaults() -> None:
+    tis = loss(algo={"advantage": {"is_correction_enable": True}}).correction
+    # The trainer finds the token e^-5 as probable as the engine did.
+    given = {"sampled": torch.tensor([[True]]), "owner": torch.tensor([[0]])}
+    weight = correct(tis, old=torch.tensor([[-6.0]]), rollout=torch.tensor([[-1.0]]), **given)
+    assert float(weight) == pytest.approx(0.0067379, abs=1e-6)
 
 
 def test_gspo_has_its_papers_range_and_weighs_answers() -> None:

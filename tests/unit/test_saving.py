@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
+from vlmrl.errors import ConfigError
 from vlmrl.observe.folder import RunFolder
 from vlmrl.saving import Saves
+from vlmrl.sifting import Seen
+from vlmrl.trainer import Carried
 
 
 class Remembering:
@@ -71,7 +74,7 @@ def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **change
 def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     for step in range(1, 5):
-        run.save(step, kl_coef=0.5)
+        run.save(step, Carried(0.5))
     assert log == [f"{role} step_00000{step}" for step in (2, 4) for role in ("critic", "policy")]
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step_*"))
     assert left == ["checkpoints/critic/step_000004", "checkpoints/step_000004"], "both are pruned alike"
@@ -80,27 +83,27 @@ def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_pa
 def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     assert run.restore() == (0, None)
-    run.save(2, kl_coef=0.25)
+    run.save(2, Carried(0.25))
     # Killed between the two: a critic without its policy counts for nothing.
     (tmp_path / "checkpoints/critic/step_000004").mkdir()
     log.clear()
-    assert run.restore() == (2, 0.25)
+    assert run.restore() == (2, Carried(0.25))
     assert log == ["policy from step_000002", "critic from step_000002", "prompts {'drawn': 7}"]
 
 
 def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
-    run.save(2, kl_coef=0.25)
+    run.save(2, Carried(0.25))
     (tmp_path / "checkpoints/critic/step_000010").mkdir()
     run.restore()
-    run.save(4, kl_coef=0.25)
+    run.save(4, Carried(0.25))
     assert [path.name for path in (tmp_path / "checkpoints/critic").iterdir()] == ["step_000004"]
 
 
 def test_a_weight_of_the_kl_that_does_not_adapt_is_the_settings_on_resume_too(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log, kl={})
-    run.save(2, kl_coef=0.25)
-    assert run.restore() == (2, None)
+    run.save(2, Carried(0.25))
+    assert run.restore() == (2, Carried(0.5))
 
 
 def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tmp_path: Path, log: list[str]) -> None:
@@ -133,7 +136,43 @@ def test_what_a_run_did_not_write_itself_stays(tmp_path: Path, log: list[str]) -
 
 def test_a_checkpoint_that_has_to_be_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
-    run.save(3, kl_coef=0.5)
+    run.save(3, Carried(0.5))
     assert log == []
-    run.save(3, kl_coef=0.5, must=True)
+    run.save(3, Carried(0.5), must=True)
     assert log == ["critic step_000003", "policy step_000003"]
+
+
+def filtering(root: Path, log: list[str], **changes: Any) -> Saves:
+    settings = config(algo={"dynamic_filtering_enable": True}, ckpt={"load_enable": True} | changes)
+    prompts, policy = (Remembering(name, log) for name in ("prompts", "policy"))
+    return Saves(settings, RunFolder(root), prompts, policy, Silent())  # type: ignore[arg-type]
+
+
+def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_path: Path, log: list[str]) -> None:
+    run = filtering(tmp_path, log)
+    assert run.save_finished() is None, "nothing is finished yet"
+    run.save(1, Carried(0.0, Seen(-1.0, 2.0)))
+    assert log == [], "ckpt.save_steps is -1"
+    run.prompts.state = lambda: {"drawn": 99}  # type: ignore[method-assign,assignment]
+    assert run.save_finished() == tmp_path / "checkpoints/step_000001"
+    assert run.restore() == (1, Carried(0.0, Seen(-1.0, 2.0)))
+    assert log == ["policy step_000001", "policy from step_000001", "prompts {'drawn': 7}"]
+    run.save_finished()
+    assert log.count("policy step_000001") == 1, "it is there already"
+
+
+def test_without_filtering_nobody_asks_where_the_data_stand(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    run.prompts.state = None  # type: ignore[method-assign,assignment]
+    run.save(1, Carried(0.5))
+    assert run.save_finished() is None
+
+
+def test_a_metric_that_nobody_could_score_leaves_the_best_model_alone(tmp_path: Path, log: list[str]) -> None:
+    settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
+    policy = Remembering("policy", log)
+    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    run.keep_best(1, {"eval/toy/failed": 4.0})
+    assert log == []
+    with pytest.raises(ConfigError, match="is not what the evaluation measures"):
+        run.keep_best(1, {"eval/toy/failed": 0.0})

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted_loop import LabelRewarder, RememberingPolicy, ScriptedEngine, config, run
+from scripted_loop import LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, make_rollout, run
 
 from vlmrl.config.adapter_checks import is_one_pass
+from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError, SyncError
 from vlmrl.judging import Judged
-from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.sifting import Seen
+from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, progress
+from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Score
 
 
 def test_a_step_goes_through_its_phases_and_every_publish_has_the_next_version() -> None:
@@ -112,7 +116,7 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         check_sight=look,
         check_publish=ask,
         after_step=remember,
-        save=lambda step, kl_coef: order.append(f"saved {step}"),
+        save=lambda step, carried: order.append(f"saved {step}"),
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
@@ -171,7 +175,11 @@ def test_groups_that_teach_nothing_are_replaced_by_fresh_prompts() -> None:
     assert notebook.steps[1]["filter/groups_drawn"] == 7
     assert notebook.steps[1]["filter/kept_fraction"] == pytest.approx(2 / 7)
     assert len(policy.taught[0].samples) == 4
-    assert notebook.steps[1]["reward/mean"] == 0.5
+    # Two groups are all right, three all wrong and two half right.
+    assert notebook.steps[1]["reward/mean"] == pytest.approx(3 / 7)
+    assert notebook.steps[1]["group/constant_fraction"] == pytest.approx(5 / 7)
+    assert notebook.steps[1]["filter/reward_mean"] == 0.5
+    assert notebook.steps[1]["filter/tokens_mean"] == notebook.steps[1]["response/tokens_mean"] == 2.0
 
 
 def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
@@ -180,7 +188,9 @@ def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
             return [[Score(0.0), Score(0.0)] for _ in groups]
 
     settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
-    with pytest.raises(RewardError, match=r"kept 0 of 6 groups in 3 draws.* 6 had a mean score of 0 or less.*0 to 0"):
+    with pytest.raises(
+        RewardError, match=r"kept 0 of 6 groups in 3 draws, and a step needs 2: 6 had .*equal worth \(0 to 0\)"
+    ):
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Hopeless())
 
 
@@ -196,7 +206,7 @@ def test_the_leash_follows_its_target_and_is_saved_for_the_next_step() -> None:
         RememberingPolicy(ScriptedEngine()),
         steps=2,
         reference=Near(),
-        save=lambda step, kl_coef: saved.append(kl_coef),
+        save=lambda step, carried: saved.append(carried.kl_coef),
     )
     # k1 is 0.2, twice the target, and the error is clipped to 0.2: times 1 + 0.2 * 4 answers / 40.
     assert saved == pytest.approx([0.5 * 1.02, 0.5 * 1.02**2])
@@ -219,7 +229,7 @@ def test_while_the_critic_learns_alone_the_leash_waits() -> None:
         steps=3,
         critic=Prophet(),
         reference=Same(),
-        save=lambda step, kl_coef: saved.append(kl_coef),
+        save=lambda step, carried: saved.append(carried.kl_coef),
     )
     assert saved[:2] == [0.5, 0.5]
     assert saved[2] < 0.5
@@ -273,3 +283,224 @@ def test_failures_add_up_over_the_refills_of_a_step() -> None:
     # Draws of 2, 2, 1, 1 and 1 prompts with 2 answers each; of the seven prompts, 2 and 6 teach.
     assert told == [(4, 0), (8, 2), (10, 3), (12, 4), (14, 5)]
     assert notebook.steps[1]["reward/failed"] == 5
+
+
+def test_the_groups_that_were_left_out_reach_the_transcripts() -> None:
+    seen: list[Judged] = []
+
+    def remember(step: int, judged: Judged) -> Metrics:
+        seen.append(judged)
+        return {}
+
+    run(
+        config(algo=FILTERING),
+        RememberingPolicy(ScriptedEngine()),
+        steps=1,
+        rewarder=PickyRewarder(),
+        after_step=remember,
+    )
+    assert [group.prompt.index for group in seen[0].groups] == [2, 6]
+    assert [group.prompt.index for group, _, _ in seen[0].left_out] == [0, 1, 3, 4, 5]
+    assert [list(rewards) for _, _, rewards in seen[0].left_out] == [[0, 0], [1, 1], [0, 0], [0, 0], [1, 1]]
+
+
+class Mastering(ScriptedEngine):
+    """Answers right with a chance that rises with every publish, from 0.2 to 1."""
+
+    def __init__(self, *, num_answers: int = 8, wanted: int = 4) -> None:
+        super().__init__()
+        self.num_answers, self.wanted = num_answers, wanted
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+    ) -> list[Group]:
+        skill = min(1.0, 0.2 + 0.8 * self.version / self.wanted)
+        rng = np.random.default_rng([self.version, prompts[0].index])
+        return [
+            Group(
+                prompt,
+                tuple(
+                    make_rollout(prompt, "right" if rng.random() < skill else "wrong", version=self.version)
+                    for _ in range(self.num_answers)
+                ),
+            )
+            for prompt in prompts
+        ]
+
+
+def mastering(**changes: object) -> RlConfig:
+    """16 prompts a step, 8 answers each, dynamic filtering; only the label is worth something."""
+    return config(
+        **{
+            "rollout": {"batch_size": 16, "n_samples_per_prompt": 8, "max_new_tokens": 4},
+            "train": {"batch_size": 128},
+            "algo": FILTERING | {"dynamic_filtering_max_draws": 4},
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize("reward", [{}, {"remote_url": "mine.py:reward"}])
+def test_a_run_that_has_mastered_its_prompts_ends_well(reward: dict[str, object]) -> None:
+    policy, saved = RememberingPolicy(Mastering()), list[int]()
+    settings = mastering(reward=reward)
+    notebook = run(settings, policy, steps=50, save=lambda step, carried: saved.append(step))
+    assert notebook.ending is not None
+    assert notebook.ending.is_solved
+    assert notebook.ending.step == saved[-1] == len(policy.taught) == max(notebook.steps)
+    assert notebook.ending.step < 50
+    assert "its prompts are solved: " in (notebook.ending.why or "")
+    assert "\n" not in (notebook.ending.why or "")
+
+
+def test_with_filtering_the_reward_that_a_run_shows_rises_with_the_policy() -> None:
+    settings = mastering(
+        rollout={"batch_size": 64, "n_samples_per_prompt": 8, "max_new_tokens": 4},
+        train={"batch_size": 512},
+        algo=FILTERING | {"dynamic_filtering_max_draws": 40},
+    )
+    notebook = run(settings, RememberingPolicy(Mastering(wanted=8)), steps=8)
+    shown = [notebook.steps[step]["reward/mean"] for step in range(1, 9)]
+    # 0.2 and a tenth more at each step.
+    assert shown == pytest.approx([0.2 + 0.1 * step for step in range(8)], abs=0.08)
+    assert max(notebook.steps[step]["filter/reward_mean"] for step in range(1, 9)) < 0.88, "never all right"
+
+
+class Constant(LabelRewarder):
+    """Every answer of a prompt is worth the same: what `worth` says of the number of the call."""
+
+    def __init__(self, worth: Callable[[int], float], first: int) -> None:
+        super().__init__()
+        self.worth, self.first, self.calls = worth, first, 0
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        self.calls += 1
+        if self.calls <= self.first:
+            return super().score(groups)
+        return [[Score(self.worth(group.prompt.index))] * len(group.rollouts) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("reward", "worth", "is_solved"),
+    [
+        # The built-in `math` pays 1 at most.
+        ({}, lambda index: 1.0, True),
+        ({}, lambda index: 0.0, False),
+        ({}, lambda index: float(index % 2), False),
+        ({}, lambda index: float(index % 3 > 0), True),
+        # All wrong but well formatted is not solved.
+        ({"functions": {"math": 0.9, "format": 0.1}}, lambda index: 0.1, False),
+        ({"functions": {"math": 0.9, "format": 0.1}}, lambda index: 1.0, True),
+        # The user's own may pay anything: the run has seen 0 and 1 in its first step.
+        ({"remote_url": "mine.py:reward"}, lambda index: 1.0, True),
+        ({"remote_url": "mine.py:reward"}, lambda index: 0.5, False),
+        ({"remote_url": "mine.py:reward"}, lambda index: 0.0, False),
+    ],
+)
+def test_exhaustion_is_a_good_end_only_where_most_prompts_are_solved(
+    reward: dict[str, object], worth: Callable[[int], float], is_solved: bool
+) -> None:
+    settings = config(algo=FILTERING, reward=reward)
+    notebook, policy = Notebook(), RememberingPolicy(ScriptedEngine())
+    arguments = {"steps": 5, "rewarder": Constant(worth, first=1), "notebook": notebook}
+    if is_solved:
+        run(settings, policy, **arguments)  # type: ignore[arg-type]
+        assert notebook.ending is not None
+        assert (notebook.ending.step, notebook.ending.is_solved) == (1, True)
+    else:
+        with pytest.raises(ExhaustedError, match="kept 0 of 20 groups in 10 draws") as caught:
+            run(settings, policy, **arguments)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+    assert list(notebook.steps) == [1]
+
+
+def test_what_was_seen_before_a_kill_counts_after_it() -> None:
+    settings = config(algo=FILTERING, reward={"remote_url": "mine.py:reward"})
+    always = Constant(lambda index: 1.0, first=0)
+    with pytest.raises(ExhaustedError):
+        run(settings, RememberingPolicy(ScriptedEngine()), steps=5, rewarder=always)
+    seen = Carried(0.0, Seen(0.0, 1.0))
+    notebook = run(settings, RememberingPolicy(ScriptedEngine()), steps=5, rewarder=always, carried=seen)
+    assert notebook.ending is not None
+    assert notebook.ending.is_solved
+
+
+def test_rewards_below_zero_teach_and_a_range_is_asked_on_top() -> None:
+    class Signed(LabelRewarder):
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            return [[Score(-1.0), Score(1.0)] for _ in groups]
+
+    notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Signed())
+    assert notebook.steps[1]["filter/kept_fraction"] == 1.0, "half right, of mean 0"
+    settings = config(algo=FILTERING | {"dynamic_filtering_range": [0.0, 1.0]})
+    with pytest.raises(ExhaustedError, match=r"20 a mean reward outside algo.dynamic_filtering_range 0 1"):
+        run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Signed())
+
+
+def test_groups_of_which_nothing_was_scored_are_not_trained_on_and_not_solved() -> None:
+    class Down(LabelRewarder):
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            return [[Score(1.0), Score(0.0, failure="infrastructure")] for _ in groups]
+
+    with pytest.raises(ExhaustedError, match="20 fewer than two scored responses"):
+        run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Down())
+
+
+def test_with_filtering_an_episode_is_a_pass_over_the_prompts_and_the_schedule_follows_it() -> None:
+    # One prompt of four teaches, so that a step of two takes seven or eight.
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=100, rewarder=PickyRewarder(), num_prompts=24)
+    # Prompts 0 to 6, 7 to 14 and 15 to 22; one is left.
+    assert [notebook.steps[step]["filter/groups_drawn"] for step in (1, 2, 3)] == [7, 8, 8]
+    assert notebook.ending == Ending(3, notebook.ending and notebook.ending.why, is_solved=False, left_out=1)
+    assert "the 24 prompts of its episodes are drawn; the last 1 do not fill a batch of 2" in str(notebook.ending)
+    spans = [experience.span for experience in policy.taught]
+    assert spans == [(0.0, 7 / 24), (7 / 24, 15 / 24), (15 / 24, 23 / 24)]
+
+
+def test_a_run_that_goes_on_draws_what_is_left() -> None:
+    policy = RememberingPolicy(ScriptedEngine())
+    course = Course(24, drawn=15)
+    notebook = run(config(algo=FILTERING), policy, steps=100, rewarder=PickyRewarder(), course=course)
+    assert notebook.ending is not None
+    assert (notebook.ending.step, notebook.ending.left_out) == (1, 2)
+
+
+def test_prompts_that_do_not_fill_one_batch_are_refused() -> None:
+    hopeless = Constant(lambda index: 0.0, first=0)
+    with pytest.raises(RewardError, match=r"of the run's 8 prompts .* too few teach for one batch of 2"):
+        run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=4, rewarder=hopeless, num_prompts=8)
+
+
+def test_without_filtering_the_last_prompts_that_fill_no_batch_are_counted() -> None:
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(config(), policy, steps=3, num_prompts=7)
+    assert ["data/left_out" in notebook.steps[step] for step in (1, 2, 3)] == [False, False, True]
+    assert notebook.steps[3]["data/left_out"] == 1
+    assert policy.taught[0].span is None, "every step takes the same: the schedule counts them"
+    assert "data/left_out" not in run(config(), RememberingPolicy(ScriptedEngine()), steps=3, num_prompts=6).steps[3]
+
+
+def test_a_run_is_as_far_as_whatever_ends_it_first() -> None:
+    short = config(train={"batch_size": 4, "max_steps": 4})
+    assert progress(short, 1, Course(100, drawn=10)) == 0.25
+    assert progress(short, 1, Course(100, drawn=50)) == 0.5
+    assert progress(config(), 3, Course(100, drawn=10)) == 0.1
+
+
+def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -> None:
+    class Down(LabelRewarder):
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            return [[Score(0.0, failure="infrastructure")] * 2 for _ in groups]
+
+    class Exact(RememberingPolicy):
+        """Like ranks, it has no mean of nothing."""
+
+        def update(self, experience: Experience, *, step: int) -> Metrics:
+            self.taught.append(experience)
+            assert not any(sample.sampled.any() for sample in experience.samples)
+            return {"policy/loss": 0.0}
+
+    notebook = run(config(), Exact(ScriptedEngine()), steps=1, rewarder=Down())
+    assert notebook.steps[1]["reward/unscored"] == notebook.steps[1]["reward/failed"] == 4
+    assert "reward/mean" not in notebook.steps[1]

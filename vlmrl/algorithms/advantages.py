@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.filtering import teaches
 from vlmrl.algorithms.own import OwnFunction, call, declared, name_of
 from vlmrl.algorithms.returns import Estimated, gae, normalise, payments, returns, time_first
 from vlmrl.errors import ConfigError
@@ -16,44 +17,50 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 FLAG = "algo.advantage.estimator"
-OFFERED = ("rewards", "sampled", "values", "penalty", "token_rewards")
+OFFERED = ("rewards", "sampled", "values", "penalty", "token_rewards", "scored")
 """What a user's own estimator may declare; see `advantages`."""
 
 
-def reward_minus_group_mean(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+def reward_minus_group_mean(
+    rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"] | None = None
+) -> Float[Tensor, "N G"]:
     """`R - mean_j R`: the baseline of Dr. GRPO (arXiv:2503.20783) and of REINFORCE++ with a group baseline.
 
-    A group whose rewards are all equal is exactly 0: the rounding error of a mean must not become a gradient, least
-    of all after a division by a deviation that is as small.
+    A group that does not teach is exactly 0: the rounding error of a mean must not become a gradient, least of all
+    after a division by a deviation that is as small. A response that is not `scored` is in no mean, and 0; None: all
+    are.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return torch.where(is_constant(rewards)[:, None], 0.0, centred)
+    scored = _all_scored(rewards) if scored is None else scored
+    count = scored.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = rewards.masked_fill(~scored, 0.0).sum(dim=1, keepdim=True) / count
+    return torch.where(scored & teaches(rewards, scored=scored)[:, None], rewards - mean, 0.0)
 
 
-def group_norm(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """`(R - mean_j R) / (std_j R + 1e-6)` with the unbiased deviation (GRPO, arXiv:2402.03300)."""
-    if rewards.shape[1] == 1:
-        return torch.zeros_like(rewards)
-    return reward_minus_group_mean(rewards) / (rewards.std(dim=1, keepdim=True) + 1e-6)
+def group_norm(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"] | None = None) -> Float[Tensor, "N G"]:
+    """`(R - mean_j R) / (std_j R + 1e-6)` with the unbiased deviation (GRPO, arXiv:2402.03300), over the `scored`."""
+    scored = _all_scored(rewards) if scored is None else scored
+    centred = reward_minus_group_mean(rewards, scored)
+    freedom = (scored.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    return centred / ((centred.square().sum(dim=1, keepdim=True) / freedom).sqrt() + 1e-6)
 
 
-def rloo(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """`R` minus the mean of the other answers of its group (arXiv:2402.14740)."""
-    others = max(rewards.shape[1] - 1, 1)
-    left_out = (rewards.sum(dim=1, keepdim=True) - rewards) / others
-    return torch.where(is_constant(rewards)[:, None], 0.0, rewards - left_out)
+def rloo(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"] | None = None) -> Float[Tensor, "N G"]:
+    """`R` minus the mean of the other `scored` responses of its group (arXiv:2402.14740)."""
+    scored = _all_scored(rewards) if scored is None else scored
+    others = (scored.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    left_out = (rewards.masked_fill(~scored, 0.0).sum(dim=1, keepdim=True) - rewards) / others
+    return torch.where(scored & teaches(rewards, scored=scored)[:, None], rewards - left_out, 0.0)
 
 
-def is_constant(rewards: Float[Tensor, "N G"]) -> Bool[Tensor, " N"]:
-    """Groups that teach nothing, because all their answers are worth the same."""
-    return rewards.amax(dim=1) == rewards.amin(dim=1)
-
-
-def _as_is(rewards: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+def _as_is(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"] | None = None) -> Float[Tensor, "N G"]:
     return rewards
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+def _all_scored(rewards: Float[Tensor, "N G"]) -> Bool[Tensor, "N G"]:
+    return torch.ones_like(rewards, dtype=torch.bool)
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gae": _as_is,
     "reinforce": _as_is,
     "reinforce_baseline": reward_minus_group_mean,
@@ -61,7 +68,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "group_norm": group_norm,
     "dr_grpo": reward_minus_group_mean,
 }
-"""`algo.advantage.estimator` -> the scalar of an answer, [N, G] -> [N, G]."""
+"""`algo.advantage.estimator` -> the scalar of a response, from rewards and what is scored, [N, G] each, to [N, G]."""
 
 _ROUNDING = 1e-6
 """Of fp32, as a share of a number."""
@@ -98,8 +105,13 @@ def advantages(
     penalty: Float[Tensor, "B T"] | None = None,
     token_rewards: Float[Tensor, "B T"] | None = None,
     values: Float[Tensor, "B T"] | None = None,
+    scored: Bool[Tensor, "N G"] | None = None,
 ) -> Estimated:
     """The advantage of every token of the step; 0 where the policy did not choose. B is N * G, group by group.
+
+    A response that is not `scored` has no reward (a server was down): it is in no baseline and in no normalisation, and
+    its advantages are 0. None: all are scored. For the estimators with a group baseline, so is the only scored response
+    of a group, which has nothing to be compared with.
 
     `penalty` is `beta * kl_t`, for a KL that is part of the reward. It is charged to the token itself and to those
     before it, as every reward is: `A_t = a - sum_{s >= t} penalty_s`. So it acts on groups of equal reward too, which
@@ -113,8 +125,9 @@ def advantages(
 
     A user's own `estimator` is called with what it declares of `rewards`, `sampled`, `values`, `penalty` and
     `token_rewards`, None for what this run has not. It returns scalars [N, G], which go to every sampled token, or
-    advantages [B, T]. Nothing is normalised. Penalty and token rewards are charged as above unless it declares them.
-    Its critic, where it has one, is to predict what the sampled tokens are followed by, not discounted.
+    advantages [B, T]. Nothing is normalised. Penalty and token rewards are charged as above unless it declares them. It
+    may declare `scored` too; in `rewards` a response without a score has the mean of those of its group. Its critic,
+    where it has one, is to predict what the sampled tokens are followed by, not discounted.
 
     Raises:
         ValueError: shapes that do not fit together; `gae` without values.
@@ -122,15 +135,27 @@ def advantages(
     """
     _check_shapes(rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
     check(estimator)
+    scored = _all_scored(rewards) if scored is None else scored
+    takes_part = scored
+    if not callable(estimator) and ESTIMATORS[estimator] is not _as_is:
+        takes_part = scored & (scored.sum(dim=1, keepdim=True) > 1)
+    sampled = sampled & takes_part.reshape(-1, 1)
+    if token_rewards is not None:
+        token_rewards = token_rewards.masked_fill(~takes_part.reshape(-1, 1), 0.0)
     if callable(estimator):
-        return _own(estimator, rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
+        given = {"penalty": penalty, "token_rewards": token_rewards, "values": values}
+        return _own(estimator, _filled(rewards, scored), sampled, scored=scored, **given)
     sampled = time_first(sampled)
     penalty, token_rewards, values = (None if x is None else time_first(x) for x in (penalty, token_rewards, values))
-    scalars = ESTIMATORS[estimator](rewards.double()).reshape(-1)
+    scalars = ESTIMATORS[estimator](rewards.double(), scored)
     if token_rewards is not None and ESTIMATORS[estimator] is not _as_is:
+        step_rewards = token_rewards.sum(dim=1).view_as(rewards)
+        is_idle = ~teaches(rewards, step_rewards=step_rewards, scored=scored)
         by_deviation = estimator == "group_norm"
         token_rewards = step_advantages(token_rewards, group_size=rewards.shape[1], by_deviation=by_deviation)
-    paid = payments(scalars, sampled, penalty=penalty, token_rewards=token_rewards)
+        token_rewards = token_rewards.masked_fill(is_idle.repeat_interleave(rewards.shape[1])[:, None], 0.0)
+        scalars = scalars.masked_fill(is_idle[:, None], 0.0)
+    paid = payments(scalars.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
     if estimator == "gae":
         if values is None:
             raise ValueError("gae needs the values of a critic")
@@ -176,11 +201,19 @@ def step_advantages(
     return centred.div_(num_steps)
 
 
+def _filled(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+    """The mean of a group's scored responses for those that have no reward; 0 where the group has none at all."""
+    count = scored.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = rewards.masked_fill(~scored, 0.0).sum(dim=1, keepdim=True) / count
+    return torch.where(scored, rewards, mean)
+
+
 def _own(
     estimator: OwnFunction,
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
+    scored: Bool[Tensor, "N G"],
     penalty: Float[Tensor, "B T"] | None,
     token_rewards: Float[Tensor, "B T"] | None,
     values: Float[Tensor, "B T"] | None,
@@ -191,6 +224,7 @@ def _own(
         "values": values,
         "penalty": penalty,
         "token_rewards": token_rewards,
+        "scored": scored,
     }
     shapes = [tuple(rewards.shape), tuple(sampled.shape)]
     found = call(estimator, offered, shapes=shapes, flag=FLAG).double()

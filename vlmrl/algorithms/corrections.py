@@ -20,14 +20,15 @@ CorrectionKind = Literal["tis", "icepop", "seq-mask-tis"]
 class Correction:
     """Importance weights `w = exp(old - rollout)`, held within bounds.
 
-    `tis` clips them (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025).
-    `icepop` leaves out the tokens whose weight is outside (arXiv:2510.18855). `seq-mask-tis` clips them, and leaves out
-    the answers whose mean weight, the geometric one, is outside.
+    `tis` clips them (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025); a
+    lower bound above 0 raises the weight of tokens that the trainer finds improbable, and is no truncation. `icepop`
+    leaves out the tokens whose weight is outside (arXiv:2510.18855). `seq-mask-tis` clips them, and leaves out the
+    answers whose mean weight, the geometric one, is outside.
     """
 
     kind: CorrectionKind
-    low: float = 0.5
-    high: float = 5.0
+    low: float
+    high: float
 
     def __post_init__(self) -> None:
         if self.kind not in ("tis", "icepop", "seq-mask-tis"):

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
 _ROUNDING = 1e-6
+"""Weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999: rewards that are no further apart are the same."""
 
 
-def keeps(mean: float, low: float, high: float) -> bool:
-    """Whether a group whose scores have this mean teaches something: `low < mean < high`, by more than rounding.
+def teaches(
+    rewards: Float[Tensor, "N G"],
+    *,
+    step_rewards: Float[Tensor, "N G"] | None = None,
+    scored: Bool[Tensor, "N G"] | None = None,
+) -> Bool[Tensor, " N"]:
+    """Groups in which at least two scored responses are worth different amounts, by more than 1e-6.
 
-    With a reward of 0 or 1 and the bounds 0 and 1 the groups that are all wrong or all right are left out. Weights of
-    0.7, 0.2 and 0.1 add up to 0.9999999999999999.
+    `rewards` are shaped; `step_rewards` is what a process reward model pays for all steps of a response together. The
+    only rule for what a group teaches: dynamic filtering, the group estimators and `group/constant_fraction` ask it.
+    """
+    totals = rewards.double() if step_rewards is None else rewards.double() + step_rewards.double()
+    is_unscored = torch.zeros_like(totals, dtype=torch.bool) if scored is None else ~scored
+    highest = totals.masked_fill(is_unscored, -torch.inf).amax(dim=1)
+    lowest = totals.masked_fill(is_unscored, torch.inf).amin(dim=1)
+    return highest - lowest > _ROUNDING
+
+
+def is_within(mean: float, low: float, high: float) -> bool:
+    """Whether `low < mean < high`, by more than rounding, for the mean of a group's total rewards.
 
     Raises:
         ValueError: the range is empty.

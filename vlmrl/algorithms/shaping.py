@@ -24,11 +24,15 @@ def overlong_penalty(
 def punish_truncation(
     rewards: Float[Tensor, " B"], is_truncated: Bool[Tensor, " B"], *, coefficient: float
 ) -> Float[Tensor, " B"]:
-    """ProRL's treatment of truncated answers (arXiv:2505.24864).
+    """ProRL's treatment of truncated responses (arXiv:2505.24864).
 
-    In [0, 1] the coefficient scales their reward; below 0 it replaces the reward.
+    In [0, 1] the coefficient c scales their reward where that takes something from them: `min(r, c r)`, because a
+    negative reward must not shrink by being cut off. Below 0 it replaces the reward.
     """
-    punished = rewards * coefficient if coefficient >= 0 else torch.full_like(rewards, coefficient)
+    if coefficient >= 0:
+        punished = torch.minimum(rewards, rewards * coefficient)
+    else:
+        punished = torch.full_like(rewards, coefficient)
     return torch.where(is_truncated, punished, rewards)
 
 

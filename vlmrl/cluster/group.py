@@ -11,9 +11,11 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, VlmrlError
@@ -37,9 +39,18 @@ class _Worker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def build(self, path: str, variables: Mapping[str, str], settings: Mapping[str, Any]) -> int:
+    def build(
+        self,
+        path: str,
+        variables: Mapping[str, str],
+        settings: Mapping[str, Any],
+        driver: Mapping[str, str] | None = None,
+    ) -> int:
+        """Build the role. `driver` is the driver's environment where the run has several machines, else None."""
         os.environ.update(variables)
-        if not variables.get("CUDA_VISIBLE_DEVICES"):
+        if driver is not None:
+            os.environ.update(_network(driver))
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
             memory.keep_memory()
         module, name = path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**settings)
@@ -59,9 +70,21 @@ class _AsyncWorker(_Worker):
     async def address(self) -> tuple[str, int]:  # type: ignore[override]
         return super().address()
 
-    async def build(self, path: str, variables: Mapping[str, str], settings: Mapping[str, Any]) -> int:  # type: ignore[override]
+    async def build(  # type: ignore[override]
+        self,
+        path: str,
+        variables: Mapping[str, str],
+        settings: Mapping[str, Any],
+        driver: Mapping[str, str] | None = None,
+    ) -> int:
         # Model code may block for seconds while it starts: the event loop stays free for Ray's own messages.
-        return await asyncio.to_thread(super().build, path, variables, settings)
+        return await asyncio.to_thread(super().build, path, variables, settings, driver)
+
+
+def _network(driver: Mapping[str, str]) -> dict[str, str]:
+    """What tells gloo and NCCL in this process how other machines reach this one."""
+    held = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+    return interface_variables(ray.util.get_node_ip_address(), held, of_node=os.environ, of_driver=driver)
 
 
 class WorkerGroup:
@@ -95,6 +118,9 @@ class WorkerGroup:
         self.nodes = [place.node for place in places]
         """Of each worker: the number of its machine."""
         self._timeout_s = timeout_s
+        self._driver: dict[str, str] | None = None
+        if len(session.nodes) > 1:
+            self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
         actor = ray.remote(_AsyncWorker if concurrent else _Worker)
         per_node = {place.node: sum(p.node == place.node for p in places) for place in places}
         self._workers = []
@@ -132,7 +158,7 @@ class WorkerGroup:
             }
         pids: list[int] = self._get(
             [
-                worker.build.remote(path, world | ({"RANK": str(rank)} if distributed else {}), settings)
+                worker.build.remote(path, world | ({"RANK": str(rank)} if distributed else {}), settings, self._driver)
                 for rank, worker in enumerate(self._workers)
             ]
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,16 @@ class Steps:
 
     def of(self, experience: Experience, step: int) -> list[Experience]:
         rng = np.random.default_rng([self.seed % 2**63, step])
-        return [
+        parts = [
             experience.select(rows)
             for _ in range(self.epochs)
             for rows in minibatches(experience.samples, self.batch_size, rng)
         ]
+        if experience.span is None:
+            return parts
+        start, end = experience.span
+        edges = [start + (end - start) * number / len(parts) for number in range(len(parts) + 1)]
+        return [replace(part, span=span) for part, span in zip(parts, pairwise(edges), strict=True)]
 
 
 class RemoteReference:
@@ -245,8 +251,9 @@ def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Gener
 
 
 def count(samples: Sequence[Sample]) -> Totals:
-    """What the loss of these samples is divided by."""
-    return Totals(num_tokens=int(sum(s.sampled.sum() for s in samples)), num_samples=len(samples))
+    """What the loss of these samples is divided by: nothing where a sample is left out, and never 0."""
+    tokens = [int(sample.sampled.sum()) for sample in samples]
+    return Totals(num_tokens=max(sum(tokens), 1), num_samples=max(sum(number > 0 for number in tokens), 1))
 
 
 def experience_of(pack: Pack, experience: Experience) -> Experience:

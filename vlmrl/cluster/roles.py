@@ -12,6 +12,7 @@ import ray
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import send
+from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
@@ -28,6 +29,12 @@ class RemotePrompts:
         self._group = group
         self._say = say
         self._num_dropped = 0.0
+
+    def look_at_labels(self) -> None:
+        """Tell people how many labels of the first rows cannot be used, if there are any."""
+        found: BadLabels = self._group.call("look_at_labels")[0]
+        if found.problems:
+            self._say(str(found))
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
         prompts, metrics = self._group.call("draw", count)[0]

@@ -77,8 +77,8 @@ class Judges:
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
 
-        An answer that could not be scored gets 0, or the lowest score of its group if that is less: beside others it
-        does not pay to break a reward.
+        An answer that could not be scored by its own doing gets 0, or the lowest score of its group if that is less:
+        beside others it does not pay to break a reward. One that the infrastructure failed gets 0, which nobody uses.
 
         Raises RewardError when a model's score is not a number.
         """
@@ -96,9 +96,9 @@ class Judges:
 
 
 def _with_lowest(scores: list[Score]) -> list[Score]:
-    """The scores of a group, no failed one above another."""
+    """The scores of a group, none that failed by the response's doing above another."""
     lowest = min([0.0, *(score.earned for score in scores if not score.failed)])
-    return [replace(score, total=lowest) if score.failed else score for score in scores]
+    return [replace(score, total=lowest) if score.failure == "response" else score for score in scores]
 
 
 def _with(score: Score, source: RewardModel, found: float | Floats, where: str) -> Score:

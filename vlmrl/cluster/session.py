@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from vlmrl import startup
+from vlmrl import machine, startup
+from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
-
-_SHARED_MEMORY = Path("/dev/shm")
-_LEAST_SHARED_MEMORY = 256 * 2**20
-"""Bytes. Below this Ray would put the object store on disk, and say so only in a log."""
+from vlmrl.startup.driver import installed_driver, mend_of_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +22,16 @@ class Node:
     """Ray's own id of it."""
     num_cpus: int
     num_gpus: int
+    address: str = ""
+    """By which the others reach it."""
+    port: int = 0
+    """Of Ray's own process on it."""
+    gpus: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES calls each of its GPUs there; their numbers when empty."""
+
+    def gpu(self, slot: int) -> str:
+        """What CUDA_VISIBLE_DEVICES calls the GPU of this slot."""
+        return self.gpus[slot] if self.gpus else str(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,18 @@ class Session:
 
 
 def local_session() -> Session:
-    """This machine as a session would see it, without starting anything: what a dry run plans with."""
+    """This machine as a session would see it, without starting anything: what a dry run plans with.
+
+    Raises:
+        ClusterError: it has a GPU that torch cannot use.
+    """
     import torch
 
-    return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=torch.cuda.device_count()),))
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():  # torch counts devices that it cannot use, too
+        raise ClusterError(": ".join(mend_of_gpu(torch.version.cuda, installed_driver())))
+    gpus = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"), count, where="this machine")
+    return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=count, gpus=gpus),))
 
 
 @contextmanager
@@ -70,7 +84,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     """
     joins = bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
-        check_shared_memory()
+        machine.require([machine.shared_memory()])
     import ray
 
     if ray.is_initialized():
@@ -81,6 +95,8 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
+                # Else it would join whatever `ray start` has left on this machine.
+                address="local",
                 num_cpus=num_cpus or os.cpu_count(),
                 include_dashboard=False,
                 log_to_driver=False,
@@ -98,17 +114,27 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
 
 
 def _alive_nodes() -> tuple[Node, ...]:
+    """This machine first, which is where data and reward functions run; the others by address."""
     import ray
 
-    return tuple(
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
+    visible = visible_gpus({node["NodeID"]: node["NodeManagerAddress"] for node in alive if num_gpus[node["NodeID"]]})
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
         Node(
             id=node["NodeID"],
             num_cpus=int(node["Resources"].get("CPU", 0)),
-            num_gpus=int(node["Resources"].get("GPU", 0)),
+            num_gpus=num_gpus[node["NodeID"]],
+            gpus=gpu_names(
+                visible.get(node["NodeID"]), num_gpus[node["NodeID"]], where=f"node {node['NodeManagerAddress']}"
+            ),
+            address=node["NodeManagerAddress"],
+            port=node["NodeManagerPort"],
         )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
+        for node in alive
+    ]
+    return tuple(sorted(nodes, key=lambda node: (node.id != here, node.address, node.id)))
 
 
 def worker_environment(session: Session, *, num_workers: int, slots: Sequence[int], node: int) -> dict[str, str]:
@@ -117,7 +143,7 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
     Roles take turns in a step, so a role's workers divide all of a node's cores among themselves.
     """
     cores = max(1, session.nodes[node].num_cpus // max(1, num_workers))
-    variables = startup.environment() | {
+    variables = startup.portable_environment() | {
         "OMP_NUM_THREADS": str(cores),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         # A dying worker's children end by themselves, and Python's resource tracker among them removes what lies in
@@ -125,25 +151,9 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
         "RAY_kill_child_processes_on_worker_exit": "0",
     }
     if session.has_gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(slot) for slot in slots)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(session.nodes[node].gpu(slot) for slot in slots)
     else:
         # Pages of 2 MiB, where Linux leaves the choice to programs: a first optimizer step of a 13M model made 45 page
         # faults instead of 35,823, and rollouts and updates of a run took 2 to 3 % less time (two cores).
         variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return variables
-
-
-def check_shared_memory(folder: Path = _SHARED_MEMORY, *, least: int = _LEAST_SHARED_MEMORY) -> None:
-    """Whether there is room for Ray's object store. `least` is in bytes.
-
-    Raises:
-        ClusterError: there is no shared memory, or not enough of it.
-    """
-    if not folder.is_dir():
-        raise ClusterError(f"{folder} is not there: Ray and vLLM need shared memory (in a container: --shm-size=8g)")
-    free = shutil.disk_usage(folder).free
-    if free < least:
-        raise ClusterError(
-            f"only {free / 2**20:.0f} MiB of shared memory are free in {folder}, at least {least / 2**20:.0f} MiB are "
-            "needed: delete stale files there, or start the container with --shm-size=8g"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import ray
 
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
+from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.types import Pixels
 
 
@@ -42,7 +44,8 @@ def created_bytes() -> int:
 
 
 class StoredSource(Source):
-    """The run's data, its pixels in the object store."""
+    """The run's data, its pixels in the object store. `functions` are the built-in reward functions of the run: rows
+    whose label they cannot use are dropped."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, share=put)
+    def __init__(self, *, functions: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(**settings, share=put, label_problems=LabelCheck(functions))

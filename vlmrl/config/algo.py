@@ -22,6 +22,12 @@ NORMALISED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 """Those whose advantages are discounted, and normalised over all sampled tokens of a step."""
 Aggregation = Literal["token", "sequence", "constant"]
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
+CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "seq-mask-tis": (0.5, 5.0),
+}
+"""The range of each correction's ratio where none is given; truncated importance sampling bounds it from above only."""
 
 
 class Advantage(Section):
@@ -39,10 +45,13 @@ class Advantage(Section):
     is_correction_enable: bool = False
     """Weigh tokens by how much likelier trainer than engine thinks them, or leave out those where both disagree."""
     is_correction_type: Correction = "tis"
-    """`tis`: the ratio, clipped; `icepop`: 0 outside the range, token by token; `seq-mask-tis`: 0 for the whole answer
-    when its mean ratio is outside the range, else clipped."""
-    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
-    """The range of the ratio."""
+    """What a token's loss is multiplied by, of the ratio of its probabilities in trainer and engine. `tis` (truncated
+    importance sampling): the ratio, at most the upper bound; `icepop`: the ratio inside the range, 0 outside, token by
+    token; `seq-mask-tis`: 0 for the whole response when the geometric mean of its ratios is outside the range, else
+    each ratio clipped to it."""
+    is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] | None = None
+    """The range of the ratio; by default 0 2 for `tis`, 0.5 5 for `icepop` and `seq-mask-tis`. With `tis` a lower bound
+    above 0 raises the weight of tokens that the trainer finds less probable than the engine."""
 
     @field_validator("estimator")
     @classmethod
@@ -51,12 +60,17 @@ class Advantage(Section):
 
     @model_validator(mode="after")
     def check_threshold(self) -> Self:
-        low, high = self.is_correction_threshold
+        low, high = self.correction_range
         if low >= high:
             raise ConflictError(
                 [f"algo.advantage.is_correction_threshold {low:g} {high:g} is empty: give the smaller bound first"]
             )
         return self
+
+    @property
+    def correction_range(self) -> tuple[float, float]:
+        """The bounds of the ratio, those of its kind where none are given."""
+        return self.is_correction_threshold or CORRECTION_RANGES[self.is_correction_type]
 
 
 class Kl(Section):
@@ -96,15 +110,19 @@ class Algo(Section):
     """What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: `sequence` for gspo,
     `constant` for dr_grpo, else `token`."""
     dynamic_filtering_enable: bool = False
-    """Keep only groups whose mean score is inside `dynamic_filtering_range`, and draw prompts until a batch is full
-    (DAPO, arXiv:2503.14476)."""
-    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
-    """A group is kept when its mean score is strictly between these two."""
+    """Keep only groups that teach, those whose responses are worth different amounts after shaping, and draw prompts
+    until a batch is full (DAPO, arXiv:2503.14476). For estimators that compare responses within a group."""
+    dynamic_filtering_range: tuple[float, float] | None = None
+    """Keep a group only if, on top, its mean total reward is strictly between these two, in the units of the rewards
+    before shaping. None asks for nothing more."""
     dynamic_filtering_max_draws: PositiveInt = 10
-    """The run stops when a batch is not full after so many draws of `rollout.batch_size` prompts."""
+    """The run ends when a batch is not full after so many draws of `rollout.batch_size` prompts: well, with all models
+    saved, where most groups that taught nothing were solved; else with an error and a checkpoint."""
 
     @model_validator(mode="after")
     def check_range(self) -> Self:
+        if self.dynamic_filtering_range is None:
+            return self
         low, high = self.dynamic_filtering_range
         if low >= high:
             raise ConflictError(

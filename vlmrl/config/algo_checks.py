@@ -1,7 +1,7 @@
 """What the settings of the algorithm say about each other: estimator, policy loss, corrections, KL, filtering."""
 
 from vlmrl.config.actor import Actor, Ref
-from vlmrl.config.algo import GROUP_ESTIMATORS, NORMALISED_ESTIMATORS, Advantage, Algo
+from vlmrl.config.algo import ESTIMATORS, GROUP_ESTIMATORS, NORMALISED_ESTIMATORS, Advantage, Algo
 from vlmrl.config.checks import Unread
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
@@ -75,10 +75,16 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
             f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
             "without a group to compare an answer with: use 2 or more"
         )
-    if n < 2 and algo.dynamic_filtering_enable:
+    if n < 2 and algo.dynamic_filtering_enable and algo.advantage.estimator not in ESTIMATORS:
         found.append(
             f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one answer to judge a prompt by: "
             "use 2 or more"
+        )
+    if algo.dynamic_filtering_enable and algo.advantage.estimator in set(ESTIMATORS) - set(GROUP_ESTIMATORS):
+        found.append(
+            f"algo.dynamic_filtering_enable drops groups without a difference, and algo.advantage.estimator "
+            f"{algo.advantage.estimator} does not compare within groups, so that they would teach: leave it out, or "
+            f"use {', '.join(GROUP_ESTIMATORS)}"
         )
     num_answers = rollout.batch_size * n
     if num_answers % train.batch_size:

@@ -1,9 +1,12 @@
 """DeepSpeed and numerics."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from vlmrl.config.base import Section
 from vlmrl.config.lora import Lora
+from vlmrl.startup.driver import has_gpu
 
 
 class Ds(Section):
@@ -11,8 +14,8 @@ class Ds(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is sharded over ranks: 1 optimizer state, 2 and gradients, 3 and weights."""
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Precision of weights and activations."""
+    param_dtype: Literal["auto", "bf16", "fp32"] = "bf16"
+    """Precision of weights and activations; auto is bf16 on a machine with an NVIDIA GPU and fp32 elsewhere."""
     lora: Lora = Lora()
     """Low-rank adapters."""
     load_in_4bit: bool = False
@@ -33,3 +36,11 @@ class Ds(Section):
     """OpenRLHF's name for `train.layout`: true is shared, false is padded."""
     overlap_comm: bool = False
     """Overlap gradient communication with the backward pass."""
+
+    @model_validator(mode="after")
+    def resolve_dtype(self) -> Self:
+        """Let nobody who reads the settings meet auto."""
+        if self.param_dtype == "auto":
+            # Frozen is for those who read the settings; here they are still being made.
+            self.__dict__["param_dtype"] = "bf16" if has_gpu() else "fp32"
+        return self

@@ -33,7 +33,8 @@ class Scoring(Section):
     """What a reward server is sent of the images: nothing, the images as the model saw them (`data`), or the hashes of
     their content."""
     time_limit_s: PositiveFloat = 10.0
-    """A reward function that takes longer for one answer is stopped, and the answer scores as failed."""
+    """A reward function that takes longer for one answer is stopped and called once more, alone in a fresh process; if
+    that takes as long, the answer scores as failed."""
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     max_failed_fraction: Fraction = 0.1
@@ -126,7 +127,8 @@ class Reward(Scoring):
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
     """The soft over-long penalty at its largest."""
     stop_properly_penalty_coef: float | None = Field(default=None, le=1.0)
-    """Truncated answers: in [0, 1] their reward is multiplied by it; below 0 it replaces the reward (ProRL)."""
+    """Truncated responses: c in [0, 1] leaves the smaller of their reward r and c r, so that they never gain; below 0
+    it replaces the reward (ProRL)."""
 
     @property
     def has_model(self) -> bool:

@@ -1,6 +1,5 @@
 """What the settings of rewards say about each other: sources, servers, shaping, and what is served."""
 
-from vlmrl.config.algo import Algo
 from vlmrl.config.checks import Unread
 from vlmrl.config.names import is_given
 from vlmrl.config.reward import Reward, Scoring
@@ -57,17 +56,6 @@ def conflicts_of_sampling(rollout: Rollout, reward: Reward) -> list[str]:
             f"{rollout.max_new_tokens}"
         )
     return found
-
-
-def conflicts_of_filtering(reward: Reward, algo: Algo) -> list[str]:
-    scores_answers = reward.functions or reward.remote_url is not None or reward.model_name_or_path is not None
-    if scores_answers or not algo.dynamic_filtering_enable:
-        return []
-    line = (
-        "algo.dynamic_filtering_enable goes by scores of whole answers, and reward.process_model_name_or_path alone "
-        "scores steps: add a source that scores answers"
-    )
-    return [line]
 
 
 def conflicts_of_sources(reward: Reward) -> list[str]:

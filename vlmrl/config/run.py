@@ -185,7 +185,6 @@ class RlConfig(Training):
             *algo_checks.conflicts_of_batch(self.rollout, self.train, self.algo),
             *algo_checks.conflicts_of_correction(self.actor, self.algo.advantage),
             *reward_checks.conflicts_of_sampling(self.rollout, self.reward),
-            *reward_checks.conflicts_of_filtering(self.reward, self.algo),
             *reward_checks.conflicts_of_sources(self.reward),
             *checks.conflicts_of_eval(self.eval),
             *role_checks.conflicts_of_devices(self.vllm, self.train),

@@ -6,9 +6,11 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -30,11 +32,21 @@ logger = logging.getLogger("vlmrl.data")
 _OWN_COLUMNS = {"input_key": "input", "label_key": "label", "image_key": "images"}
 _FEWEST_ROWS_TO_JUDGE = 1000
 """The share of unusable rows is judged over at least so many rows, or over all where there are fewer."""
+_LONGEST_SHOWN = 80
+"""Characters of a label in a warning."""
 _DECODERS = min(8, os.cpu_count() or 1)
+
+
+LabelProblems = Callable[[Sequence[str]], Sequence[str | None]]
+"""Says of labels why no response can match them; None where one can."""
 
 
 def _identity(media: InlineMedia) -> Media:
     return media
+
+
+def _none(labels: Sequence[str]) -> list[None]:
+    return [None] * len(labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,7 @@ class PromptStream:
         columns: Columns,
         seed: int,
         share: Callable[[InlineMedia], Media] = _identity,
+        label_problems: LabelProblems = _none,
     ) -> None:
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
@@ -88,6 +101,7 @@ class PromptStream:
         self._processor = processor
         self._columns = columns
         self._share = share
+        self._label_problems = label_problems
         self._order = Order([len(source) for source in sources], probs, seed)
         self._drawn = 0
         self._position = 0
@@ -129,6 +143,21 @@ class PromptStream:
         self._check_dropped(len(places))
         return prompts
 
+    def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:
+        """The labels of the first rows that the stream comes to: row -> label. At most `limit` rows, and those that can
+        be read within `limit_s` seconds; the stream itself does not move."""
+        found: dict[str, str] = {}
+        deadline = time.monotonic() + limit_s
+        for k in range(min(limit, self.num_rows)):
+            place = self._order.place(self._drawn + k)
+            with suppress(_UnusableError):
+                label = self._read(place).label
+                if label is not None:
+                    found[f"{self._sources[place.source].name}:{place.row}"] = label
+            if time.monotonic() > deadline:
+                break
+        return found
+
     def state(self) -> dict[str, Any]:
         """Where the stream stands, as JSON."""
         return {
@@ -165,6 +194,7 @@ class PromptStream:
                 self._drop(name, error)
             else:
                 questions.append((name, self._root(source), question))
+        questions = self._with_usable_labels(questions)
         prompts: list[Prompt] = []
         for (name, _, question), media in zip(questions, self._open_all(questions), strict=True):
             try:
@@ -208,6 +238,22 @@ class PromptStream:
         metadata = {key: value for key, value in row.items() if key not in used and _is_json(value)}
         label = row.get(keys["label_key"])
         return _Question(text=text, label=_label(label), images=images, metadata=metadata)
+
+    def _with_usable_labels(
+        self, questions: Sequence[tuple[str, Path | None, _Question]]
+    ) -> list[tuple[str, Path | None, _Question]]:
+        """Those whose label some response can match, and those without one; the others are dropped."""
+        labels = [question.label for _, _, question in questions if question.label is not None]
+        problems = dict(zip(labels, self._label_problems(labels), strict=True))
+        usable = []
+        for entry in questions:
+            label = entry[2].label
+            problem = None if label is None else problems[label]
+            if problem is None:
+                usable.append(entry)
+            else:
+                self._drop(entry[0], _UnusableError("label unusable", f"{shown(label)}: {problem}"))
+        return usable
 
     def _open_all(
         self, questions: Sequence[tuple[str, Path | None, _Question]]
@@ -314,6 +360,12 @@ def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, default=str)
+
+
+def shown(label: object) -> str:
+    """A label for a message, cut where it is long."""
+    text = repr(label)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _is_json(value: Any) -> bool:

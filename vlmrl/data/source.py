@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
@@ -13,11 +13,17 @@ from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import Held
 from vlmrl.data.answers import sft_sample
 from vlmrl.data.media import InlineMedia
-from vlmrl.data.prompts import PromptStream
+from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
 from vlmrl.plugins import processor_of
 from vlmrl.types import Media, Metrics, Prompt, Sample
+
+_ROWS_LOOKED_AT = 256
+"""Whose labels are parsed when a run starts."""
+_LOOK_LIMIT_S = 20.0
+"""For reading these rows, and again for parsing their labels."""
+_LABELS_SHOWN = 3
 
 
 class _Notes(logging.Handler):
@@ -31,12 +37,39 @@ class _Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+class LabelProblems(Protocol):
+    """Says of labels why no response can match them."""
+
+    def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> Sequence[str | None]:
+        """None where one can, and where that was not known after `limit_s` seconds."""
+
+
+class BadLabels(NamedTuple):
+    """What is known of the labels of a run's first rows."""
+
+    num_rows: int
+    """Rows that were looked at."""
+    problems: dict[str, str]
+    """Row -> its label, and why no response can match it."""
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"labels: those of the first {self.num_rows} rows can be used"
+        shown = "; ".join(f"{row} {problem}" for row, problem in list(self.problems.items())[:_LABELS_SHOWN])
+        return (
+            f"labels: {len(self.problems)} of the first {self.num_rows} rows cannot be used by reward.functions, and "
+            f"are dropped when they are met: {shown}"
+        )
+
+
 class Source:
     """Training prompts, evaluation prompts and their images.
 
     Args:
         model: folder or Hub id whose processor reads the data.
         share: turns an image with its pixels into the handle that travels.
+        label_problems: says which labels the run's reward functions cannot use; their rows are dropped. None: all can
+            be used.
     """
 
     def __init__(
@@ -48,12 +81,14 @@ class Source:
         evaluation: Held | None,
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
+        label_problems: LabelProblems | None = None,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
         self._evaluation = evaluation
         self._seed = seed
         self._share = share
+        self._label_problems: LabelProblems = label_problems or _no_problems
         self._bytes_moved = 0
         self._notes = _Notes()
         logging.getLogger("vlmrl.data").addHandler(self._notes)
@@ -69,6 +104,7 @@ class Source:
             columns=self._data,
             seed=self._seed,
             share=self._count_and_share,
+            label_problems=self._label_problems,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
@@ -109,6 +145,17 @@ class Source:
         """Training rows."""
         return self._training.num_rows
 
+    def look_at_labels(self) -> BadLabels:
+        """Parse the labels of the first training rows, for as long as `_LOOK_LIMIT_S` allows; nothing is drawn."""
+        labels = self._training.labels(_ROWS_LOOKED_AT, limit_s=_LOOK_LIMIT_S)
+        problems = self._label_problems(list(labels.values()), limit_s=_LOOK_LIMIT_S)
+        told = [
+            (row, f"{shown(label)} ({problem})")
+            for (row, label), problem in zip(labels.items(), problems, strict=True)
+            if problem is not None
+        ]
+        return BadLabels(len(labels), dict(told))
+
     def take_notes(self) -> list[str]:
         """One line for each row that was dropped since the last call: which, and why."""
         lines, self._notes.lines = self._notes.lines, []
@@ -135,6 +182,10 @@ class Source:
     def _count_and_share(self, media: InlineMedia) -> Media:
         self._bytes_moved += media.pixels.nbytes
         return self._share(media)
+
+
+def _no_problems(labels: Sequence[str], *, limit_s: float | None = None) -> list[None]:
+    return [None] * len(labels)
 
 
 def answer_of(prompt: Prompt, column: str) -> str:

@@ -90,6 +90,7 @@ class Critic(Learner):
             return [self._update_once(packs, total) for packs, total in zip(work, totals, strict=True)]
 
     def _update_once(self, packs: Sequence[tuple[Pack, Experience]], total: Totals) -> dict[str, Metric]:
+        self._follow(packs[0][1].span)
         shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
         for n, (pack, experience) in enumerate(packs, start=1):
             shares.append(self._backward(self._value_loss(pack, experience, total), pack, is_last=n == len(packs)))

@@ -28,6 +28,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.learning.optimizers import optimizer, schedule
 from vlmrl.models.quantize import true_shape
+from vlmrl.startup.driver import problem_of_gpu
 
 # Its own code calls what the PyTorch it is installed with has renamed.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
@@ -49,10 +50,14 @@ def init_distributed(timeout_s: float) -> None:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; alone when they are not set.
 
     A collective that waits longer than `timeout_s` seconds raises instead of hanging. Does nothing the second time.
-    Raises ClusterError when the port is taken, or when the other ranks do not come.
+    Raises ClusterError when the port is taken, when the other ranks do not come, or when torch cannot use the GPU that
+    this rank was given.
     """
     if torch.distributed.is_initialized():
         return
+    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
+    if problem is not None:
+        raise ClusterError(problem)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(alone)

@@ -33,8 +33,10 @@ from vlmrl.learning.engine import (
     start,
 )
 from vlmrl.learning.forward import Passes, Passing
+from vlmrl.learning.optimizers import move_schedule
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import Base, base_fingerprint, check_base, inject, read_adapter, set_tensors
+from vlmrl.models.buffers import check_buffers
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.observe.metrics import Mean, Metric
 from vlmrl.plugins import Processor
@@ -82,12 +84,15 @@ class Learner:
     def _begin(self, module: nn.Module, *, total_steps: int, vision: Vision) -> Passing:
         """Start the engine around `module`, which wraps the model; how passes go through it from now on.
 
-        `total_steps` is the number of optimizer steps of the whole run.
+        `total_steps` is the number of optimizer steps of the whole run. Raises VlmrlError when the model computes with
+        other buffers than its code makes.
         """
         self._table = trainable_table(self._net, self._processor)
+        self._total_steps = total_steps
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
+        check_buffers(self._net)
         self._put_to_sleep()
         return {
             "device": self._device,
@@ -172,6 +177,11 @@ class Learner:
         self._engine.backward(share * self._world_size)
         # Shares add up over packs and ranks. The mean is over ranks and steps: the step counts, its packs do not.
         return {f"{self._area}/loss": Mean(found["share"] * self._world_size, 0.0), **self._measure(found, pack)}
+
+    def _follow(self, span: tuple[float, float] | None) -> None:
+        """Set the learning rate of the step in the making by how far the run is, from 0 to 1, where that is known."""
+        if span is not None:
+            move_schedule(self._engine.lr_scheduler, span[0] * self._total_steps)
 
     def _step(self) -> dict[str, Metric]:
         """Raises VlmrlError when the gradient is not a number."""

@@ -105,3 +105,14 @@ def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int
         num_training_steps=total_steps,
         scheduler_specific_kwargs={"min_lr_rate": actor.min_lr_ratio} if has_floor else None,
     )
+
+
+def move_schedule(scheduler: Any, step: float) -> None:
+    """Give the optimizer the learning rates of this optimizer step, whole or not, of those that a schedule spans.
+
+    The schedule goes on from there. For runs that do not know beforehand how many steps they take.
+    """
+    scheduler.last_epoch = step
+    groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, rate, share in groups:
+        group["lr"] = rate * share(step)

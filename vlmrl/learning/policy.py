@@ -121,6 +121,7 @@ class Policy(Learner, Publisher):
                 looked = self._forward.take_counts()
                 metrics[-1] = merge([metrics[-1], looked, {"policy/stopped_early": Max(1.0)}])
                 break
+            self._follow(packs[0][1].span)
             shares = [
                 self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))
                 for n, (pack, experience) in enumerate(packs, start=1)

@@ -21,6 +21,7 @@ from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
 from vlmrl.learning.engine import device, init_distributed, release_memory, sharded_loading, start_frozen
 from vlmrl.learning.forward import Passes, Scored, read_value_model
+from vlmrl.models.buffers import check_buffers
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
 from vlmrl.observe.metrics import Metric
@@ -85,6 +86,7 @@ class RewardModel:
             call=start_frozen(self._valuer, ds=ds, offload=offload) if is_sharded else self._valuer,
             ranks_move_together=is_sharded and torch.distributed.get_world_size() > 1,
         )
+        check_buffers(net)
 
     def release(self) -> None:
         """Give back the memory that passes have left on the device, for the engines that share it."""

@@ -113,6 +113,16 @@ def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan 
     )
 
 
+def check_engine_dtype(adapter: AdapterPlan | None, dtype: str, *, has_gpu: bool) -> None:
+    """Raise ConfigError where an engine would apply the adapter in fp32 on a GPU: vLLM's kernels for adapters take bf16
+    and fp16 alone, and the engine would die of a bare assertion. `dtype` is `ds.param_dtype`.
+    """
+    if has_gpu and dtype == "fp32" and adapter is not None and adapter.fits_engine:
+        raise ConfigError(
+            "ds.param_dtype fp32 with ds.lora: on a GPU vLLM applies adapters in bf16 only: set ds.param_dtype bf16"
+        )
+
+
 def vision_trains(model: Model, adapter: AdapterPlan | None) -> bool:
     """Whether an update changes what the model sees in an image. Under adapters they alone train."""
     if adapter is not None:

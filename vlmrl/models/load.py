@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import set_zero3_state
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import see_all_images_at_once
+from vlmrl.models.buffers import restore_buffers
 from vlmrl.models.patches import project_patches
 from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
 from vlmrl.plugins import MODEL_FLAG, first_line, looks_local
@@ -106,6 +108,8 @@ def read_weights(
     assert isinstance(net, PreTrainedModel)
     if bits is not None:
         settle(net)
+    elif is_deepspeed_zero3_enabled():
+        restore_buffers(net)
     see_all_images_at_once(net)
     project_patches(net)
     return net, sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])

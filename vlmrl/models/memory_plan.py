@@ -16,8 +16,8 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.doctor import free_memory
 from vlmrl.errors import ClusterError
+from vlmrl.machine import free_memory
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.footprint import (
     Part,

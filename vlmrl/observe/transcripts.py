@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,35 +31,45 @@ class Transcripts:
         scores: Sequence[Sequence[Score]],
         rewards: Sequence[Floats],
         advantages: Sequence[Floats],
+        *,
+        left_out: Sequence[tuple[Group, Sequence[Score], Floats]] = (),
     ) -> Path:
-        """The answers of a training step.
+        """The answers of a training step, and of the groups that were drawn for it and left out.
 
         Args:
             step: names the file `step_NNNNNN.jsonl`, which replaces what an earlier run wrote of the step.
             groups: N prompts and their answers.
             scores: what the reward functions said of each answer, group by group.
-            rewards: N arrays of [G], after shaping.
+            rewards: N arrays of [G], after shaping; NaN for an answer without a reward, which is written as null.
             advantages: one array of [T] per answer, all groups' in one list. The mean over the sampled tokens is
                 written; for the estimators that give every token the same it is that value.
+            left_out: groups that dynamic filtering drew and nothing was learnt from, with their scores and rewards.
+                They come last, have no advantages, and say `left_out`.
         """
         by_answer = iter(advantages)
-        learnt = (
+        learnt = [
             [
-                {"reward": float(reward), "advantage": _mean(next(by_answer), rollout)}
+                {"reward": _number(reward), "advantage": _mean(next(by_answer), rollout)}
                 for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
             ]
             for group, group_rewards in zip(groups, rewards, strict=True)
-        )
-        return self._write_lines(f"step_{step:06d}.jsonl", step, groups, scores, learnt)
+        ]
+        learnt += [[{"reward": _number(reward)} for reward in group_rewards] for _, _, group_rewards in left_out]
+        every = [*groups, *(group for group, _, _ in left_out)]
+        all_scores = [*scores, *(group_scores for _, group_scores, _ in left_out)]
+        kinds = [{"left_out": False}] * len(groups) + [{"left_out": True}] * len(left_out)
+        return self._write_lines(f"step_{step:06d}.jsonl", step, every, all_scores, learnt, kinds)
 
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
     ) -> Path:
         """The answers to the evaluation set `name`, after `step` steps."""
-        nothing: list[list[dict[str, float]]] = [[{} for _ in group.rollouts] for group in groups]
+        nothing: list[list[dict[str, float | None]]] = [[{} for _ in group.rollouts] for group in groups]
         # A set may be called like a Hub id or a path.
         plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
-        return self._write_lines(f"eval_{plain}_step_{step:06d}.jsonl", step, groups, scores, nothing)
+        return self._write_lines(
+            f"eval_{plain}_step_{step:06d}.jsonl", step, groups, scores, nothing, [{}] * len(groups)
+        )
 
     def _write_lines(
         self,
@@ -66,7 +77,8 @@ class Transcripts:
         step: int,
         groups: Sequence[Group],
         scores: Sequence[Sequence[Score]],
-        learnt: Iterable[Sequence[Mapping[str, float]]],
+        learnt: Iterable[Sequence[Mapping[str, float | None]]],
+        kinds: Iterable[Mapping[str, bool]],
     ) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
         new = {media.hash: media for group in groups for media in group.prompt.media if media.hash not in self._saved}
@@ -77,7 +89,7 @@ class Transcripts:
         partial = target.with_suffix(".tmp")
         # An answer may hold half a surrogate pair, which UTF-8 has not; the backslash form is JSON for it.
         with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-            for record in _records(step, groups, scores, learnt):
+            for record in _records(step, groups, scores, learnt, kinds):
                 lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         partial.replace(target)
         return target
@@ -87,9 +99,10 @@ def _records(
     step: int,
     groups: Sequence[Group],
     scores: Sequence[Sequence[Score]],
-    learnt: Iterable[Sequence[Mapping[str, float]]],
+    learnt: Iterable[Sequence[Mapping[str, float | None]]],
+    kinds: Iterable[Mapping[str, bool]],
 ) -> Iterator[dict[str, Any]]:
-    for group, group_scores, group_learnt in zip(groups, scores, learnt, strict=True):
+    for group, group_scores, group_learnt, kind in zip(groups, scores, learnt, kinds, strict=True):
         yield {
             "step": step,
             "index": group.prompt.index,
@@ -98,10 +111,11 @@ def _records(
             "label": group.prompt.label,
             "images": [media.hash for media in group.prompt.media],
             "metadata": dict(group.prompt.metadata),
+            **kind,
             "answers": [
                 {
                     "text": rollout.text,
-                    "score": score.earned,
+                    "score": score.earned if score.has_reward else None,
                     "parts": dict(score.parts),
                     "failed": score.failed,
                     **numbers,
@@ -116,3 +130,8 @@ def _records(
 
 def _mean(advantages: Floats, rollout: Rollout) -> float:
     return float(advantages[rollout.sampled].mean()) if rollout.num_sampled else 0.0
+
+
+def _number(reward: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(reward) else float(reward)

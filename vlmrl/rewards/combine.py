@@ -98,10 +98,10 @@ class Rewarder:
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group. Blocks: call it where nothing waits.
 
-        An answer whose function raises, runs past `reward.time_limit_s` or returns something else than a finite number
-        is a failed score of 0, and so is one that no server scored after `reward.remote_retries`. The built-in
-        functions are ours, so one that runs too long has met a hostile answer, and that is worth 0 without being a
-        failure.
+        An answer whose function raises, twice runs past `reward.time_limit_s` or ends its process, or returns something
+        else than a finite number is a failed score of 0, and so is one that no server scored after
+        `reward.remote_retries`. Errors of the network and the operating system are the infrastructure's doing, all
+        others the response's.
 
         Raises RewardError when a prompt has no label and a function needs one, and when more than
         `reward.max_failed_fraction` of the answers failed: of these, or of the `out_of` of which they are some and
@@ -195,22 +195,25 @@ class _Failures:
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
     """The weighted sum over the sources of reward; its parts are what each of them said, unweighted.
 
-    The first problem of a source is that of the whole; then the value is 0.
+    The first problem of a source is that of the whole, before all one that is the response's doing: that says what it
+    is worth, whatever the others would have said. Then the value is 0.
     """
     parts: dict[str, float] = {}
-    problems = [verdict.problem for verdict in verdicts.values() if verdict.problem is not None]
+    failed = sorted((v for v in verdicts.values() if v.failure), key=lambda verdict: verdict.failure != "response")
+    retried = next((verdict.retried for verdict in verdicts.values() if verdict.retried), None)
     for name in weights:
         if verdicts[name].problem is None:
             key = re.sub(r"\W", "_", name, flags=re.ASCII)
             parts |= {key: verdicts[name].value}
             parts |= {f"{key}/{part}": value for part, value in verdicts[name].parts.items()}
-    if problems:
-        return Verdict(parts=parts, problem=problems[0])
-    return Verdict(value=sum(weight * verdicts[name].value for name, weight in weights.items()), parts=parts)
+    if failed:
+        return Verdict(parts=parts, problem=failed[0].problem, blame=failed[0].blame, retried=retried)
+    total = sum(weight * verdicts[name].value for name, weight in weights.items())
+    return Verdict(value=total, parts=parts, retried=retried)
 
 
 def _score(verdict: Verdict) -> Score:
-    return Score(total=verdict.value, parts=verdict.parts, failure=None if verdict.problem is None else "response")
+    return Score(total=verdict.value, parts=verdict.parts, failure=verdict.failure, retried=verdict.retried)
 
 
 def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:

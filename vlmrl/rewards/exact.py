@@ -3,7 +3,8 @@
 import re
 from fractions import Fraction
 
-from vlmrl.rewards.boxed import last_boxed
+from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.labels import spellings
 
 WANTS_LABEL = True
 
@@ -16,16 +17,17 @@ _LONGEST_NUMBER = 400
 def score(response: str, label: str) -> float:
     """1.0 or 0.0.
 
-    What is compared is the last `\\boxed{...}` of the answer, else the whole answer, without the white space around it.
-    `4`, `4.0`, `+4`, `8/2` and `4e0` are one number, and so are `1,000` and `1000`; all else is compared as text.
+    What is compared is the response's final answer (`final_answer`): its box, what stands in `<answer>...</answer>`, or
+    all of it, without the white space around it. `4`, `4.0`, `+4`, `8/2` and `4e0` are one number, and so are `1,000`
+    and `1000`; all else is compared as text. `spellings` says what a label that is a list asks for.
     """
-    return float(same(answer_of(response), answer_of(label)))
+    found = final_answer(response).text
+    return float(any(same(found, wanted) for wanted in spellings(label)))
 
 
-def answer_of(text: str) -> str:
-    """The last box, else everything; trimmed."""
-    boxed = last_boxed(text)
-    return text.strip() if boxed is None else boxed
+def unusable(label: str) -> str | None:
+    """Why no response can match the label; None when one can."""
+    return None if any(spellings(label)) else "it is empty"
 
 
 def same(one: str, other: str) -> bool:

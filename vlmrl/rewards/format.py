@@ -12,7 +12,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def score(prompt: str, response: str) -> float:
-    """1.0 or 0.0. An empty `<answer>` or box is no answer. A `<think>` at the prompt's end counts as opened."""
+    """1.0 or 0.0. Empty tags, and an empty box, say nothing. A `<think>` at the prompt's end counts as opened."""
     opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
     if _is_tagged(opened + response):
         return 1.0
@@ -20,11 +20,12 @@ def score(prompt: str, response: str) -> float:
 
 
 def _is_tagged(text: str) -> bool:
-    """Each tag once, in order; nothing but white space before, between and after the two parts."""
+    """Each tag once, in order, with something in it; nothing but white space before, between and after the parts."""
     if any(text.count(tag) != 1 for tag in _TAGS):
         return False
     start, think_end, answer_start, end = (text.index(tag) for tag in _TAGS)
     if not start < think_end < answer_start < end:
         return False
     outside = text[:start] + text[think_end + len("</think>") : answer_start] + text[end + len("</answer>") :]
-    return not outside.strip() and bool(text[answer_start + len("<answer>") : end].strip())
+    thought, answer = text[start + len("<think>") : think_end], text[answer_start + len("<answer>") : end]
+    return not outside.strip() and bool(thought.strip()) and bool(answer.strip()) and last_boxed(answer) != ""

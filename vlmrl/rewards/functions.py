@@ -8,21 +8,22 @@ A user's reward function lives in any Python file and is named by `reward.remote
 It is called once per answer with keyword arguments, of which it gets those that it declares: `prompt` (the rendered
 text), `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's
 other columns). It returns one number, or a dict of numbers with one named `total`, the others being for the metrics. It
-is never called with a batch, and a list is not an answer. What it may hold on to (a model, a connection) is loaded at
+is never called with a batch, and a list is not an answer. An error of the network or the operating system that it
+raises is the infrastructure's doing, and leaves the answer without a reward; any other is the answer's own, and so is a
+call that twice runs too long or ends its process. What it may hold on to (a model, a connection) is loaded at
 the top of the file: that happens once per process and outside the time limit.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +32,10 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import worker
+from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import SETTING, Declared, Verdict
 
-_START_LIMIT_S = 120.0
-"""For importing the user's file, with whatever it loads."""
-_PATIENCE_S = 30.0
-"""For killing a process that holds on and starting the next, beyond all limits, before the pool counts as stuck."""
 _MOST_RESTARTS = 3
 
 
@@ -89,6 +87,7 @@ class Functions:
         self._time_limit_s = time_limit_s
         self._last_end = 0.0
         self._is_closed = False
+        self._alone: ProcessPool | None = None
         self._pool = self._start_pool()
         try:
             self._declared = {name: self._describe(name) for name in self.names}
@@ -124,8 +123,10 @@ class Functions:
     def collect(self, begun: Sequence[Calls]) -> Generator[tuple[int, int, str, Verdict], None, None]:
         """(number of the `begin`, number of the answer in it, function, verdict), each as soon as it is there.
 
-        Calls whose processes died are made again. A reader who has seen enough closes the iterator, which takes back
-        what is still waiting. Raises RewardError when processes keep dying.
+        A call that ran too long or ended its process is made once more, alone in a fresh process; if that is no
+        better, it is the response's doing. Calls that were still waiting when their pool broke are made again. A reader
+        who has seen enough closes the iterator, which takes back what is still waiting. Raises RewardError when
+        processes keep dying.
         """
         left = {(i, j) for i, calls in enumerate(begun) for j in range(len(calls.all))}
         try:
@@ -143,34 +144,28 @@ class Functions:
         finally:
             for calls in begun:
                 calls.end()
+            self._end_alone()
         raise RewardError("the processes that score answers keep dying: is there memory left? lower reward.num_workers")
 
     def close(self) -> None:
         """Ends every process that scoring started; who waits for verdicts is told so. Idempotent."""
         self._is_closed = True
-        self._end_pool()
-        _stop_forkserver()
+        end_pool(self._pool)
+        self._end_alone()
+        stop_forkserver()
 
     def _start_pool(self) -> ProcessPool:
-        # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
-        # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vlmrl.rewards.worker", *(f"vlmrl.rewards.{name}" for name in self._built_in)])
-        return ProcessPool(
-            max_workers=self._num_workers,
-            context=context,
-            initializer=worker.start,
-            initargs=(self._built_in, self._spec),
-        )
+        return start_pool(self._built_in, self._spec, num_workers=self._num_workers)
 
-    def _end_pool(self) -> None:
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+    def _end_alone(self) -> None:
+        if self._alone is not None:
+            end_pool(self._alone)
+            self._alone = None
 
     def _revive(self) -> None:
         self._check_open()
         if not self._pool.active:  # a process may also die while there is nothing to score
-            self._end_pool()
+            end_pool(self._pool)
             self._pool = self._start_pool()
 
     def _check_open(self) -> None:
@@ -178,13 +173,13 @@ class Functions:
             raise RewardError("the processes that score answers were stopped while answers waited")
 
     def _describe(self, name: str) -> Declared:
-        deadline = time.monotonic() + _START_LIMIT_S
+        deadline = time.monotonic() + START_LIMIT_S
         try:
             future = self._pool.schedule(worker.describe, args=(name,))
             # Here and below: pebble forgets what stood in its queue when it broke, so that nobody would ever answer.
             while not wait([future], timeout=1.0).done and self._pool.active:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"{SETTING}: {self._spec} takes over {_START_LIMIT_S:g} s to import")
+                    raise ConfigError(f"{SETTING}: {self._spec} takes over {START_LIMIT_S:g} s to import")
             declared: Declared = future.result(timeout=0)
             return declared
         except (TimeoutError, BrokenProcessPool, ProcessExpired, RuntimeError) as error:
@@ -224,33 +219,39 @@ class Functions:
         if number not in calls.futures:
             return None
         call, (future, pool) = calls.all[number], calls.futures[number]
+        self._wait(future, pool, call.function)
+        found: Verdict | Trouble | None = outcome(future, call.function, self._time_limit_s)
+        if found is None:
+            del calls.futures[number]
+        return self._once_more(call, found) if isinstance(found, Trouble) else found
+
+    def _once_more(self, call: _Call, trouble: Trouble) -> Verdict:
+        """The verdict of a second try: the machine may have stood still, or another call have taken the memory."""
+        if self._alone is None or not self._alone.active:
+            self._end_alone()
+            self._alone = start_pool(self._built_in, self._spec, num_workers=1, max_tasks=1)
+        arguments = (call.function, call.arguments, call.images)
+        future = self._alone.schedule(worker.call, args=arguments, timeout=self._time_limit_s)
+        future.add_done_callback(self._note_end)
+        self._wait(future, self._alone, call.function)
+        found: Verdict | Trouble | None = outcome(future, call.function, self._time_limit_s)
+        if isinstance(found, Verdict):
+            return replace(found, retried=trouble.kind)
+        if found is None:
+            problem = f"{trouble.problem}, and no process could be started to try again"
+            return Verdict(problem=problem, blame="infrastructure", retried=trouble.kind)
+        return Verdict(problem=f"{found.problem}, also when tried again alone", retried=trouble.kind)
+
+    def _wait(self, future: ProcessFuture[Verdict], pool: ProcessPool, function: str) -> None:
+        """Until the call is done or its pool broke."""
         start = time.monotonic()
         while not wait([future], timeout=1.0).done and pool.active:
             # Calls of other groups may stand before this one, for as long as they take.
-            if time.monotonic() - max(start, self._last_end) > self._time_limit_s + _START_LIMIT_S + _PATIENCE_S:
+            if time.monotonic() - max(start, self._last_end) > self._time_limit_s + START_LIMIT_S + PATIENCE_S:
                 raise RewardError(
-                    f"the processes that score answers are stuck in front of {call.function}; if it is yours, does "
+                    f"the processes that score answers are stuck in front of {function}; if it is yours, does "
                     "importing its file always end?"
                 )
-        verdict = self._verdict(call.function, future)
-        if verdict is None:
-            del calls.futures[number]
-        return verdict
-
-    def _verdict(self, function: str, future: ProcessFuture[Verdict]) -> Verdict | None:
-        try:
-            verdict: Verdict = future.result(timeout=0)
-            return verdict
-        except TimeoutError:
-            if not future.done():
-                return None
-            problem = f"{function} took longer than reward.time_limit_s {self._time_limit_s:g}"
-        except ProcessExpired as error:
-            problem = f"{function} ended its process (exit code {error.exitcode})"
-        except (BrokenProcessPool, CancelledError):
-            return None
-        # A built-in function is ours: one that runs too long has met a hostile answer, worth 0 and no failure.
-        return Verdict() if function != self._own else Verdict(problem=problem)
 
 
 def _write_images(question: Question, folder: Path) -> tuple[str, ...]:
@@ -262,12 +263,3 @@ def _write_images(question: Question, folder: Path) -> tuple[str, ...]:
             np.save(file, media.fetch(), allow_pickle=False)
         files.append(os.fspath(file))
     return tuple(files)
-
-
-def _stop_forkserver() -> None:
-    """End the fork server, unless another part of the process still has children of it.
-
-    The standard library ends it only with the process itself, and has no public way to do it earlier.
-    """
-    if not multiprocessing.active_children():
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -227,7 +227,7 @@ class Servers:
             if soonest > 0 and number + 1 < self._most_tries:
                 await asyncio.sleep(min(pause, soonest))
         tries = "" if number == 0 else f" (the last of {number + 1} tries)"
-        return [Verdict(problem=f"{last}{tries}")] * len(questions)
+        return [Verdict(problem=f"{last}{tries}", blame="infrastructure")] * len(questions)
 
     async def _send(self, server: _Server, body: bytes, num_answers: int) -> list[Verdict]:
         server.num_under_way += 1

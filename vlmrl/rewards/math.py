@@ -4,12 +4,18 @@ import logging
 import re
 import threading
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from math_verify import parse, verify
+from math_verify.errors import TimeoutException
 
-from vlmrl.rewards.boxed import last_boxed
-from vlmrl.rewards.exact import answer_of, number, same
+from vlmrl.rewards.exact import number, same
+from vlmrl.rewards.failures import TooHardError
+from vlmrl.rewards.final import Final, final_answer
+from vlmrl.rewards.labels import spellings
+from vlmrl.rewards.plain import bracket_of, is_clock, is_words, needs_no_parser, plain, same_clock, same_words
+from vlmrl.rewards.units import agree, last_unit, measure
 
 WANTS_LABEL = True
 
@@ -19,51 +25,137 @@ _LONGEST_FORMULA = 1000
 # math-verify stops itself by SIGALRM, which needs the main thread; the pool's own limit covers the rest.
 _STEP_LIMIT_S = 2
 _IN_MATH_MODE = ("\\boxed", "$", "\\(", "\\[")
-# Sympy would read a word as a product of letters, so that every anagram were right, and 3:30 as the fraction 3/30.
-_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
-_CLOCK = re.compile(r"[0-9]{1,4}(?::[0-9]{2})+")
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+_MATHEMATICS = re.compile(r"[\\^_=+*/<>{}$]")
 
 for _name in ("math_verify", "latex2sympy2_extended"):
-    # They warn with the whole text whenever an answer is too hard; that is model output, and scores 0.
+    # They warn with the whole text whenever an answer is too hard; that is model output.
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+class _UnreadableError(Exception):
+    """A label that math-verify cannot parse. It is raised, and so never cached."""
 
 
 def score(response: str, label: str) -> float:
     """1.0 or 0.0.
 
-    What is compared is the last `\\boxed{...}` of the answer, else the last formula near its end. `1/2`, `0.5` and
-    `\\frac{1}{2}` are equal, and so are `x = 4` and `4`. Words and clock times are compared as such, ignoring case and
-    leading zeros. An answer that cannot be read, is too long or too hard to compare scores 0.
+    What is compared is the response's final answer (`final_answer`); without box or tags, the last formula near its
+    end. `1/2`, `0.5` and `\\frac{1}{2}` are equal, and so are `x = 4` and `4`. Words, names such as `ab` and clock
+    times are compared as such, ignoring case and leading zeros. Where both sides carry a unit or a bracket around a
+    list, these agree: `12 m` is not `12 cm`, nor `\\{1, 2\\}` `(1, 2)`. `spellings` says what a label that is a list
+    asks for. An answer that cannot be read or is too long scores 0.
+
+    Raises TooHardError when an answer takes too long to parse or to compare.
     """
-    found, wanted = answer_of(response), answer_of(label)
+    final = final_answer(response)
+    return float(bool(final.text) and any(_equals(final, wanted) for wanted in spellings(label)))
+
+
+def unusable(label: str) -> str | None:
+    """Why no response can match the label; None when one can. Raises TooHardError when it takes too long to parse."""
+    reasons = [_unusable(wanted) for wanted in spellings(label)]
+    return None if None in reasons else reasons[0]
+
+
+def _equals(final: Final, wanted: str) -> bool:
+    found = final.text
     if same(found, wanted):
-        return 1.0
-    if _WORDS.fullmatch(wanted):
-        return float(_plain(found).casefold() == wanted.casefold())
-    if _CLOCK.fullmatch(wanted):
-        return float(_clock(_plain(found)) == _clock(wanted))
-    if _is_integer(found) and _is_integer(wanted):
-        return 0.0
-    if last_boxed(response) is not None:
-        if len(found) > _LONGEST_FORMULA:
-            return 0.0
-        formula = f"\\boxed{{{found}}}"
-    else:
-        formula = response[-_LONGEST_FORMULA:]
-    expected = _parse_label(label)
+        return True
+    if len(found) > _LONGEST_FORMULA:
+        if final.place != "whole":
+            return False
+        found = found[-_LONGEST_FORMULA:]
+    found, wanted = plain(found), plain(wanted)
+    value, unit = measure(found)
+    wanted_value, wanted_unit = measure(wanted)
+    if unit is None and final.place != "box":
+        unit = last_unit(found)
+    if not agree(unit, wanted_unit):
+        return False
+    if same(value, wanted_value):
+        return True
+    settled = _without_algebra(value, wanted_value)
+    if settled is not None:
+        return settled
+    if final.place == "whole" or (final.place == "tags" and _SENTENCE.search(value)):
+        return _equal_in_algebra(found, wanted_value)
+    return _equal_in_algebra(_formula(value), wanted_value)
+
+
+def _without_algebra(value: str, wanted: str) -> bool | None:
+    """Whether they are equal; None where it takes algebra to tell."""
+    if is_words(wanted):
+        return same_words(value.removeprefix("\\"), wanted)
+    if is_clock(wanted):
+        return same_clock(value, wanted)
+    if _is_integer(value) and _is_integer(wanted):
+        return False
+    brackets = {bracket_of(value), bracket_of(wanted)}
+    return False if brackets == {"(", "{"} else None
+
+
+def _equal_in_algebra(text: str, wanted: str) -> bool:
+    """Whether the last formula of the text means the label. Raises TooHardError when that takes too long to tell."""
     limit = _step_limit()
-    return float(bool(expected) and verify(expected, _parse(formula, limit), timeout_seconds=limit))
+    try:
+        expected = _parse_label(wanted)
+    except _UnreadableError:
+        return False
+    found = _parse(text, limit)
+    is_too_hard = False
+    for one, other in product(expected, found):
+        try:
+            if verify(one, other, timeout_seconds=limit, raise_on_error=True):
+                return True
+        except TimeoutException:
+            is_too_hard = True
+        except Exception:  # sympy may raise anything of what a model wrote; other readings are left
+            continue
+    if is_too_hard:
+        raise TooHardError(f"comparing took longer than {limit} s")
+    return False
+
+
+def _unusable(wanted: str) -> str | None:
+    if not any(character.isalnum() for character in wanted):
+        return "it is empty"
+    if len(wanted) > _LONGEST_FORMULA:
+        return f"it is longer than {_LONGEST_FORMULA} characters"
+    if needs_no_parser(wanted):
+        return None
+    value = measure(plain(wanted)).value
+    try:
+        readings = _parse_label(value)
+    except _UnreadableError:
+        readings = []
+    # A sentence is compared letter by letter; a formula that remains text is a broken one.
+    is_formula = _MATHEMATICS.search(value) is not None
+    return "it cannot be parsed" if is_formula and all(isinstance(one, str) for one in readings) else None
 
 
 @lru_cache(maxsize=4096)
-def _parse_label(label: str) -> list[Any]:
-    in_math_mode = any(mark in label for mark in _IN_MATH_MODE)
-    return _parse(label if in_math_mode else f"\\boxed{{{label}}}", _step_limit())
+def _parse_label(wanted: str) -> list[Any]:
+    readings = _parse(_formula(wanted), _step_limit())
+    if not readings:
+        raise _UnreadableError
+    return readings
+
+
+def _formula(text: str) -> str:
+    return text if any(mark in text for mark in _IN_MATH_MODE) else f"\\boxed{{{text}}}"
 
 
 def _parse(text: str, limit: int | None) -> list[Any]:
-    # `parsing_timeout` is declared as an int, but None is what turns it off.
-    return parse(text, parsing_timeout=limit)  # type: ignore[arg-type, no-any-return, unused-ignore]
+    """What the text may mean, none when it cannot be read. Raises TooHardError when that takes too long."""
+    try:
+        # `parsing_timeout` is declared as an int, but None is what turns it off.
+        readings: list[Any] = parse(text, parsing_timeout=limit, raise_on_error=True)  # type: ignore[arg-type, unused-ignore]
+    except TimeoutException as error:
+        raise TooHardError(f"parsing took longer than {limit} s") from error
+    except Exception:  # latex2sympy may raise anything of what a model wrote
+        return []
+    return readings
 
 
 def _step_limit() -> int | None:
@@ -73,14 +165,3 @@ def _step_limit() -> int | None:
 def _is_integer(text: str) -> bool:
     value = number(text)
     return value is not None and value.denominator == 1
-
-
-def _plain(text: str) -> str:
-    """Without `\\text{...}` around it, dollar signs and a full stop at the end."""
-    text = text.strip().strip("$").rstrip(".")
-    wrapped = re.fullmatch(r"\\(?:text|textbf|mathrm)\{([^{}]*)\}", text)
-    return (wrapped.group(1) if wrapped else text).strip()
-
-
-def _clock(text: str) -> list[int] | None:
-    return [int(part) for part in text.split(":")] if _CLOCK.fullmatch(text) else None

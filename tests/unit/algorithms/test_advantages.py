@@ -191,10 +191,81 @@ def test_step_rewards_join_the_outcome_and_go_to_the_tokens_before_them() -> Non
 
 def test_only_group_norm_divides_steps_by_their_deviation() -> None:
     steps = 3 * STEPS
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     centred = torch.tensor([[0.0, 1.5, 1.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
-    for estimator, expected in (("rloo", centred), ("group_norm", centred / 3)):
-        found = advantages(torch.ones(2, 2), STEP_TOKENS, estimator=estimator, token_rewards=steps)
-        torch.testing.assert_close(found.advantages, expected, rtol=0, atol=2e-6)
+    # The outcome: 1 and -1 for rloo; 0.5 over a deviation of 0.70711 for group_norm.
+    outcome = torch.tensor([[1.0, 1, 1], [0, -1, -1], [0, 0, 0], [0, 0, 0]])
+    for estimator, expected in (("rloo", outcome + centred), ("group_norm", 0.70711 * outcome + centred / 3)):
+        found = advantages(rewards, STEP_TOKENS, estimator=estimator, token_rewards=steps)
+        torch.testing.assert_close(found.advantages, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo"])
+def test_a_group_that_is_worth_the_same_in_all_teaches_nothing_by_its_steps_either(estimator: str) -> None:
+    # 1 + 0 and 0 + 1: as the filter and `group/constant_fraction` see it.
+    sampled, steps = torch.tensor([[T, T], [T, T]]), torch.tensor([[0.0, 0.0], [0.25, 0.75]])
+    found = advantages(torch.tensor([[1.0, 0.0]]), sampled, estimator=estimator, token_rewards=steps)
+    assert found.advantages.abs().max() == 0
+
+
+def test_a_response_without_a_score_is_in_no_baseline() -> None:
+    rewards = torch.tensor([[1.0, 1.0, 0.0, -9.0]])
+    scored = torch.tensor([[T, T, T, F]])
+    third, deviation = 1 / 3, math.sqrt(1 / 3)
+    expected = {
+        reward_minus_group_mean: [third, third, -2 * third, 0.0],
+        group_norm: [third / deviation, third / deviation, -2 * third / deviation, 0.0],
+        rloo: [0.5, 0.5, -1.0, 0.0],
+    }
+    for estimate, values in expected.items():
+        torch.testing.assert_close(estimate(rewards, scored)[0], torch.tensor(values), rtol=0, atol=1e-5)
+
+
+def test_seven_right_responses_do_not_punish_the_one_that_was_not_scored() -> None:
+    rewards, scored = torch.tensor([[1.0] * 7 + [0.0]]), torch.tensor([[T] * 7 + [F]])
+    sampled = torch.ones(8, 2, dtype=torch.bool)
+    for estimator in ("group_norm", "rloo", "dr_grpo", "reinforce_baseline"):
+        assert advantages(rewards, sampled, estimator=estimator, scored=scored).advantages.abs().max() == 0
+    # Without the flag it would be (0 - 0.875) / 0.3536.
+    assert advantages(rewards, sampled, estimator="group_norm").advantages[7, 0] == pytest.approx(-2.4749, abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
+def test_a_single_scored_response_has_nothing_to_be_compared_with(estimator: str) -> None:
+    rewards = torch.tensor([[4.0, 0.0], [1.0, 0.0]])
+    scored = torch.tensor([[T, F], [T, T]])
+    sampled = torch.ones(4, 2, dtype=torch.bool)
+    steps = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    penalty = torch.full((4, 2), 0.5)
+    found = advantages(
+        rewards, sampled, estimator=estimator, scored=scored, token_rewards=steps, penalty=penalty
+    ).advantages
+    assert found[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert found[2, 1] > found[3, 1]
+
+
+def test_the_normalisation_over_the_step_leaves_out_what_was_not_scored() -> None:
+    sampled = torch.ones(4, 1, dtype=torch.bool)
+    rewards, scored = torch.tensor([[3.0, 1.0], [100.0, 2.0]]), torch.tensor([[T, T], [F, T]])
+    values = torch.full((4, 1), 0.5)
+    for estimator in ("gae", "reinforce"):
+        found = advantages(rewards, sampled, estimator=estimator, values=values, scored=scored, no_std_norm=True)
+        # The mean of 3, 1 and 2.
+        torch.testing.assert_close(found.advantages, torch.tensor([[1.0], [-1.0], [0.0], [0.0]]))
+
+
+def test_a_users_estimator_is_told_what_was_scored_if_it_asks() -> None:
+    rewards, scored = torch.tensor([[3.0, 1.0, -9.0]]), torch.tensor([[T, T, F]])
+    sampled = torch.ones(3, 1, dtype=torch.bool)
+
+    def asking(rewards: Tensor, scored: Tensor) -> Tensor:
+        assert scored.tolist() == [[T, T, F]]
+        return torch.where(scored, rewards, 7.0)
+
+    assert advantages(rewards, sampled, estimator=asking, scored=scored).advantages.tolist() == [[3.0], [1.0], [0.0]]
+    # One that does not ask sees the mean of the others in its place, and its advantage counts for nothing.
+    found = advantages(rewards, sampled, estimator=lambda rewards: rewards - rewards.mean(), scored=scored)
+    assert found.advantages.tolist() == [[1.0], [-1.0], [0.0]]
 
 
 def test_step_rewards_are_rewards_where_no_group_is_the_baseline() -> None:

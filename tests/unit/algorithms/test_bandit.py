@@ -122,9 +122,9 @@ def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"correction": Correction("tis")},
-        {"correction": Correction("icepop")},
-        {"correction": Correction("seq-mask-tis")},
+        {"correction": Correction("tis", 0.5, 5.0)},
+        {"correction": Correction("icepop", 0.5, 5.0)},
+        {"correction": Correction("seq-mask-tis", 0.5, 5.0)},
         {"dual_clip": 3.0},
         {"entropy_coef": 0.01},
         {"kl_in_reward": 0.01},

@@ -19,6 +19,7 @@ OLD = ROLLOUT + WEIGHTS.log()
 @pytest.mark.parametrize(
     ("kind", "low", "high", "expected"),
     [
+        ("tis", 0.0, 2.0, [[2.0, 0, 2.0, 1.0, 0.25], [0, 0.125, 2.0, 0, 0]]),
         ("tis", 0.5, 5.0, [[2.0, 0, 5.0, 1.0, 0.5], [0, 0.5, 5.0, 0, 0]]),
         ("icepop", 0.5, 5.0, [[2.0, 0, 0, 1.0, 0], [0, 0, 0, 0, 0]]),
         ("seq-mask-tis", 0.6, 5.0, [[2.0, 0, 5.0, 0, 0], [0, 0.6, 5.0, 0, 0]]),
@@ -32,7 +33,7 @@ def test_each_correction_gives_its_formula(kind, low, high, expected) -> None:  
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
 def test_engine_and_trainer_that_agree_weigh_everything_1(kind) -> None:  # type: ignore[no-untyped-def]
-    found = correct(Correction(kind), old=ROLLOUT, rollout=ROLLOUT, sampled=SAMPLED, owner=OWNER)
+    found = correct(Correction(kind, 0.5, 5.0), old=ROLLOUT, rollout=ROLLOUT, sampled=SAMPLED, owner=OWNER)
     assert found.tolist() == SAMPLED.float().tolist()
 
 
@@ -50,7 +51,7 @@ def test_both_bounds_are_inside() -> None:
 def test_an_extreme_weight_stays_finite_and_carries_no_gradient(kind, gap: float) -> None:  # type: ignore[no-untyped-def]
     old = torch.full((1, 2), gap, requires_grad=True)
     sampled, owner = torch.tensor([[T, T]]), torch.tensor([[0, 0]])
-    found = correct(Correction(kind), old=old, rollout=torch.zeros(1, 2), sampled=sampled, owner=owner)
+    found = correct(Correction(kind, 0.5, 5.0), old=old, rollout=torch.zeros(1, 2), sampled=sampled, owner=owner)
     outside = {"tis": 5.0 if gap > 0 else 0.5, "icepop": 0.0, "seq-mask-tis": 0.0}
     assert found.tolist() == [[outside[kind]] * 2]
     assert not found.requires_grad
@@ -60,7 +61,11 @@ def test_a_pack_without_a_sampled_token_has_no_weights() -> None:
     nothing = torch.zeros(1, 3, dtype=torch.bool)
     owner = torch.zeros(1, 3, dtype=torch.long)
     found = correct(
-        Correction("seq-mask-tis"), old=torch.ones(1, 3), rollout=torch.ones(1, 3), sampled=nothing, owner=owner
+        Correction("seq-mask-tis", 0.5, 5.0),
+        old=torch.ones(1, 3),
+        rollout=torch.ones(1, 3),
+        sampled=nothing,
+        owner=owner,
     )
     assert found.tolist() == [[0.0] * 3]
 
@@ -73,4 +78,4 @@ def test_bounds_that_hold_nothing_are_refused(low: float, high: float) -> None:
 
 def test_an_unknown_correction_is_refused() -> None:
     with pytest.raises(ValueError, match="no correction is called 'mis'"):
-        Correction("mis")  # type: ignore[arg-type]
+        Correction("mis", 0.5, 5.0)  # type: ignore[arg-type]

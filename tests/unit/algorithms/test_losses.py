@@ -198,7 +198,7 @@ def test_an_extreme_ratio_neither_overflows_nor_makes_a_gradient_that_is_no_numb
 def test_a_pack_without_a_sampled_token_has_no_loss_and_a_backward(kind: str) -> None:
     logprobs = torch.full((2, 5), NAN, requires_grad=True)
     nothing = torch.zeros(2, 5, dtype=torch.bool)
-    correction = Correction("seq-mask-tis")
+    correction = Correction("seq-mask-tis", 0.5, 5.0)
     found = terms({"kind": kind, "correction": correction}, logprobs=logprobs, sampled=nothing, rollout=OLD)
     reduce(found.losses, nothing, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
     assert found.losses.tolist() == [[0.0] * 5] * 2
@@ -222,7 +222,7 @@ def test_the_loss_of_an_answer_does_not_depend_on_the_pack_it_is_in(kind: str) -
 
 def test_what_a_knob_needs_must_be_there() -> None:
     with pytest.raises(ValueError, match="engine's log-probs"):
-        terms({"correction": Correction("tis")})
+        terms({"correction": Correction("tis", 0.5, 5.0)})
     with pytest.raises(ValueError, match="reference's log-probs"):
         terms({}, kl_coef=0.1)
     with pytest.raises(ValueError, match="entropy, with its gradient"):
@@ -238,8 +238,8 @@ def test_what_a_knob_needs_must_be_there() -> None:
         ({"kind": "gspo", "dual_clip": 3.0}, "wants ppo"),
         ({"kind": "cispo", "dual_clip": 3.0}, "wants ppo"),
         ({"clip_low": -0.1}, "cannot be clipped"),
-        ({"kind": "gspo", "correction": Correction("icepop")}, "take seq-mask-tis"),
-        ({"kind": "gspo", "correction": Correction("tis")}, "take seq-mask-tis"),
+        ({"kind": "gspo", "correction": Correction("icepop", 0.5, 5.0)}, "take seq-mask-tis"),
+        ({"kind": "gspo", "correction": Correction("tis", 0.5, 5.0)}, "take seq-mask-tis"),
     ],
 )
 def test_knobs_that_make_no_sense_together_are_refused(knobs: dict[str, Any], message: str) -> None:
@@ -270,7 +270,9 @@ def test_a_users_loss_is_given_what_it_declares_and_nothing_outside_of_the_mask_
 
 def test_a_users_loss_is_corrected_like_any_other() -> None:
     rollout = OLD - torch.tensor([[2.0, 1, 1, 1, 1], [1, 1, 8.0, 1, 1]]).log()
-    found = terms({"kind": lambda logprobs: logprobs + 1.0, "correction": Correction("icepop")}, rollout=rollout)
+    found = terms(
+        {"kind": lambda logprobs: logprobs + 1.0, "correction": Correction("icepop", 0.5, 5.0)}, rollout=rollout
+    )
     expected = (OLD + LOG_RATIOS + 1.0)[SAMPLED] * torch.tensor([2.0, 1, 1, 1, 1, 0])
     torch.testing.assert_close(found.losses[SAMPLED], expected)
 

@@ -1,5 +1,6 @@
 """What the driver does beside calling ranks: cuts, sums of counts, answers back in the order of the question."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from vlmrl.cluster.publish import Publication
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
-from vlmrl.types import Experience, Floats, Layout, Sample
+from vlmrl.types import Experience, Floats, Layout, Sample, Totals
 
 dot = partial(Blank, size=(28, 28))
 
@@ -211,3 +212,24 @@ def test_columns_that_do_not_line_up_are_refused() -> None:
     short = [np.zeros(2, dtype=np.float32)]
     with pytest.raises(ValueError, match="the advantages of an experience do not line up"):
         Experience(samples=[sample(0)], advantages=short, old_logprobs=short, rollout_logprobs=short)
+
+
+def test_the_optimizer_steps_of_an_experience_share_its_span() -> None:
+    samples = [sample(group) for group in (0, 0, 1, 1)]
+    blank = [np.zeros(3, np.float32) for _ in samples]
+    given = Experience(samples, blank, None, blank, span=(0.2, 0.6))
+    steps = Steps(batch_size=2, epochs=2, seed=0)
+    spans = [part.span for part in steps.of(given, 1)]
+    assert [span[0] for span in spans if span] == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    assert [span[1] for span in spans if span] == pytest.approx([0.3, 0.4, 0.5, 0.6])
+    assert [part.span for part in steps.of(Experience(samples, blank, None, blank), 1)] == [None] * 4
+
+
+def test_a_sample_that_is_left_out_counts_for_nothing_and_stays_in_its_group() -> None:
+    samples = [sample(0), sample(0).left_out(), sample(1).left_out(), sample(1).left_out()]
+    assert count(samples) == Totals(num_tokens=2, num_samples=1)
+    assert count(samples[2:]) == Totals(num_tokens=1, num_samples=1), "a loss is never divided by 0"
+    rng = np.random.default_rng(0)
+    assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "as many optimizer steps as ever"
+    answers = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
+    assert make_pack(answers, [0, 1], "shared").rows == ((Branch((0, 1), 1),),), "they share their prompt"

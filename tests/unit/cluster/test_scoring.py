@@ -75,6 +75,18 @@ def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_i
     assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [0.0, 0.0]]
 
 
+def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> None:
+    lost = Score(0.0, failure="infrastructure")
+    functions = Functions([[Score(-1.0), lost], [Score(0.0, failure="response"), lost]])
+    model = source({0: -4.0, 1: -99.0, 2: -7.0, 3: 1.0}, weight=0.5)
+    found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
+    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [0.0, 0.0]]
+    assert [[score.failure for score in group] for group in found] == [
+        [None, "infrastructure"],
+        ["response", "infrastructure"],
+    ]
+
+
 def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:
     rows = {number: np.array([0.0, 0.0, 0.25 * number], np.float32) for number in range(4)}
     model = source(rows, weight=2.0, is_process=True)

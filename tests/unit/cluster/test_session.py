@@ -1,20 +1,17 @@
-from pathlib import Path
-
 import pytest
 
-from vlmrl.cluster.session import Node, Session, check_shared_memory, worker_environment
+from vlmrl import machine
+from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
+from vlmrl.machine import Finding
 
 
-def test_missing_shared_memory_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"nowhere is not there.*--shm-size"):
-        check_shared_memory(tmp_path / "nowhere")
-
-
-def test_too_little_shared_memory_is_one_line_that_says_how_much_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"MiB of shared memory are free .*at least 1099511627776 MiB are needed"):
-        check_shared_memory(tmp_path, least=2**60)
-    check_shared_memory(tmp_path, least=1)
+def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = Finding("shared memory", ok=False, essential=True, detail="none", mend="get some")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
+    with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
+        pytest.fail("it has begun")
 
 
 def test_slots_are_gpus_where_there_are_any() -> None:
@@ -33,3 +30,27 @@ def test_the_workers_of_a_role_share_the_cores_of_their_node() -> None:
 def test_a_worker_sees_its_own_gpus_only() -> None:
     machines = Session((Node("a", num_cpus=8, num_gpus=4),))
     assert worker_environment(machines, num_workers=1, slots=[2, 3], node=0)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_slots_are_the_gpus_that_the_user_made_visible_on_each_node() -> None:
+    machines = Session(
+        (
+            Node("a", num_cpus=8, num_gpus=2, gpus=("5", "7")),
+            Node("b", num_cpus=8, num_gpus=2, gpus=("GPU-8932f937", "MIG-4d2a")),
+        )
+    )
+
+    def seen(node: int, *slots: int) -> str:
+        return worker_environment(machines, num_workers=1, slots=slots, node=node)["CUDA_VISIBLE_DEVICES"]
+
+    assert [seen(0, 1), seen(1, 1)] == ["7", "MIG-4d2a"]
+    # An engine with tensor parallelism has several.
+    assert [seen(0, 0, 1), seen(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
+    # A role without a slot, such as the data, sees none.
+    assert seen(0) == ""
+
+
+def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    head = Session((Node("a", num_cpus=8, num_gpus=0), Node("b", num_cpus=8, num_gpus=2)))
+    assert "DS_ACCELERATOR" not in worker_environment(head, num_workers=1, slots=[0], node=1)

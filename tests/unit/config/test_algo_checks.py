@@ -87,7 +87,18 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
             (f"{ONE} --algo.advantage.estimator {name}", f"estimator {name} without a group .*: use 2 or more")
             for name in GROUP_ESTIMATORS
         ),
-        (f"{ONE} {REINFORCE} --algo.dynamic_filtering_enable", "one answer to judge a prompt by: use 2 or more"),
+        (
+            f"{ONE} --algo.advantage.estimator mine.py:f --algo.dynamic_filtering_enable",
+            "one answer to judge a prompt by: use 2 or more",
+        ),
+        # Filtering by differences that the estimator does not look at.
+        *(
+            (
+                f"--algo.advantage.estimator {name} --algo.dynamic_filtering_enable",
+                f"algo.dynamic_filtering_enable drops groups .*estimator {name} does not compare within groups",
+            )
+            for name in ("gae", "reinforce")
+        ),
         # Ranges that keep nothing.
         (
             "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0",

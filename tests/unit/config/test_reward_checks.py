@@ -115,13 +115,8 @@ def test_what_goes_together_is_accepted(line: str) -> None:
     rl(line)
 
 
-def test_filtering_wants_scores_of_answers() -> None:
-    steps = "--reward.process_model_name_or_path j --algo.dynamic_filtering_enable"
-    with pytest.raises(ConfigError, match="alone scores steps: add a source that scores answers") as caught:
-        rl(steps)
-    assert "\n" not in str(caught.value)
-    rl(f"{steps} --reward.model_name_or_path judge")
-    rl(f"{steps} --reward.remote_url {ONE}")
+def test_filtering_goes_by_the_rewards_of_steps_as_well() -> None:
+    rl("--reward.process_model_name_or_path j --algo.dynamic_filtering_enable")
 
 
 def test_evaluation_asks_functions_and_servers_and_no_models() -> None:

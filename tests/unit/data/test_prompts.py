@@ -178,6 +178,43 @@ def test_unusable_rows_are_dropped_whole_counted_and_named(
     assert caplog.text.count("mine:1 ") == 1
 
 
+def test_a_row_whose_label_nothing_can_match_is_dropped_like_one_with_a_bad_image(
+    text_model: Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[list[str]] = []
+
+    def problems(given: Sequence[str]) -> list[str | None]:
+        asked.append(list(given))
+        return ["it cannot be parsed" if "{" in label else None for label in given]
+
+    content = [{"input": "a", "label": "4"}, {"input": "b", "label": "\\frac{1}{" + "x" * 99}, {"input": "c"}]
+    one = PromptStream(
+        [rows(content)],
+        probs=None,
+        processor=text_model,
+        columns=Columns(max_dropped_fraction=0.5),
+        seed=0,
+        label_problems=problems,
+    )
+    assert sorted(one.labels(9, limit_s=9.0)) == ["mine:0", "mine:1"]
+    with caplog.at_level(logging.WARNING):
+        found = [prompt for _ in range(6) for prompt in one.draw(1)]
+    assert {prompt.source for prompt in found} == {"mine:0", "mine:2"}
+    assert one.dropped == {"label unusable": 1}
+    assert "row mine:1 dropped, label unusable: '\\\\frac{1}{xx" in caplog.text
+    assert caplog.text.count("it cannot be parsed") == 1
+    assert "x" * 90 not in caplog.text
+    assert {prompt.source for prompt in one.all_prompts(9)} == {"mine:0", "mine:2"}
+    assert sum("\\frac" in label for given in asked for label in given) == 1, "a row is judged once"
+
+
+def test_looking_at_labels_moves_nothing_and_ends_in_time(text_model: Processor) -> None:
+    one, other = stream(numbered(9), processor=text_model), stream(numbered(9), processor=text_model)
+    first = one.labels(4, limit_s=9.0)
+    assert list(first.values()) == labels(one.draw(9))[:4]
+    assert len(other.labels(9, limit_s=-1.0)) == 1
+
+
 def test_images_for_a_text_model_are_unusable_rows(text_model: Processor) -> None:
     one = stream(
         rows([{"input": "a", "images": [IMAGE]}, {"input": "b", "images": []}]),

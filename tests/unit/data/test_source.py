@@ -55,6 +55,29 @@ def test_evaluation_sets_are_whole_named_and_apart_from_training(model: str) -> 
     assert make_source(model).evaluation() == {}
 
 
+def test_bad_labels_are_counted_and_three_of_them_named(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    bad = "".join(f'{{"input": "q", "label": "?{n}"}}\n' for n in range(4))
+    file.write_text(bad + '{"input": "two?", "label": "2"}\n{"input": "no label"}\n')
+    source = Source(
+        model=model,
+        trust_remote_code=False,
+        data=Data.model_validate({"prompt_dataset": str(file), "max_dropped_fraction": 1.0}),
+        evaluation=None,
+        seed=1,
+        label_problems=lambda labels, limit_s=None: ["it is odd" if "?" in label else None for label in labels],
+    )
+    found = source.look_at_labels()
+    assert found.num_rows == 5
+    assert sorted(found.problems) == [f"rows:{n}" for n in range(4)]
+    said = str(found)
+    assert said.startswith("labels: 4 of the first 5 rows cannot be used by reward.functions, and are dropped when")
+    assert said.count("(it is odd)") == 3
+    assert source.draw(2)[1]["data/rows_dropped"] > 0
+    assert all("label unusable" in line for line in source.take_notes())
+    assert str(make_source(model).look_at_labels()) == "labels: those of the first 24 rows can be used"
+
+
 def test_the_answer_to_learn_is_the_label_where_there_is_no_answer_column(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?", "label": "2", "said": "two"}\n')

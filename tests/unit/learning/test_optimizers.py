@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from vlmrl.config.actor import Model
 from vlmrl.errors import ConfigError
-from vlmrl.learning.optimizers import optimizer, parameter_groups, schedule
+from vlmrl.learning.optimizers import move_schedule, optimizer, parameter_groups, schedule
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
 from vlmrl.models.tiny import build
@@ -171,3 +171,24 @@ def test_muon_without_a_matrix_to_move_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="optim muon moves the matrices inside the layers, and none of them trains"):
         optimizer(Net(), actor=_model(), where=CPU)
+
+
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"])
+def test_a_schedule_can_be_put_where_a_run_is(name: str) -> None:
+    model = Model.model_validate({"model_name_or_path": "x", "lr_scheduler": name, "lr_warmup_ratio": 0.25})
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = schedule(optimizer, actor=model, total_steps=8)
+    counted = []
+    for _ in range(8):
+        counted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    for step in (5, 2, 7, 0):
+        move_schedule(scheduler, step)
+        assert optimizer.param_groups[0]["lr"] == counted[step]
+    move_schedule(scheduler, 0.5)
+    # A quarter of the way up, between the first two steps.
+    assert optimizer.param_groups[0]["lr"] == pytest.approx((counted[0] + counted[1]) / 2)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 1.5

@@ -69,6 +69,7 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
         "label": "4",
         "images": [],
         "metadata": {"family": "count"},
+        "left_out": False,
         "answers": [
             {
                 "text": text,
@@ -86,6 +87,22 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
     }
     shown = [(a["reward"], a["advantage"], a["failed"]) for a in second["answers"]]  # type: ignore[attr-defined]
     assert shown == [(-0.5, -0.75, True), (1.0, 0.75, False)]
+
+
+def test_groups_that_were_left_out_are_written_and_say_so(tmp_path: Path) -> None:
+    shelf, picture = Shelf(), Picture("a")
+    left_out = [(group(1, ["4", "5"], media=(picture,)), [Score(1.0), Score(1.0)], floats(1, 1))]
+    scores = [[Score(1.0), Score(0.0, failure="infrastructure")]]
+    file = Transcripts(tmp_path, shelf).write(
+        7, [group(0, ["4", "5"])], scores, [floats(1, float("nan"))], [floats(0, 0, 1, 1)] * 2, left_out=left_out
+    )
+    learnt, dropped = lines(file)
+    assert (learnt["left_out"], dropped["left_out"]) == (False, True)
+    shown = [(a["score"], a["reward"], a["failed"]) for a in learnt["answers"]]  # type: ignore[attr-defined]
+    assert shown == [(1.0, 1.0, False), (None, None, True)]
+    assert [a["reward"] for a in dropped["answers"]] == [1.0, 1.0]  # type: ignore[attr-defined]
+    assert "advantage" not in dropped["answers"][0]  # type: ignore[index]
+    assert shelf.asked == [("media", ["a"])]
 
 
 def test_each_image_is_saved_once_however_often_it_is_asked_about(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from rewards.answers import Picture, group
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.combine import Rewarder, check_functions
+from vlmrl.rewards.combine import Rewarder, check_functions, combined
+from vlmrl.rewards.worker import Verdict
 from vlmrl.types import Group
 
 FUNCTIONS = """
@@ -64,6 +65,25 @@ def dies_later(response):
     threading.Timer(0.2, os._exit, (1,)).start()
     return 1.0
 async def later(response): return 1.0
+
+calls = 0
+def once(response):
+    global calls
+    calls += 1
+    mark = f"{__file__}.{response}"
+    if response != "good" and not os.path.exists(mark):
+        open(mark, "w").close()
+        os.kill(os.getpid(), 9) if response == "death" else time.sleep(60)
+    return calls if response != "good" else 1.0
+def offline(response):
+    if response == "bad":
+        raise ConnectionRefusedError("nobody listens")
+    return 1.0
+def wrapped(response):
+    try:
+        return offline(response)
+    except OSError as error:
+        raise RuntimeError("no judge") from error
 
 def reward_func(queries, prompts, labels): return [1.0]
 def asks(response, difficulty): return 1.0
@@ -131,23 +151,40 @@ def test_a_function_gets_what_it_declares_and_images_of_its_own(file: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("function", "settings"),
+    ("function", "settings", "failure", "retried"),
     [
-        ("raises", {}),
-        ("hangs", {"time_limit_s": 0.3}),
-        ("holds_on", {"time_limit_s": 0.3}),
-        ("dies", {}),
-        ("leaves", {}),
-        ("dies", {"num_workers": 2}),
+        ("raises", {}, "response", None),
+        ("hangs", {"time_limit_s": 0.3}, "response", "timeout"),
+        ("holds_on", {"time_limit_s": 0.3}, "response", "timeout"),
+        ("dies", {}, "response", "death"),
+        ("leaves", {}, "response", None),
+        ("dies", {"num_workers": 2}, "response", "death"),
+        ("offline", {}, "infrastructure", None),
+        ("wrapped", {}, "infrastructure", None),
     ],
 )
 def test_what_goes_wrong_for_one_answer_fails_that_answer_alone(
-    file: Path, function: str, settings: dict[str, object]
+    file: Path, function: str, settings: dict[str, object], failure: str, retried: str | None
 ) -> None:
     with own(file, function, max_failed_fraction=0.5, **settings) as rewarder:
         scores = rewarder.score([group("good", "bad"), group("good", "good")])
         assert [[(s.total, s.failed) for s in row] for row in scores] == [[(1, False), (0, True)], [(1, False)] * 2]
+        assert (scores[0][1].failure, scores[0][1].retried) == (failure, retried)
         assert [s.total for s in rewarder.score([group("good", "good")])[0]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["timeout", "death"])
+def test_a_call_that_went_wrong_once_is_made_again_in_a_fresh_process(file: Path, kind: str) -> None:
+    with own(file, "once", max_failed_fraction=0.0, time_limit_s=1.0) as rewarder:
+        (before, score, after) = rewarder.score([group("good", kind, "good")])[0]
+    assert (score.total, score.failure, score.retried) == (1.0, None, kind), "its process had made no other call"
+    assert (before.retried, after.retried) == (None, None)
+
+
+def test_what_never_ends_is_the_responses_doing_after_the_second_time(file: Path) -> None:
+    with own(file, "dies", max_failed_fraction=0.0) as rewarder, pytest.raises(RewardError) as error:
+        rewarder.score([group("bad")])
+    assert "dies ended its process (exit code 3), also when tried again alone, on shapes:17" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -287,11 +324,40 @@ def test_a_missing_label_names_the_row() -> None:
         assert rewarder.score([group("\\boxed{7}", label=None)])[0][0].total == 1.0
 
 
-def test_a_hostile_answer_is_worth_nothing_and_is_no_failure() -> None:
-    reward = Reward(functions={"math": 1.0}, time_limit_s=0.5, max_failed_fraction=0.0)
+@pytest.mark.parametrize("limit", [0.5, 10.0], ids=["the pool stops it", "it stops itself"])
+def test_a_hostile_answer_is_worth_nothing_by_its_own_doing(limit: float) -> None:
+    reward = Reward(functions={"math": 1.0}, time_limit_s=limit, max_failed_fraction=0.5)
     with Rewarder(reward) as rewarder:
         scores = rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{7}")])[0]
-    assert [(s.total, s.failed) for s in scores] == [(0.0, False), (1.0, False)]
+    assert [(s.total, s.failure, s.retried) for s in scores] == [(0.0, "response", "timeout"), (1.0, None, None)]
+
+
+def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
+    # As the kernel does when memory ends. The comparison takes a second of work, and is killed in the middle of it.
+    hard = "\\boxed{x^{900}+y}"
+    with Rewarder(Reward(functions={"math": 1.0}, max_failed_fraction=0.0)) as rewarder:
+        rewarder.score([group("\\boxed{7}")])
+        (scorer,) = multiprocessing.active_children()
+        before = _work(scorer.pid)
+        rewarder.begin(group(hard))
+        while _work(scorer.pid) < before + 0.1:
+            time.sleep(0.01)
+        os.kill(int(scorer.pid or 0), signal.SIGKILL)
+        (score,) = rewarder.score([group(hard)])[0]
+    assert (score.total, score.failure, score.retried) == (0.0, None, "death")
+
+
+def test_a_failure_of_the_response_comes_before_one_of_the_infrastructure(file: Path) -> None:
+    verdicts = {
+        "a": Verdict(problem="gone", blame="infrastructure"),
+        "b": Verdict(problem="broken", retried="death"),
+        "c": Verdict(1.0),
+    }
+    weights = dict.fromkeys(verdicts, 1.0)
+    assert combined(verdicts, weights) == Verdict(parts={"c": 1.0}, problem="broken", retried="death")
+    verdicts["b"] = Verdict(2.0, retried="timeout")
+    gone = combined(verdicts, weights)
+    assert (gone.value, gone.failure, gone.problem, gone.retried) == (0.0, "infrastructure", "gone", "timeout")
 
 
 @pytest.mark.parametrize(
@@ -360,6 +426,12 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids)
+
+
+def _work(pid: int | None) -> float:
+    """Seconds that a process has used a processor."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_zombie(pid: int) -> bool:

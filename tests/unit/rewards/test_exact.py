@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from vlmrl.rewards.exact import number, score
+from vlmrl.rewards.exact import number, score, unusable
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,34 @@ from vlmrl.rewards.exact import number, score
         ("\\boxed{}", "", 0.0),
         ("nan", "nan", 1.0),
         ("1,00", "100", 0.0),
+        ("<think>1+1</think><answer>4</answer>", "4", 1.0),
+        ("<think>1+1</think><answer> A </answer>", "A", 1.0),
+        ("<think>1+1</think><answer>yes</answer>", "yes", 1.0),
+        ("<think>1+1</think><answer>3.50</answer>", "3.5", 1.0),
+        ("<think>1+1</think><answer>12 cm</answer>", "12 cm", 1.0),
+        ("<think>1+1</think><answer>3:30</answer>", "3:30", 1.0),
+        ("<answer>it is \\boxed{4}</answer>", "4", 1.0),
+        ("<think>\\boxed{3}</think><answer>4</answer>", "4", 1.0),
+        ("<think>\\boxed{4}</think><answer>5</answer>", "4", 0.0),
+        ("<answer>4</answer><answer>5</answer>", "4", 0.0),
+        ("<answer>4", "4", 0.0),
+        ("<answer></answer>", "4", 0.0),
+        ("<answer></answer>", "", 0.0),
+        ("\\boxed{3}", "<answer> 3 </answer>", 1.0),
+        ("7", '["7"]', 1.0),
+        ("four", '["4", "four"]', 1.0),
+        ("1, 2", "[1, 2]", 1.0),
+        ("1", "[1, 2]", 0.0),
+        ("[", "[", 1.0),
     ],
 )
 def test_the_answer_is_the_label(response: str, label: str, value: float) -> None:
     assert score(response, label) == value
+
+
+@pytest.mark.parametrize(("label", "reason"), [("4", None), ("", "it is empty"), ('[""]', "it is empty")])
+def test_an_empty_label_matches_nothing(label: str, reason: str | None) -> None:
+    assert unusable(label) == reason
 
 
 @pytest.mark.parametrize(
@@ -43,7 +67,16 @@ def test_what_is_no_number_is_compared_as_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["1e999999999", "9" * 1_000_000, "\\boxed{" * 100_000, "{" * 1_000_000, "\x00\ud800", "1/" * 9999]
+    "response",
+    [
+        "1e999999999",
+        "9" * 1_000_000,
+        "\\boxed{" * 100_000,
+        "{" * 1_000_000,
+        "\x00\ud800",
+        "1/" * 9999,
+        "<answer>" * 100_000 + "</answer>" * 9,
+    ],
 )
 def test_a_hostile_answer_scores_zero_at_once(response: str) -> None:
     start = time.perf_counter()

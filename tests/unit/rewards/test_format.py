@@ -21,6 +21,12 @@ TAGS = "Answer as <think>...</think><answer>...</answer>. How many?"
         (TAGS, "<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
         (TAGS, "<answer>4</answer><think>a</think>", 0.0),
         (TAGS + "<think>\n", "a</think><answer>4</answer>", 1.0),
+        (TAGS + "<think>\n", "</think><answer>4</answer>", 0.0),
+        (TAGS, "<think></think><answer>4</answer>", 0.0),
+        (TAGS, "<think> \n</think><answer>4</answer>", 0.0),
+        (TAGS, "<think>a</think><answer>\\boxed{4}</answer>", 1.0),
+        (TAGS, "<think>a</think><answer>\\boxed{}</answer>", 0.0),
+        ("How many?", "<think></think><answer>4</answer>", 0.0),
         (TAGS, "", 0.0),
     ],
 )

@@ -146,6 +146,14 @@ def test_a_server_that_goes_down_stops_the_run_with_the_reason() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_what_no_server_scored_is_the_infrastructures_doing() -> None:
+    with server() as seen:
+        scoring = rewarder(seen.url, remote_retries=0, max_failed_fraction=1.0)
+    with scoring:
+        (score,) = scoring.score([group("a")])[0]
+    assert (score.total, score.failure) == (0.0, "infrastructure")
+
+
 def test_a_slow_server_is_asked_again_and_then_its_answers_fail() -> None:
     with (
         server(delay_s=0.8) as seen,
@@ -282,7 +290,7 @@ def test_what_is_no_number_fails_that_answer_alone(number: str, said: str) -> No
     with server(reply) as seen:
         with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
             (scores,) = scoring.score([one])
-        assert [(s.total, s.failed) for s in scores] == [(2.5, False), (0.0, True), (2.5, False)]
+        assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
         with rewarder(seen.url, max_failed_fraction=0.0) as scoring, pytest.raises(RewardError, match=said):
             scoring.score([one])
 

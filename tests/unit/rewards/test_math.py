@@ -1,9 +1,18 @@
+import os
+import signal
+import sys
 import threading
 import time
+from contextlib import suppress
+from typing import Any
 
+import math_verify.parser
 import pytest
+from math_verify.errors import TimeoutException
 
-from vlmrl.rewards.math import score
+from vlmrl.rewards.failures import TooHardError
+from vlmrl.rewards.math import score, unusable
+from vlmrl.rewards.plain import needs_no_parser
 
 
 @pytest.mark.parametrize(
@@ -32,6 +41,192 @@ def test_equal_in_mathematics_is_right(response: str, label: str, value: float) 
     assert score(response, label) == value
 
 
+@pytest.mark.parametrize(
+    ("content", "label"),
+    [
+        ("4", "4"),
+        ("A", "A"),
+        ("(A)", "A"),
+        ("yes", "Yes"),
+        ("3.5", "7/2"),
+        ("12 cm", "12"),
+        ("12 cm", "12 cm"),
+        ("12 square cm", "12"),
+        ("3:30", "03:30"),
+        ("$\\frac{1}{2}$", "0.5"),
+        ("\\frac{1}{2}", "0.5"),
+        ("x = 4", "4"),
+        ("The answer is 4.", "4"),
+        ("The answer is $\\sqrt{8}$.", "2\\sqrt{2}"),
+        ("it is \\boxed{4}", "4"),
+        ("red.", "red"),
+    ],
+)
+def test_what_stands_between_answer_tags_is_the_answer(content: str, label: str) -> None:
+    assert score(f"<think>1+1</think><answer>{content}</answer>", label) == 1.0
+    assert score(f"<think>\\boxed{{99}}</think>\n<answer>\n{content}\n</answer>\n", label) == 1.0
+    assert score(f"<think>{content}</think><answer>99</answer>", label) == 0.0
+    assert score(f"<think>{content}</think><answer></answer>", label) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("145", "145°"),
+        ("145°", "145"),
+        ("145^\\circ", "145°"),
+        ("145°", "145^\\circ"),
+        ("145^{\\circ}", "145 degrees"),
+        ("36", "\\$36"),
+        ("\\$36", "36"),
+        ("\\$36.00", "\\$36"),
+        ("\\$36", "$36$"),
+        ("36 dollars", "\\$36"),
+        ("7", '["7"]'),
+        ("7", "[7]"),
+        ("four", '["4", "four"]'),
+        ("4", '["4", "four"]'),
+        ("1, 2", "[1, 2]"),
+        ("[1, 2]", "[1, 2]"),
+        ("2, 1", '["1", "2"]'),
+        ("\\frac{1}{2}", '["0.5"]'),
+        ("ab", "ab"),
+        ("AB", "ab"),
+        ("\\text{ab}", "$ab$"),
+        ("a \\cdot b", "ab"),
+        ("x1", "x1"),
+        ("\\text{H2O}", "H2O"),
+        ("\\pi", "pi"),
+        ("\\frac{\\pi}{2}", "π/2"),
+        ("3\\sqrt{2}", "3√2"),
+        ("x^2", "x²"),
+        ("12", "12 cm"),
+        ("12 cm", "12"),
+        ("12 cm", "12 centimeters"),
+        ("12", "12 cm^2"),
+        ("12 \\text{ cm}^2", "12 square centimeters"),
+        ("0.5 m", "\\frac{1}{2} meters"),
+        ("5 am", "5 a.m."),
+        ("5:30 pm", "5:30 PM"),
+        ("5:30", "5:30 pm"),
+        ("20°", "20°C"),
+        ("4m^2", "(2m)^2"),
+        ("2, 1", "\\{1, 2\\}"),
+        ("\\{2, 1\\}", "\\{1, 2\\}"),
+        ("1, 2", "(1, 2)"),
+        ("(1, 2)", "1, 2"),
+        ("\\left(1, 2\\right)", "(1,2)"),
+        ("C", "\\text{(C)}"),
+        ("3", "<answer> 3 </answer>"),
+    ],
+)
+def test_a_label_is_matched_in_every_spelling(response: str, label: str) -> None:
+    assert score(f"\\boxed{{{response}}}", label) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("144", "145°"),
+        ("145 cm", "145°"),
+        ("35", "\\$36"),
+        ("€36", "\\$36"),
+        ("8", '["7"]'),
+        ("five", '["4", "four"]'),
+        ("1", "[1, 2]"),
+        ("1", '["1", "2"]'),
+        ("A", '["A", "B"]'),
+        ("1, 3", "[1, 2]"),
+        ("ba", "ab"),
+        ("ba", "$ab$"),
+        ("ba", "\\text{ab}"),
+        ("b \\cdot a", "ab"),
+        ("1x", "x1"),
+        ("2HO", "H2O"),
+        ("B", "A"),
+        ("12 m", "12 cm"),
+        ("12 \\text{ m}", "12 \\text{ cm}"),
+        ("12 cm^2", "12 cm"),
+        ("12 cm", "12 cm^3"),
+        ("120 mm", "12 cm"),
+        ("13 cm", "12 cm"),
+        ("5 am", "5 pm"),
+        ("5:30 am", "5:30 pm"),
+        ("20°F", "20°C"),
+        ("60 km/h", "60 mph"),
+        ("(1, 2)", "\\{1, 2\\}"),
+        ("\\{1, 2\\}", "(1, 2)"),
+        ("(2, 1)", "(1, 2)"),
+        ("2, 1", "(1, 2)"),
+        ("[1, 2]", "(1, 2)"),
+        ("\\{1, 3\\}", "\\{1, 2\\}"),
+        ("3m^2", "(2m)^2"),
+        ("", "145°"),
+    ],
+)
+def test_what_differs_in_value_unit_bracket_or_letters_is_wrong(response: str, label: str) -> None:
+    assert score(f"\\boxed{{{response}}}", label) == 0.0
+    assert score(f"<think>so</think><answer>{response}</answer>", label) == 0.0
+
+
+def test_a_sentence_is_held_to_its_unit() -> None:
+    assert score("The rod is 12 cm.", "12 cm") == 1.0
+    assert score("The rod is 12 m.", "12 cm") == 0.0
+    assert score("The rod is 12.", "12 cm") == 1.0
+    assert score("<answer>It opens at 5 am</answer>", "5 pm") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        ("4", None),
+        ("145°", None),
+        ("\\frac{1}{2}", None),
+        ("The cat, who sat.", None),
+        ("y = 2x + 3", None),
+        ('["7"]', None),
+        ("½", None),
+        ("\\frac{1}{", "it cannot be parsed"),
+        ("x^2 +", "it cannot be parsed"),
+        ("", "it is empty"),
+        (" - ", "it is empty"),
+        ("1 + " * 400, "it is longer than 1000 characters"),
+    ],
+)
+def test_a_label_that_no_response_can_match_is_told(label: str, reason: str | None) -> None:
+    assert unusable(label) == reason
+    assert not (needs_no_parser(label) and reason)
+
+
+def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the machine had stood still: math-verify's alarm rings in the middle of its work, and never again.
+    extract, rings = math_verify.parser.extract_target_from_pred, iter([True])
+
+    def stalled(*given: Any, **how: Any) -> Any:
+        if next(rings, False):
+            os.kill(os.getpid(), signal.SIGALRM)
+        return extract(*given, **how)
+
+    monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", stalled)
+    label = "\\frac{17}{34} + 1"
+    with pytest.raises(TooHardError, match="parsing took longer than 2 s"):
+        score("\\boxed{\\frac{3}{2}}", label)
+    assert score("\\boxed{\\frac{3}{2}}", label) == 1.0
+
+
+def test_a_comparison_that_was_stopped_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["vlmrl.rewards.math"]
+
+    def stalled(*_: Any, **how: Any) -> bool:
+        if how.get("raise_on_error"):
+            raise TimeoutException("Timeout during comparison")
+        return False  # what math-verify says by default
+
+    monkeypatch.setattr(module, "verify", stalled)
+    with pytest.raises(TooHardError, match="comparing took longer than 2 s"):
+        score("\\boxed{x + 1}", "1 + x")
+
+
 def test_an_anagram_is_not_the_word() -> None:
     assert score("\\boxed{listen}", "silent") == 0.0
     assert score("\\boxed{silent}", "silent") == 1.0
@@ -56,9 +251,10 @@ def test_a_clock_time_is_not_a_fraction() -> None:
     ],
     ids=["tower", "factorial", "parentheses", "fractions", "digits", "dollars", "sum", "not-unicode"],
 )
-def test_a_hostile_answer_scores_zero_and_ends(response: str) -> None:
+def test_a_hostile_answer_is_worth_nothing_and_ends(response: str) -> None:
     start = time.perf_counter()
-    assert score(response, "4") == 0.0
+    with suppress(TooHardError):
+        assert score(response, "4") == 0.0
     assert time.perf_counter() - start < 9
 
 

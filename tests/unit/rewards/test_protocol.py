@@ -77,7 +77,21 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
     assert json.loads(write_answer(sent)) == {
         "rewards": [1.5, None, -1.0],
         "problems": [None, "it broke", None],
+        "failures": [None, "response", None],
         "extra_logs": {"a": [2.0, None, None], "b": [None, None, 0.0]},
     }
     assert read_answer(write_answer(sent), 3) == sent
     assert read_answer(write_answer([]), 0) == []
+
+
+def test_whose_doing_a_failure_is_crosses_the_wire() -> None:
+    sent = [
+        Verdict(1.0),
+        Verdict(problem="no judge", blame="infrastructure"),
+        Verdict(problem="no number"),
+    ]
+    assert read_answer(write_answer(sent), 3) == sent
+    old = b'{"rewards": [null, 1.0], "problems": ["no number", null]}'
+    assert [verdict.failure for verdict in read_answer(old, 2)] == ["response", None]
+    with pytest.raises(ValueError, match='answered with 1 "failures" for 2 answers'):
+        read_answer(b'{"rewards": [null, 1.0], "failures": ["response"]}', 2)

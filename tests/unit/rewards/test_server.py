@@ -120,8 +120,9 @@ def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
     with closing(function(file, "picky", exact=1.0)) as judge, served(judge) as url:
         answer = ask(url, "7", "bad", "8", labels=["7", "7", None]).json()
         with client(url, max_failed_fraction=0.5) as scoring:
-            assert [s.failed for s in scoring.score([group("bad", "7")])[0]] == [True, False]
+            assert [s.failure for s in scoring.score([group("bad", "7")])[0]] == ["response", None]
     assert answer["rewards"] == [2.0, None, None]
+    assert answer["failures"] == [None, "response", "infrastructure"]
     assert answer["problems"][1].startswith("ValueError: no idea (")
     assert (
         answer["problems"][2] == "answer 2 of the request has no label, and the reward function exact compares with one"

@@ -1,11 +1,16 @@
 """The set-up: what it would run, when it runs nothing, and how it fails. Nothing is installed here."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from vlmrl import startup
 from vlmrl.startup import install
+
+PLAIN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @pytest.fixture
@@ -80,6 +85,57 @@ def test_cpu_environments_lose_the_two_packages_that_break_imports() -> None:
     assert last == "without torchaudio and torchcodec"
     assert alternatives[0][-2:] == ["torchaudio", "torchcodec"]
     assert len(install.commands("gpu", Path("python"))) == 1
+
+
+def python(code: str, folder: Path, *flags: str, environment: dict[str, str] = PLAIN) -> str:
+    """What a plain Python that stands in `folder` prints."""
+    command = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.strip()
+
+
+def test_every_python_of_an_environment_runs_the_hook_once_and_imports_nothing_heavy(
+    tmp_path: Path, ran: list[str]
+) -> None:
+    install.install(tmp_path, "cpu")
+    (pth,) = tmp_path.glob("lib/python*/site-packages/*.pth")
+    assert sorted(file.name for file in pth.parent.iterdir()) == [
+        f"{install.HOOK_MODULE}{end}" for end in (".pth", ".py")
+    ]
+    code = f"""if True:
+        import site, sys
+        site.addsitedir({str(pth.parent)!r})
+        armed = [type(finder).__name__ for finder in sys.meta_path].count("_DeclareTorchvisionOperators")
+        print(armed, bool({{"torch", "torchvision", "vlmrl"}} & set(sys.modules)))
+    """
+    assert python(code, tmp_path, "-S") == "1 False"  # without this environment's own packages
+    # Where the folder is on PYTHONPATH too, the second of them finds the hook armed.
+    both = code.replace("armed =", "import sitecustomize; armed =")
+    assert python(both, tmp_path, "-S", environment=PLAIN | startup.environment()) == "1 False"
+
+
+def test_a_changed_hook_is_installed_again(tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tmp_path / "sitecustomize.py"
+    changed.write_text("# other\n")
+    install.install(tmp_path / "environment", "cpu")
+    monkeypatch.setattr(install, "HOOK", changed)
+    ran.clear()
+    install.install(tmp_path / "environment", "cpu")
+    assert ran
+    assert [file.read_text() for file in tmp_path.glob(f"environment/lib/*/*/{install.HOOK_MODULE}.py")] == [
+        "# other\n"
+    ]
+
+
+def test_plain_python_imports_vision_models_in_this_environment(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    if not Path(sys.prefix, ".vlmrl-setup").exists():
+        pytest.skip("`make setup` did not make this environment")
+    code = "from transformers import Qwen2_5_VLForConditionalGeneration as Model; print(Model.__name__)"
+    assert python(code, tmp_path) == "Qwen2_5_VLForConditionalGeneration"
 
 
 def test_a_python_that_is_too_old_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,17 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert startup.environment()["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
+def test_devices_are_decided_on_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver without a GPU must not tell workers with one to compute on CPU."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(startup, "has_gpu", lambda: False)
+    assert startup.environment()["DS_ACCELERATOR"] == "cpu"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # as `prepare` leaves it in the driver
+    assert "DS_ACCELERATOR" not in startup.portable_environment()
+    monkeypatch.setattr(startup, "has_gpu", lambda: True)
+    assert "DS_ACCELERATOR" not in startup.environment()
+
+
 def test_every_python_process_can_import_torchvision() -> None:
     pytest.importorskip("torch")
     done = subprocess.run(

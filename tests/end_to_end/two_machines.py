@@ -1,0 +1,207 @@
+"""Two machines made of one: network namespaces joined by a cable, each with a /dev/shm of its own and a Ray node.
+
+The name of either machine resolves to the loopback, as names often do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 6379
+_BIN = Path(sys.executable).parent
+_PREFIX = "vlmrl-"
+_count = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why this machine cannot be two; None where it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    name = f"{_PREFIX}{os.getpid()}-x"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    alone = subprocess.run(["unshare", "-m", "true"], capture_output=True, text=True, check=False)
+    return f"no mounts of its own: {alone.stderr.strip()}" if alone.returncode != 0 else None
+
+
+class TwoMachines:
+    """Both, the first one with the head of the Ray cluster. The names of namespaces and cables are this
+    process's own."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` has a short name: Ray makes sockets below it, whose paths have room for 107 characters."""
+        self.folder = folder
+        self._tag = f"{os.getpid()}-{next(_count)}"
+        self._names = [f"{_PREFIX}{self._tag}{letter}" for letter in "ab"]
+        self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        for name in self._names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        ends = [f"v{self._tag}{letter}" for letter in "ab"]
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(self._names, ends, ADDRESSES, strict=True):
+            _ip("link", "set", end, "netns", name)
+            _ip("-n", name, "link", "set", end, "name", "eth0")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+        self._start_node(0, "--head", f"--port={PORT}", "--include-dashboard=false")
+        self._wait(lambda: self._reaches(PORT), "the first machine's Ray does not answer")
+        self._start_node(1, f"--address={ADDRESSES[0]}:{PORT}")
+        self._wait(lambda: self._num_nodes() == 2, "the second machine did not join")
+
+    def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **how: Any) -> Any:
+        """A process on a machine, which finds the Ray cluster."""
+        inside = ["nsenter", "-t", str(self._nodes[machine].pid), "-n", "-m", f"--wd={Path.cwd()}"]
+        variables = os.environ | {"RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}"} | dict(env or {})
+        return subprocess.Popen([*inside, *words], env=variables, **how)
+
+    def run(self, machine: int, words: Sequence[str], *, timeout_s: float = 240, **how: Any) -> tuple[int, str]:
+        """A command's exit code and what it wrote."""
+        with self.popen(machine, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        return process.returncode, output
+
+    @contextmanager
+    def covered(self, machine: int, target: Path, by: Path | None = None) -> Iterator[None]:
+        """On this machine alone another file is in the place of a file; without one, an empty folder in that of a
+        folder."""
+        what = ["--bind", str(by)] if by is not None else ["-t", "tmpfs", "tmpfs"]
+        assert self.run(machine, ["mount", *what, str(target)]) == (0, "")
+        try:
+            yield
+        finally:
+            assert self.run(machine, ["umount", "-l", str(target)]) == (0, "")
+
+    def processes(self, machine: int) -> list[int]:
+        found = subprocess.run(
+            ["ip", "netns", "pids", self._names[machine]], capture_output=True, text=True, check=False
+        )
+        return [int(word) for word in found.stdout.split()]
+
+    def commands(self, machine: int) -> dict[int, str]:
+        """The command lines of the machine's processes."""
+        lines = {}
+        for pid in self.processes(machine):
+            try:
+                lines[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            except OSError:  # it has just ended
+                continue
+        return lines
+
+    def shared_memory(self, machine: int) -> set[str]:
+        """Names in the machine's /dev/shm."""
+        return {path.name for path in Path(f"/proc/{self._nodes[machine].pid}/root/dev/shm").iterdir()}
+
+    def kill(self, machine: int) -> None:
+        """The machine dies: all its processes at once."""
+        for pid in self.processes(machine):
+            _signal(pid, signal.SIGKILL)
+
+    def cut(self, machine: int) -> None:
+        """Nothing reaches the machine any more, and nobody is told."""
+        _ip("-n", self._names[machine], "link", "set", "eth0", "down")
+
+    def stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            end = time.monotonic() + 5
+            while (pids := [*self.processes(0), *self.processes(1)]) and time.monotonic() < end:
+                for pid in pids:
+                    _signal(pid, number)
+                for node in self._nodes:
+                    node.poll()
+                time.sleep(0.2)
+        for node in self._nodes:
+            node.wait()
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def _start_node(self, machine: int, *words: str) -> None:
+        own = 'mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "$@"'
+        node = ["ip", "netns", "exec", self._names[machine], "unshare", "-m", "bash", "-c", own, "-"]
+        ray = [str(_BIN / "ray"), "start", *words, f"--node-ip-address={ADDRESSES[machine]}", "--block"]
+        room = ["--num-cpus=1", "--object-store-memory=300000000", f"--temp-dir={self.folder / str(machine)}"]
+        log = (self.folder / f"{machine}.log").open("wb")
+        with log:
+            self._nodes.append(subprocess.Popen([*node, *ray, *room], stdout=log, stderr=log, env=_plain()))
+
+    def _wait(self, is_there: Any, what: str) -> None:
+        end = time.monotonic() + 90
+        while not is_there():
+            dead = [node for node in self._nodes if node.poll() is not None]
+            if dead or time.monotonic() > end:
+                logs = "\n".join(log.read_text()[-1500:] for log in sorted(self.folder.glob("*.log")))
+                raise RuntimeError(f"{what}:\n{logs}")
+            time.sleep(0.3)
+
+    def _reaches(self, port: int) -> bool:
+        return self.run(0, ["bash", "-c", f"exec 3<>/dev/tcp/{ADDRESSES[0]}/{port}"])[0] == 0
+
+    def _num_nodes(self) -> int:
+        return (self.folder / "1.log").read_text().count("Ray runtime started.") + 1
+
+
+def remove_left_behind() -> None:
+    """End what a process left that was killed before it could end it itself."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(_PREFIX)):
+        if not Path(f"/proc/{name.removeprefix(_PREFIX).partition('-')[0]}").exists():
+            for pid in _processes(name):
+                _signal(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _processes(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
+def _plain() -> dict[str, str]:
+    """This environment without what would point the nodes at a cluster."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def two_machines() -> Iterator[TwoMachines]:
+    remove_left_behind()
+    folder = Path(tempfile.mkdtemp(prefix="vl", dir="/tmp"))
+    machines = TwoMachines(folder)
+    try:
+        machines.start()
+        yield machines
+    finally:
+        machines.stop()
+        shutil.rmtree(folder, ignore_errors=True)

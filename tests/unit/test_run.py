@@ -1,0 +1,107 @@
+"""How a run ends where nobody knew its last step beforehand: what is evaluated, saved and said."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_loop import config
+
+from vlmrl.errors import RewardError, VlmrlError
+from vlmrl.run import Evaluations
+from vlmrl.trainer import Carried, Ending, ExhaustedError
+from vlmrl.types import Metrics
+
+
+class Log:
+    """A run's report and its saves, which write down what they are asked for."""
+
+    def __init__(self, saved: Path | None = None) -> None:
+        self.lines: list[Any] = []
+        self.saved = saved
+
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        yield
+
+    def say(self, what: str) -> None:
+        self.lines.append(what)
+
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        self.lines.append((step, metrics))
+
+    def save_finished(self) -> Path | None:
+        self.lines.append("checkpoint")
+        return self.saved
+
+    def save(self, step: int, carried: Carried, *, must: bool) -> None:
+        self.lines.append(("save", step, must))
+
+    def finish(self, *, has_adapter: bool) -> None:
+        self.lines.append("models")
+
+
+class Evaluated(Evaluations):
+    """Evaluations whose sets are answered at once, or fail."""
+
+    error: VlmrlError | None = None
+
+    def at(self, step: int) -> Metrics:
+        if self.error is not None:
+            raise self.error
+        self.evaluated = step
+        return {"eval/toy/pass@1": 1.0}
+
+
+def evaluations(log: Log, **changes: Any) -> Evaluated:
+    nothing: Any = None
+    return Evaluated(config(**changes), {}, nothing, nothing, nothing, nothing, log, log, last=50)  # type: ignore[arg-type]
+
+
+SOLVED = Ending(7, why="the run ends after step 7, its prompts are solved", is_solved=True)
+
+
+def test_a_solved_run_is_evaluated_and_saved_as_one_that_ran_to_its_end() -> None:
+    log = Log()
+    evaluations(log, ckpt={"save_steps": 5}).end(SOLVED, has_adapter=False)
+    assert log.lines == [SOLVED.why, (7, {"eval/toy/pass@1": 1.0}), "checkpoint"]
+
+
+def test_a_solved_run_without_checkpoints_writes_none() -> None:
+    log = Log()
+    evaluations(log).end(SOLVED, has_adapter=False)
+    assert "checkpoint" not in log.lines
+
+
+def test_a_step_is_not_evaluated_twice() -> None:
+    log = Log()
+    ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
+    assert ends.after(7) == {"eval/toy/pass@1": 1.0}
+    ends.end(Ending(7, why="the data are drawn", left_out=3), has_adapter=False)
+    assert log.lines == ["the data are drawn", (7, {"data/left_out": 3.0})]
+
+
+def test_a_run_to_its_last_step_needs_nothing_more() -> None:
+    log = Log()
+    evaluations(log).end(Ending(50), has_adapter=False)
+    assert log.lines == []
+
+
+def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
+    log = Log()
+    ends = evaluations(log)
+    ends.error = RewardError("no server answers")
+    with pytest.raises(RewardError, match="evaluation after step 7, whose model is saved: no server answers"):
+        ends.end(SOLVED, has_adapter=False)
+    assert log.lines[-1] == "models"
+
+
+def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) -> None:
+    error = ExhaustedError("kept 0 of 60 groups")
+    assert evaluations(Log()).exhausted(error) is error, "nothing was learnt"
+    folder = tmp_path / "checkpoints/step_000007"
+    found = evaluations(Log(folder)).exhausted(error)
+    assert str(found) == f"kept 0 of 60 groups; all before it is in {folder}: go on from there with --ckpt.load_enable"
+    assert isinstance(found, ExhaustedError)

@@ -1,0 +1,55 @@
+"""Says whose doing it is that a response could not be scored, and counts such responses for the metrics."""
+
+from collections.abc import Sequence
+
+from vlmrl.types import Failure, Metrics, Score
+
+_NETWORK = {
+    ("aiohttp", "ClientError"),
+    ("anthropic", "APIError"),
+    ("botocore", "BotoCoreError"),
+    ("grpc", "RpcError"),
+    ("http", "HTTPException"),
+    ("httpcore", "NetworkError"),
+    ("httpcore", "ProtocolError"),
+    ("httpcore", "TimeoutException"),
+    ("httpx", "HTTPError"),
+    ("httpx", "StreamError"),
+    ("openai", "APIError"),
+    ("requests", "RequestException"),
+    ("urllib3", "HTTPError"),
+    ("websockets", "WebSocketException"),
+}
+"""(package, class) of errors of the network that are no OSError; none of the packages is imported for that."""
+_MOST_CAUSES = 10
+
+
+class TooHardError(Exception):
+    """A reward function gave up on a response because its own time limit was over."""
+
+
+def doing_of(error: BaseException) -> Failure:
+    """`infrastructure` for errors of the network and the operating system, also where they are the cause (`raise ...
+    from`) of what was raised; `response` for all others."""
+    seen: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if seen is None:
+            break
+        if isinstance(seen, OSError) or any(_is_of_network(kind) for kind in type(seen).__mro__):
+            return "infrastructure"
+        seen = seen.__cause__
+    return "response"
+
+
+def count_failures(scores: Sequence[Score]) -> Metrics:
+    """How many of these responses could not be scored, by kind, and how many were scored a second time, by reason."""
+    return {
+        "reward/failed_infrastructure": float(sum(score.failure == "infrastructure" for score in scores)),
+        "reward/failed_response": float(sum(score.failure == "response" for score in scores)),
+        "reward/retried_timeouts": float(sum(score.retried == "timeout" for score in scores)),
+        "reward/retried_deaths": float(sum(score.retried == "death" for score in scores)),
+    }
+
+
+def _is_of_network(kind: type) -> bool:
+    return (str(kind.__module__).partition(".")[0], kind.__name__) in _NETWORK

@@ -1,0 +1,90 @@
+"""Finds labels that no response can match, before any response is compared with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+
+from pebble import ProcessFuture, ProcessPool
+
+from vlmrl.rewards import exact, worker
+from vlmrl.rewards.plain import needs_no_parser
+from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
+
+_TIME_LIMIT_S = 5.0
+"""For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
+_MOST_TRIES = 2
+_MOST_KEPT = 65_536
+
+
+class LabelCheck:
+    """Says why labels cannot be used by the reward functions `names`. `close` ends the process that it started.
+
+    Only what needs a parser goes to a process, which is started when the first such label comes: a parse that hangs is
+    ended there, tried once more, and then the label's fault.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = frozenset(names)
+        self._pool: ProcessPool | None = None
+        self._known: dict[str, str | None] = {}
+
+    def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> list[str | None]:
+        """Why each label cannot be used; None where it can, and where that was not known after `limit_s`."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        if len(self._known) > _MOST_KEPT:
+            self._known.clear()
+        unknown = [label for label in dict.fromkeys(labels) if label not in self._known]
+        hard = [label for label in unknown if not self._settle(label)]
+        for _ in range(_MOST_TRIES):
+            hard = self._parse(hard, deadline)
+        return [self._known.get(label) for label in labels]
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._pool is not None:
+            end_pool(self._pool)
+            self._pool = None
+            stop_forkserver()
+
+    def _settle(self, label: str) -> bool:
+        """Whether it is known without a parser."""
+        problem = exact.unusable(label) if self._names & {"exact", "math"} else None
+        if problem is None and "math" in self._names and not needs_no_parser(label):
+            return False
+        self._known[label] = problem
+        return True
+
+    def _parse(self, labels: Sequence[str], deadline: float | None) -> list[str]:
+        """Asks math-verify about each; the labels whose parse went wrong."""
+        if not labels:
+            return []
+        if self._pool is None or not self._pool.active:
+            self.close()
+            self._pool = start_pool(("math",), None, num_workers=1)
+        asked = [
+            (label, self._pool.schedule(worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
+            for label in labels
+        ]
+        wrong = []
+        for label, future in asked:
+            if not self._is_done(future, deadline):
+                future.cancel()  # type: ignore[no-untyped-call]
+                continue
+            found: str | Trouble | None = outcome(future, "math", _TIME_LIMIT_S)
+            if isinstance(found, Trouble):
+                wrong.append(label)
+                found = "it takes too long to parse"
+            self._known[label] = found
+        return wrong
+
+    def _is_done(self, future: ProcessFuture[str | None], deadline: float | None) -> bool:
+        """False at the deadline, and when the process is gone for good."""
+        latest = time.monotonic() + START_LIMIT_S + PATIENCE_S
+        while not future.done():
+            left = min(latest, deadline or latest) - time.monotonic()
+            if left <= 0 or self._pool is None or not self._pool.active:
+                return False
+            wait([future], timeout=min(1.0, left))
+        return True

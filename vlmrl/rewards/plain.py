@@ -1,0 +1,100 @@
+"""Brings several spellings to one (`$4$`, `\\text{red}`, `3√2`, `pi`), and tells words from mathematics."""
+
+import re
+
+from vlmrl.rewards.exact import number
+from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.units import measure
+
+_MATH_MODE = tuple((re.escape(a), re.escape(b)) for a, b in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")))
+_WRAPPED = re.compile(
+    "|".join(rf"{opened}([^$]+?){closed}" for opened, closed in _MATH_MODE)
+    + r"|\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}"
+)
+_CHARACTERS = str.maketrans(
+    {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq "}
+    | {"∞": "\\infty ", "π": "\\pi ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}"}
+    | {"∪": "\\cup ", "∩": "\\cap ", "\u00a0": " ", "\u202f": " "}
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9.]+|[A-Za-z]))")
+_POWERS = re.compile(r"(?<=[A-Za-z0-9)}])[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
+_CONSTANTS = {"infinity": "\\infty", "inf": "\\infty", "infty": "\\infty"} | {
+    name: f"\\{name}"
+    for name in ("pi", "alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "sigma", "phi", "omega")
+}
+# Sympy would read a word as a product of letters, so that every anagram were right, x1 as x times 1, and 3:30 as the
+# fraction 3/30.
+_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
+_IDENTIFIER = re.compile(r"(?!(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi)[0-9])[A-Za-z]+[0-9][A-Za-z0-9]*")
+_CLOCK = re.compile(r"[0-9]{1,4}(?::[0-9]{2})+")
+_BETWEEN_LETTERS = re.compile(r"\s|\\cdot|\\times|\\[,;:! ]|[*~{}]")
+
+
+def plain(text: str) -> str:
+    """The text without math mode and `\\text{...}` around it and without a full stop at its end, in LaTeX's spelling.
+
+    Examples: `$\\text{red}$.` -> `red`, `3√2` -> `3\\sqrt{2}`, `x²` -> `x^{2}`, `pi` -> `\\pi`.
+    """
+    text = text.strip()
+    while True:
+        bare = text[:-1].rstrip() if text.endswith(".") and not text.endswith("\\.") else text
+        wrapped = _WRAPPED.fullmatch(bare)
+        bare = bare if wrapped is None else next(group for group in wrapped.groups() if group is not None).strip()
+        if bare == text or not bare:
+            break
+        text = bare
+    if not text.isascii():
+        text = _ROOT.sub(lambda root: f"\\sqrt{{{root.group(1) or root.group(2) or root.group(3)}}}", text)
+        text = _POWERS.sub(lambda power: f"^{{{power.group().translate(_DIGITS)}}}", text)
+        text = text.translate(_CHARACTERS).strip()
+    return _CONSTANTS.get(text, text)
+
+
+def is_words(text: str) -> bool:
+    """Words, or a name such as `ab`, `H2O` and `x1`; a lone letter is none."""
+    return (_WORDS.fullmatch(text) or _IDENTIFIER.fullmatch(text)) is not None and number(text) is None
+
+
+def same_words(one: str, other: str) -> bool:
+    """Equal but for case, white space, and signs of a product between the letters of one word."""
+    one, other = (" ".join(text.casefold().split()) for text in (one, other))
+    return one == other or (" " not in other and _BETWEEN_LETTERS.sub("", one) == other)
+
+
+def is_clock(text: str) -> bool:
+    """`3:30`, `03:30:00`."""
+    return _CLOCK.fullmatch(text) is not None
+
+
+def same_clock(one: str, other: str) -> bool:
+    """Equal but for leading zeros."""
+    return is_clock(one) and list(map(int, one.split(":"))) == list(map(int, other.split(":")))
+
+
+def needs_no_parser(label: str) -> bool:
+    """It is a number, words or a clock time, with a unit or without."""
+    value = measure(plain(final_answer(label).text)).value
+    return number(value) is not None or is_words(value) or is_clock(value)
+
+
+def bracket_of(text: str) -> str | None:
+    """The bracket around a list, `(` or `{`; None where nothing, something else or no list is around it.
+
+    Example: `\\left\\{1, 2\\right\\}` -> `{`; `(1, 2) \\cup (3, 4)`, `(4)` and `1, 2` -> None.
+    """
+    text = re.sub(r"\\(?:left|right)|\s", "", text)
+    for opened, closed, kind in (("\\{", "\\}", "{"), ("(", ")", "(")):
+        inside = text[len(opened) : -len(closed)]
+        if text.startswith(opened) and text.endswith(closed) and _is_balanced(inside) and "," in inside:
+            return kind
+    return None
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0

@@ -1,0 +1,75 @@
+"""Starts and ends pools of scoring processes, and reads what became of a call."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
+
+from vlmrl.rewards import worker
+from vlmrl.rewards.failures import TooHardError
+from vlmrl.types import Retry
+
+START_LIMIT_S = 120.0
+"""For importing the user's file, with whatever it loads."""
+PATIENCE_S = 30.0
+"""For killing a process that holds on and starting the next, beyond all limits, before a pool counts as stuck."""
+
+
+class Trouble(NamedTuple):
+    """A call that ran too long or whose process died: it may go well the next time."""
+
+    kind: Retry
+    problem: str
+    """One line."""
+
+
+def start_pool(names: tuple[str, ...], spec: str | None, *, num_workers: int, max_tasks: int = 0) -> ProcessPool:
+    """Processes with the built-in functions `names` and the user's function `spec`. With `max_tasks`, each ends after
+    so many calls."""
+    # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
+    # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vlmrl.rewards.worker", *(f"vlmrl.rewards.{name}" for name in names)])
+    return ProcessPool(
+        max_workers=num_workers,
+        max_tasks=max_tasks,
+        context=context,
+        initializer=worker.start,
+        initargs=(names, spec),
+    )
+
+
+def end_pool(pool: ProcessPool) -> None:
+    """Ends its processes, whatever they are doing."""
+    pool.stop()  # type: ignore[no-untyped-call]
+    pool.join()
+
+
+def outcome(future: ProcessFuture[Any], function: str, time_limit_s: float) -> Any | Trouble | None:
+    """What the call returned, or why there is nothing; None when its pool broke before the call was made."""
+    try:
+        return future.result(timeout=0)
+    except TimeoutError:
+        if not future.done():
+            return None
+        return Trouble("timeout", f"{function} took longer than reward.time_limit_s {time_limit_s:g}")
+    except TooHardError as error:
+        return Trouble("timeout", f"{function}: {error}")
+    except ProcessExpired as error:
+        return Trouble("death", f"{function} ended its process (exit code {error.exitcode})")
+    except (BrokenProcessPool, CancelledError):
+        return None
+
+
+def stop_forkserver() -> None:
+    """End the fork server, unless another part of the process still has children of it.
+
+    The standard library ends it only with the process itself, and has no public way to do it earlier.
+    """
+    if not multiprocessing.active_children():
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
