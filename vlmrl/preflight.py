@@ -140,6 +140,8 @@ def check_hardware(
         return
     if not isinstance(config, SftConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
+    if isinstance(config, RlConfig) and config.ds.enable_sleep:
+        raise ConfigError("ds.enable_sleep frees GPU memory, and there is no GPU here: leave it out")
     optimizers = {} if isinstance(config, EvalConfig) else {"actor": config.actor.optim}
     if isinstance(config, RlConfig) and config.has_critic:
         optimizers["critic"] = config.critic.optim

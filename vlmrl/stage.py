@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -48,10 +48,12 @@ class Stage:
     stack: ExitStack
     watch: Watch | None = None
     """Over the other machines, when there are any."""
+    groups: dict[str, WorkerGroup] = field(default_factory=dict)
+    """The workers of every role that has started."""
 
     def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
         """Workers of a role, which end with the stage, also when they or others do not start."""
-        return WorkerGroup(
+        self.groups[name] = WorkerGroup(
             name,
             path,
             settings,
@@ -61,6 +63,7 @@ class Stage:
             at_end=self._at_end,
             **how,
         )
+        return self.groups[name]
 
     def _at_end(self, end: Callable[[], None]) -> None:
         self.stack.callback(end)
@@ -155,6 +158,12 @@ class Stage:
         first = [starts.pop(0)()] if shares_gpus else []
         engines, learners, rewarder, models = [*first, *together(*starts)]
         learners.policy.engines = engines
+        engines.neighbours = [
+            self.groups[name]
+            for pool in config.pools
+            for name in sorted(pool - {"vllm"})
+            if "vllm" in pool and name in self.groups
+        ]
         judges = Judges(rewarder, [model.over(learners.ranks) for model in models])
         return Players(engines, learners.policy, learners.reference, learners.critic, judges)
 

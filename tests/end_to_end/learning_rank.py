@@ -138,12 +138,21 @@ def experience(pack: Pack, column: Callable[[int, int], Floats], *, kl_coef: flo
 
 
 def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
-    from vlmrl.models.weights import unpack_bucket
+    from vlmrl.models.weights import digest, fingerprint, unpack_bucket
 
-    # Small enough that there are many buckets, and that one tensor is larger than a bucket.
-    buckets = [learner.bucket(i) for i in range(learner.num_buckets(30_000, part))]
-    assert all((b is None) == (torch.distributed.get_rank() > 0) for b in buckets)
-    return {n: t.float().numpy().copy() for b in buckets if b is not None for n, t in unpack_bucket(b)}
+    found: dict[str, torch.Tensor] = {}
+    # Small enough that there are many buckets, and that one tensor is larger than a bucket. Each takes the memory of
+    # the one before.
+    for i in range(learner.num_buckets(30_000, part)):
+        ticket = learner.share(i, i)
+        assert (ticket is None) == (torch.distributed.get_rank() > 0)
+        if ticket is not None:
+            found |= {n: t.clone() for n, t in unpack_bucket(learner.bucket(ticket))}
+    told, num_bytes = learner.published()
+    if found and part != "adapter":
+        assert told == fingerprint({n: digest(n, t) for n, t in found.items()})
+        assert num_bytes == sum(t.numel() * t.element_size() for t in found.values())
+    return {n: t.float().numpy() for n, t in found.items()}
 
 
 def score(out: Path, *, model: str) -> None:

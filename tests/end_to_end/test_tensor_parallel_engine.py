@@ -1,4 +1,4 @@
-"""An engine of two workers, each with half of every layer: it answers as the trainer does, and stale halves are found."""
+"""An engine of two workers, each with half of every layer: it answers as the trainer does; stale halves are found."""
 
 from __future__ import annotations
 

@@ -87,6 +87,10 @@ def test_a_sleeping_engine_gives_its_memory_back_and_answers_the_same_afterwards
         awake, _ = torch.cuda.mem_get_info()
         await engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
+        await engine.wake(["weights"])
+        half, _ = torch.cuda.mem_get_info()
+        assert awake < half < asleep
+        assert (await engine.status())["is_asleep"]
         await engine.wake()
         return before, awake, asleep, await engine.generate(question(model), TWO_ANSWERS)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 
-def rank(model: str, dtype: str) -> dict[str, Any]:
+def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
     """Score and learn the same eight samples; what a rank on its own finds."""
     import torch
 
@@ -29,7 +29,7 @@ def rank(model: str, dtype: str) -> dict[str, Any]:
 
     learner = Policy(
         actor=Model.model_validate({"model_name_or_path": model, "adam": {"lr": 1e-3}}),
-        ds=Ds.model_validate({"zero_stage": 2, "param_dtype": dtype}),
+        ds=Ds.model_validate({"zero_stage": 2, "param_dtype": dtype, "enable_sleep": bool(sleeps)}),
         loop=Loop(),
         columns=Columns(),
         vision=Vision(),
@@ -57,6 +57,8 @@ def rank(model: str, dtype: str) -> dict[str, Any]:
         image_cost=lambda image: 0.0,
     )
     totals = Totals(num_tokens=sum(int(s.sampled.sum()) for s in samples), num_samples=len(samples))
+    learner.release()
+    asleep = torch.cuda.memory_allocated()
     scored = dict(learner.logprobs(packs)[0])
     for _ in range(5):
         learner.fit(packs, totals)
@@ -64,6 +66,8 @@ def rank(model: str, dtype: str) -> dict[str, Any]:
     return {
         "backend": torch.distributed.get_backend(),
         "logprobs": [scored[i].tolist() for i in range(len(samples))],
+        "learnt": [learnt[i].tolist() for i in range(len(samples))],
+        "asleep": asleep,
         "gain": float(np.mean([learnt[i].sum() - scored[i].sum() for i in range(len(samples))])),
     }
 
@@ -74,7 +78,7 @@ def test_the_policy_scores_in_bf16_as_in_fp32_and_learns_over_nccl(tmp_path: Pat
 
     model = tiny.build("qwen3", tmp_path / "model")
     found = {}
-    for port, dtype in enumerate(("fp32", "bf16"), start=29611):
+    for port, how in enumerate((["fp32"], ["bf16"], ["bf16", "sleeps"]), start=29611):
         place = {
             "RANK": "0",
             "LOCAL_RANK": "0",
@@ -83,19 +87,23 @@ def test_the_policy_scores_in_bf16_as_in_fp32_and_learns_over_nccl(tmp_path: Pat
             "MASTER_PORT": str(port),
         }
         done = subprocess.run(
-            [sys.executable, __file__, str(model), dtype],
+            [sys.executable, __file__, str(model), *how],
             env=os.environ | place,
             capture_output=True,
             text=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found[dtype] = json.loads(done.stdout.strip().splitlines()[-1])
+        found[" ".join(how)] = json.loads(done.stdout.strip().splitlines()[-1])
     for dtype in found:
         assert found[dtype]["backend"] == "nccl"
         assert found[dtype]["gain"] > 0
     for exact, rough in zip(found["fp32"]["logprobs"], found["bf16"]["logprobs"], strict=True):
         np.testing.assert_allclose(rough, exact, atol=0.1)
+    # An optimizer that sleeps between the steps makes the same ones, and leaves its place meanwhile.
+    for slept, stayed in zip(found["bf16 sleeps"]["learnt"], found["bf16"]["learnt"], strict=True):
+        np.testing.assert_allclose(slept, stayed, atol=0.02)
+    assert found["bf16 sleeps"]["asleep"] < 0.5 * found["bf16"]["asleep"]
 
 
 if __name__ == "__main__":

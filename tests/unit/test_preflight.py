@@ -247,6 +247,7 @@ def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, mo
         (["--actor.optim", "adam_paged"], r"^actor\.optim adam_paged .* needs CUDA"),
         ([ESTIMATOR, "gae", "--critic.optim", "adam_8bit"], r"^critic\.optim adam_8bit .* needs CUDA"),
         (["--vllm.enable_sleep", "--train.colocate_all"], r"^vllm\.enable_sleep frees GPU memory"),
+        (["--ds.enable_sleep", "--train.colocate_all"], r"^ds\.enable_sleep frees GPU memory"),
     ],
 )
 def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: str) -> None:

@@ -67,7 +67,7 @@ def publish(config: PublishBench) -> None:
                 num_bytes = engines.load(
                     learner,
                     version=number,
-                    max_bytes=int(config.vllm.bucket_mib * 2**20),
+                    max_bytes=config.vllm.bucket_bytes,
                     vision_changed=True,
                     part=part,
                     readback=readback_plan(config.vllm.readback_steps, version=number, is_first=False),

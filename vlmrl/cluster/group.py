@@ -115,6 +115,8 @@ class WorkerGroup:
         at_end: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.name = name
+        self.nodes = [place.node for place in places]
+        """Of each worker: the number of its machine."""
         self._timeout_s = timeout_s
         self._driver: dict[str, str] | None = None
         if len(session.nodes) > 1:

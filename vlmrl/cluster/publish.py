@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
@@ -77,7 +79,7 @@ def publication(plan: AdapterPlan | None, *, ds: Ds, vllm: Vllm, vision_trains: 
     return Publication(
         part="adapter" if travels_alone else "whole",
         base_goes_first=travels_alone and ds.load_in_4bit and vllm.qlora_base == "dequantized",
-        bucket_bytes=int(vllm.bucket_mib * 2**20),
+        bucket_bytes=vllm.bucket_bytes,
         vision_changes=vision_trains,
         readback_steps=vllm.readback_steps,
     )
@@ -150,17 +152,13 @@ def send(
     if path is not None:
         path.open(learner)
     num_buckets = learner.call("num_buckets", max_bytes, part)[0]
-    # The first bucket is packed while the engines make ready, in which vLLM sleeps 20 ms of 26 (a bucket of 52 MB: 30).
-    coming = learner.submit("bucket", 0) if path is None and num_buckets else []
-    engines.call("begin_update", version, adapter=part == "adapter", readback=readback)
-    for number in range(num_buckets):
-        if path is not None:
+    begin = partial(engines.call, "begin_update", version, adapter=part == "adapter", readback=readback)
+    if path is None:
+        through_memory(engines, learner, num_buckets, begin)
+    else:
+        begin()
+        for number in range(num_buckets):
             path.send(number)
-            continue
-        # The bucket goes from the learner's node to the engines' through the object store, not through the driver.
-        bucket, coming = coming or learner.submit("bucket", number), []
-        engines.wait(engines.submit("load_bucket", bucket[0]))
-        learner.wait(bucket[1:])
     wanted, num_bytes = learner.call("published")[0]
     held = engines.call("finish_update", vision_changed=vision_changed)
     for engine, fingerprint in enumerate(held):
@@ -172,4 +170,36 @@ def send(
     return int(num_bytes)
 
 
+def through_memory(engines: WorkerGroup, learner: WorkerGroup, num_buckets: int, begin: Callable[[], object]) -> None:
+    """Bring all buckets to all engines: through memory that the processes of a machine share, and to other machines
+    through Ray's object store, to each of them once.
+
+    `begin` makes the engines ready, in which vLLM sleeps 20 ms of 26: the first buckets are packed meanwhile. Later on
+    `_UNDER_WAY` of them are on their way: one is packed while another is loaded and a third waits.
+    """
+    ahead = min(_UNDER_WAY, num_buckets)
+    shared = [learner.submit("share", number, 0) for number in range(ahead)]
+    begin()
+    loading = [_load(engines, learner, tickets, 0) for tickets in shared]
+    for number in range(num_buckets):
+        learner.wait(shared[number])
+        engines.wait(loading[number])
+        if (later := number + ahead) < num_buckets:
+            shared.append(learner.submit("share", later, number + 1))
+            loading.append(_load(engines, learner, shared[later], number + 1))
+
+
+def _load(engines: WorkerGroup, learner: WorkerGroup, tickets: list[Any], num_loaded: int) -> list[Any]:
+    """Let every engine load what the learner's rank 0 shares."""
+    ticket_on = {learner.nodes[0]: tickets[0]}
+    for engine, node in enumerate(engines.nodes):
+        if node not in ticket_on:
+            # The first engine of a machine receives for all of them.
+            bucket = learner.submit_to(0, "bucket", tickets[0])
+            ticket_on[node] = engines.submit_to(engine, "relay", bucket, num_loaded)
+    return [engines.submit_to(engine, "load", ticket_on[node]) for engine, node in enumerate(engines.nodes)]
+
+
+_UNDER_WAY = 3
+"""Buckets that have memory of their own."""
 _HELD: dict[Part, str] = {"whole": "other weights", "base": "another base", "adapter": "another adapter"}

@@ -18,6 +18,9 @@ from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
 
+_ALL = ("weights", "kv_cache")
+"""What an engine can wake, in the order in which a step needs it."""
+
 
 class RemotePrompts:
     """The stream of prompts in a process of its own: the driver sees token ids and handles, never pixels."""
@@ -91,41 +94,37 @@ class RemoteEngines:
         self._timeout_s = timeout_s
         self._sleeps = sleeps
         self._on_progress = on_progress
+        self.neighbours: list[WorkerGroup] = []
+        """Who else is on the engines' GPUs; set once they have started."""
+        self._awake: set[str] = set(_ALL)
         group.call("start")
-        if sleeps:
-            # Others load their models onto the same GPUs now.
-            group.call("sleep")
+        # Others load their models onto the same GPUs now.
+        self._sleep()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
     ) -> list[Group]:
-        if self._sleeps:
-            self._group.call("wake")
+        self._wake(*_ALL)
         groups = self._dispatch(prompts, sampling, on_group)
-        if self._sleeps:
-            self._group.call("sleep")
+        self._sleep()
         return groups
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
         """Log-probs of answers that are there already, [T] each, group by group (see `RolloutEngine.score`)."""
-        if self._sleeps:
-            self._group.call("wake")
+        self._wake(*_ALL)
         asked = [self._group.submit_to(n % len(self._group), "score", group) for n, group in enumerate(groups)]
         answers: list[list[Floats]] = self._group.wait(asked, self._timeout_s)
-        if self._sleeps:
-            self._group.call("sleep")
+        self._sleep()
         return [row for rows in answers for row in rows]
 
     def answer_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
         """What every engine answers to one prompt, in their order: with the adapter or as the base would, in turn."""
-        if self._sleeps:
-            self._group.call("wake")
+        self._wake(*_ALL)
         asked = [self._group.submit("generate", prompt, sampling, adapter=each) for each in adapter]
         groups: list[list[Group]] = [self._group.wait(answers, self._timeout_s) for answers in asked]
-        if self._sleeps:
-            self._group.call("sleep")
+        self._sleep()
         return groups
 
     def _dispatch(
@@ -171,9 +170,11 @@ class RemoteEngines:
         part: Part = "whole",
         readback: ReadbackPlan | None = None,
     ) -> int:
-        """Publish a part of the learner's model to every engine, with proof: see `publish.send`."""
-        if self._sleeps:
-            self._group.call("wake")
+        """Publish a part of the learner's model to every engine, with proof: see `publish.send`.
+
+        Of engines that sleep the weights wake, and the KV cache sleeps on.
+        """
+        self._wake("weights")
         return send(
             self._group,
             learner,
@@ -195,6 +196,20 @@ class RemoteEngines:
             "sync/readback_unread": float(max((len(one["unread"]) for one in reports), default=0)),
             "sync/readback_s": max((one["seconds"] for one in reports), default=0.0),
         }
+
+    def _wake(self, *what: str) -> None:
+        """Let the engines take back memory, once the others on their GPUs have given back what they do not use."""
+        if not self._sleeps or self._awake.issuperset(what):
+            return
+        for group, calls in [(group, group.submit("release")) for group in self.neighbours]:
+            group.wait(calls)
+        self._group.call("wake", what)
+        self._awake.update(what)
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._group.call("sleep")
+            self._awake.clear()
 
     def status(self) -> list[dict[str, Any]]:
         statuses: list[dict[str, Any]] = self._group.call("status")

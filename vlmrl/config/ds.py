@@ -25,6 +25,9 @@ class Ds(Section):
     """How a 4-bit weight is stored: bytes, but for ZeRO-3, which shards `ds.param_dtype` alone. auto knows."""
     adam_offload: bool = False
     """Keep the optimizer state in CPU memory."""
+    enable_sleep: bool = False
+    """Keep the optimizer's state in CPU memory but for updates, while engines on the same GPUs (`train.colocate_all`)
+    generate: 12 bytes for each number that trains, over the ranks. Needs CUDA and `ds.zero_stage` 2."""
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen"] = "auto"
     """Attention kernel: `varlen` is PyTorch's own on CUDA; auto chooses by device."""
     use_liger_kernel: bool = False

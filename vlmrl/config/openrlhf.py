@@ -20,7 +20,6 @@ REFUSED: dict[str, str] = {
     "train.dynamic_batch_enable": "replaced by train.max_tokens_per_gpu: micro-batches are always cut by tokens",
     "rollout.micro_batch_size": "replaced by rollout.max_tokens_per_gpu: passes without gradient are cut by tokens",
     "rollout.vllm_generate_batch_size": "replaced by rollout.batch_size: the engines get all prompts of a step at once",
-    "ds.enable_sleep": "not built yet: a trainer that sleeps; engines do, with vllm.enable_sleep",
     "ds.zpg": "not built yet: ZeRO++ partitions; ds.zero_stage 3 shards over all ranks",
     "ds.deepcompile": "not built yet: compiled DeepSpeed passes",
     "ds.tensor_parallel_size": "not built yet: tensor parallel training; ds.zero_stage 3 shards the weights",

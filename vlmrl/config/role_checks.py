@@ -1,5 +1,7 @@
 """What the settings of roles say about each other: critic, reward models, moving average, who shares devices."""
 
+from collections.abc import Mapping
+
 from vlmrl.config.adapter_checks import conflicts_of_storage
 from vlmrl.config.algo import ESTIMATORS
 from vlmrl.config.checks import Unread, conflicts_of_optimizer, unread_of_optimized
@@ -80,6 +82,29 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
     if critic.zero_stage not in (None, ds.zero_stage):
         found += conflicts_of_storage(ds, flag="critic.zero_stage", stage=critic.zero_stage)
     return [*found, *conflicts_of_optimizer("critic", critic, ds)]
+
+
+def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int | None, str]]) -> list[str]:
+    """`trained`: the setting of each trained model's ZeRO stage -> that stage, and its optimizer."""
+    if not ds.enable_sleep:
+        return []
+    found = []
+    if not train.colocate_all:
+        found.append("ds.enable_sleep frees memory for engines on the same GPUs: it needs train.colocate_all")
+    if ds.adam_offload:
+        found.append(
+            "ds.adam_offload keeps the optimizer's state in CPU memory always: leave it or ds.enable_sleep out"
+        )
+    for flag, (stage, optim) in trained.items():
+        if stage != 2:
+            found.append(
+                f"ds.enable_sleep moves the optimizer with DeepSpeed, which cannot with {flag} {stage}: set it to 2"
+            )
+        if "paged" in optim:
+            found.append(
+                f"ds.enable_sleep cannot move {optim}, whose pages CUDA moves by itself: leave one of them out"
+            )
+    return found
 
 
 def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:

@@ -170,6 +170,12 @@ class RlConfig(Training):
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     @property
+    def _stages(self) -> dict[str, tuple[int | None, str]]:
+        """Of what trains: the setting of its ZeRO stage -> that stage, and its optimizer."""
+        critic = {"critic.zero_stage": (self.whole_critic.zero_stage, self.critic.optim)} if self.has_critic else {}
+        return {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)} | critic
+
+    @property
     def pools(self) -> list[frozenset[str]]:
         """Roles that have the same devices, and use them one after the other."""
         return role_checks.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
@@ -182,6 +188,7 @@ class RlConfig(Training):
             *reward_checks.conflicts_of_sources(self.reward),
             *checks.conflicts_of_eval(self.eval),
             *role_checks.conflicts_of_devices(self.vllm, self.train),
+            *role_checks.conflicts_of_sleep(self.ds, self.train, self._stages),
             *role_checks.conflicts_of_best(self.ckpt, self.eval),
             *(role_checks.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
             *adapter_checks.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
@@ -193,7 +200,7 @@ class SftConfig(Training):
     """Supervised fine-tuning on the labels of a dataset."""
 
     verb: ClassVar[str] = "sft"
-    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts", "ckpt.best_metric_key"})
+    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts", "ckpt.best_metric_key", "ds.enable_sleep"})
 
 
 class EvalConfig(Run):
@@ -284,7 +291,7 @@ class StepBench(Run):
     omits: ClassVar[frozenset[str]] = (
         frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
         | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
-        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm"})
+        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
         | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
     )
 

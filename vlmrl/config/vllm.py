@@ -33,8 +33,9 @@ class Vllm(Section):
     """What the engines hold under the adapters when the trainer holds 4 bits (`ds.load_in_4bit`). `dequantized`: the
     4-bit values written out, so that rollouts and training are the same function. `original`: the model's own files.
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
-    bucket_mib: PositiveFloat = 512.0
-    """Weights are published in messages of this size, in MiB."""
+    bucket_mib: PositiveFloat | None = None
+    """Weights are published in messages of this size, in MiB; by default 64 through shared memory, where several are
+    under way at a time, and 512 between GPUs (`vllm.sync_backend`)."""
     readback_steps: Every = 50
     """After a publish the engines' layers are read back and compared with what was sent: one layer in eight, and all of
     them with the first publish of a process and every so many steps; -1 means never. Adapters that are published alone
@@ -45,3 +46,8 @@ class Vllm(Section):
     set, 20 times the measured noise (`sync/noise`) stops the run too; where it is, that only warns."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes of a message, larger tensors apart."""
+        return int((self.bucket_mib or (64.0 if self.sync_backend == "shm" else 512.0)) * 2**20)

@@ -86,17 +86,18 @@ class Critic(Learner):
 
         Raises VlmrlError when the loss or the gradient is not a number.
         """
-        metrics = []
-        for packs, total in zip(work, totals, strict=True):
-            self._follow(packs[0][1].span)
-            shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
-            for n, (pack, experience) in enumerate(packs, start=1):
-                shares.append(self._backward(self._value_loss(pack, experience, total), pack, is_last=n == len(packs)))
-                moments += _moments(experience)
-            explained = explained_variance(*self._sum_over_ranks(moments.tolist()))
-            told: dict[str, Metric] = {} if explained is None else {"value/explained_variance": Mean(explained)}
-            metrics.append(merge([*shares, self._step(), told]))
-        return metrics
+        with self._optimizer_awake():
+            return [self._update_once(packs, total) for packs, total in zip(work, totals, strict=True)]
+
+    def _update_once(self, packs: Sequence[tuple[Pack, Experience]], total: Totals) -> dict[str, Metric]:
+        self._follow(packs[0][1].span)
+        shares, moments = [], torch.zeros(len(_MOMENTS), dtype=torch.float64)
+        for n, (pack, experience) in enumerate(packs, start=1):
+            shares.append(self._backward(self._value_loss(pack, experience, total), pack, is_last=n == len(packs)))
+            moments += _moments(experience)
+        explained = explained_variance(*self._sum_over_ranks(moments.tolist()))
+        told: dict[str, Metric] = {} if explained is None else {"value/explained_variance": Mean(explained)}
+        return merge([*shares, self._step(), told])
 
     def save_critic_checkpoint(self, folder: Path) -> None:
         """Everything that `load_critic_checkpoint` needs to go on as if nothing had happened."""

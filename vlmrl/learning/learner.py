@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +22,16 @@ from vlmrl.data.packing import Pack, place
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning.checkpoint import Adapted, load_state, save_state
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.engine import device, init_distributed, is_plain, peak_bytes, seed, sharded_loading, start
+from vlmrl.learning.engine import (
+    device,
+    init_distributed,
+    is_plain,
+    peak_bytes,
+    release_memory,
+    seed,
+    sharded_loading,
+    start,
+)
 from vlmrl.learning.forward import Passes, Passing
 from vlmrl.learning.optimizers import move_schedule
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -32,6 +43,9 @@ from vlmrl.plugins import Processor
 
 Share = tuple[Tensor, dict[str, Tensor]]
 """One pack's share of a step's loss, and sums over its sampled tokens by name."""
+
+_SLEEPING = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
+"""What nothing but an optimizer step reads: the weights in fp32, and the moments."""
 
 
 class Learner:
@@ -79,6 +93,7 @@ class Learner:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
         self._engine = start(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
         check_buffers(self._net)
+        self._put_to_sleep()
         return {
             "device": self._device,
             "cache_bytes": int(vision.cache_gib * 2**30),
@@ -94,43 +109,50 @@ class Learner:
         """Most bytes that this rank has held: `host`, and `device` where there is one."""
         return peak_bytes()
 
-    def sleep(self) -> None:
-        """Move weights and optimizer state to CPU memory, for whoever shares the device; nothing where there is no GPU.
+    def release(self) -> None:
+        """Give back the memory that passes have left on the device, for the engines that share it."""
+        release_memory()
 
-        Everything but `wake` has to wait until then, `bucket` included.
+    @contextmanager
+    def _optimizer_awake(self) -> Iterator[None]:
+        """Within the context the optimizer's state is on the device, which with `ds.enable_sleep` it is not otherwise.
+
+        Weights stay there: passes and publishes need them. On CPU nothing happens.
         """
-        if self._can_move():
-            self._engine.offload_states()
-            torch.cuda.empty_cache()
-
-    def wake(self) -> None:
-        """Undo `sleep`."""
-        if self._can_move():
+        if self._sleeps:
             self._engine.reload_states()
+        yield
+        self._put_to_sleep()
+
+    def _put_to_sleep(self) -> None:
+        if self._sleeps:
+            self._engine.offload_states(include=_SLEEPING)
 
     def _save_state(self, folder: Path, extra: dict[str, Any]) -> None:
-        save_state(
-            self._engine,
-            self._net,
-            Path(folder),
-            ds=self._ds,
-            optim=self._optim,
-            extra=extra,
-            adapted=self._adapted,
-            average=self._average,
-        )
+        with self._optimizer_awake():
+            save_state(
+                self._engine,
+                self._net,
+                Path(folder),
+                ds=self._ds,
+                optim=self._optim,
+                extra=extra,
+                adapted=self._adapted,
+                average=self._average,
+            )
 
     def _load_state(self, folder: Path) -> dict[str, Any]:
         self._forward.forget()
-        return load_state(
-            self._engine,
-            self._net,
-            Path(folder),
-            ds=self._ds,
-            optim=self._optim,
-            adapted=self._adapted,
-            average=self._average,
-        )
+        with self._optimizer_awake():
+            return load_state(
+                self._engine,
+                self._net,
+                Path(folder),
+                ds=self._ds,
+                optim=self._optim,
+                adapted=self._adapted,
+                average=self._average,
+            )
 
     @property
     def _optim(self) -> dict[str, str]:
@@ -200,9 +222,9 @@ class Learner:
         bound = math.inf if self._model.optim == "muon" else self._model.max_norm or math.inf
         return float(torch.nn.utils.clip_grad_norm_(trainable, bound))
 
-    def _can_move(self) -> bool:
-        # Only DeepSpeed's sharding optimizers know how.
-        return self._device.type == "cuda" and hasattr(self._engine.optimizer, "offload_states")
+    @property
+    def _sleeps(self) -> bool:
+        return self._ds.enable_sleep and self._device.type == "cuda"
 
     def _checkpoint_activations(self, *, reentrant: bool) -> None:
         self._net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

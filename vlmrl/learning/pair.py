@@ -65,14 +65,6 @@ class PolicyAndCritic(Policy):
         """See `Critic.critic_table`."""
         return self._critic.critic_table()
 
-    def sleep(self) -> None:
-        super().sleep()
-        self._critic.sleep()
-
-    def wake(self) -> None:
-        super().wake()
-        self._critic.wake()
-
     def _compare_towers(self) -> None:
         """Let both look for features in one place, or each in its own. A collective: it gathers what is sharded."""
         ours, theirs = self._forward, self._critic._forward

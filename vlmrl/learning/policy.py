@@ -129,6 +129,12 @@ class Policy(Learner, Publisher):
 
         Raises VlmrlError when the loss or the gradient is not a number.
         """
+        with self._optimizer_awake():
+            return self._update(work, totals)
+
+    def _update(
+        self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]
+    ) -> list[dict[str, Metric]]:
         metrics: list[dict[str, Metric]] = []
         for packs, total in zip(work, totals, strict=True):
             if metrics and self._is_far(packs):
@@ -148,11 +154,12 @@ class Policy(Learner, Publisher):
 
         Raises VlmrlError when the loss or the gradient is not a number.
         """
-        shares = [
-            self._backward(self._likelihood_loss(pack, total), pack, is_last=n == len(packs))
-            for n, pack in enumerate(packs, start=1)
-        ]
-        return merge([*shares, self._step()])
+        with self._optimizer_awake():
+            shares = [
+                self._backward(self._likelihood_loss(pack, total), pack, is_last=n == len(packs))
+                for n, pack in enumerate(packs, start=1)
+            ]
+            return merge([*shares, self._step()])
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         """Everything that `load_checkpoint` needs to go on as if nothing had happened; `extra` is plain JSON."""

@@ -14,7 +14,8 @@ from vlmrl.learning.weights import NamedTensors, cut, gathered, saved_tensors, w
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.models.checksum import device_digest
-from vlmrl.models.weights import Bucket, digest, fingerprint, pack_bucket
+from vlmrl.models.transfer import Outbox, Ticket, opened
+from vlmrl.models.weights import Bucket, fingerprint
 from vlmrl.types import Part
 
 
@@ -28,7 +29,9 @@ class Publisher:
         self._buckets: list[NamedTensors] = []
         self._digests: dict[str, str] = {}
         self._num_bytes = 0
+        self._max_bytes = 0
         self._sender: Any = None
+        self._outbox = Outbox()
         self._is_first = torch.distributed.get_rank() == 0
 
     def num_buckets(self, max_bytes: int, part: Part = "whole") -> int:
@@ -41,24 +44,35 @@ class Publisher:
         self._part = part
         self._digests = {}
         self._num_bytes = 0
+        self._max_bytes = max_bytes
+        self._outbox.begin(keep_bytes=max_bytes)
         tensors: NamedTensors = (
             list(adapter_tensors(self._net)) if part == "adapter" else list(saved_tensors(self._net))
         )
         self._buckets = cut(tensors, max_bytes=max_bytes)
         return len(self._buckets)
 
-    def bucket(self, i: int) -> Bucket | None:
-        """The weights of bucket `i` on rank 0; None on the others.
+    def share(self, i: int, num_loaded: int) -> Ticket | None:
+        """Lay the weights of bucket `i` into memory that the engines of this machine can open; on rank 0 how they do.
 
-        They have the names of the checkpoint, those of an adapter the names of PEFT's files.
+        They have the names of the checkpoint, those of an adapter the names of PEFT's files. The engines must have
+        loaded the first `num_loaded` buckets: their memory is used again.
+
+        Raises ClusterError when the machine has no memory for it.
         """
         with self._gathered(i) as run:
             if not self._is_first:
                 return None
             tensors = self._told(run)
-            self._digests |= {name: digest(name, tensor) for name, tensor in tensors}
+            self._outbox.release(num_loaded)
+            ticket, digests = self._outbox.put(tensors)
+            self._digests |= digests
             self._num_bytes += _num_bytes(tensors)
-            return pack_bucket(tensors)
+            return ticket
+
+    def bucket(self, ticket: Ticket) -> Bucket:
+        """What `share` laid into memory, for engines of another machine. No collective: ask rank 0 alone."""
+        return opened(ticket)
 
     def connect(self, sender: str, **settings: Any) -> None:
         """Make the sender with which `offer` and `send` bring weights to the engines without leaving the device.
@@ -87,6 +101,7 @@ class Publisher:
         """Fingerprint and bytes of all tensors since `num_buckets`, on rank 0: what the engines must hold now."""
         if self._sender is not None:
             self._sender.release()
+        self._outbox.begin(keep_bytes=self._max_bytes)
         if self._part == "adapter":
             assert self._adapter is not None
             return adapter_fingerprint(self._digests, self._adapter.scaling), self._num_bytes

@@ -10,7 +10,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
-from vlmrl.learning.engine import device
+from vlmrl.learning.engine import device, release_memory
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.models.scorer import Scorer
 
@@ -42,6 +42,10 @@ class Reference:
             device=where,
             cache_bytes=int(vision.cache_gib * 2**30),
         )
+
+    def release(self) -> None:
+        """Give back the memory that passes have left on the device, for the engines that share it."""
+        release_memory()
 
     def logprobs(self, packs: Sequence[Pack]) -> Scored:
         """(id, [T]) of each sample with an id of 0 or more, and what it took."""

@@ -19,7 +19,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
-from vlmrl.learning.engine import device, init_distributed, sharded_loading, start_frozen
+from vlmrl.learning.engine import device, init_distributed, release_memory, sharded_loading, start_frozen
 from vlmrl.learning.forward import Passes, Scored, read_value_model
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.inputs import states_at
@@ -88,6 +88,10 @@ class RewardModel:
         )
         check_buffers(net)
 
+    def release(self) -> None:
+        """Give back the memory that passes have left on the device, for the engines that share it."""
+        release_memory()
+
     @property
     def processor(self) -> Processor:
         """What makes tokens and pixels for it."""
@@ -146,8 +150,7 @@ class RewardModel:
             yield
         finally:
             self._valuer.cpu()
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_memory()
 
 
 class Steps:

@@ -9,12 +9,15 @@ With P numbers in the model, of which T train, on N ranks, s bytes in `ds.param_
   r (in + out) per layer.
 * **activations** are what the backward pass needs of every token and layer, which `saved` counts, and what it makes of
   one layer. With checkpointing they are s D per token and layer, and two layers in full.
+* What sleeps on a GPU (`vllm.enable_sleep`, `ds.enable_sleep`) lies in pinned main memory, in blocks of powers of two
+  that PyTorch keeps for good: `pinned_bytes`.
 * **update** is what the optimizer step takes when activations and bucket are gone, as far as it is more than they were:
   a flat copy of the gradient, 4 T/N. Fused Adam makes no array of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,6 +39,9 @@ _BUCKET = 500_000_000
 _LIVE = 1_000_000_000
 """Numbers in DeepSpeed's `stage3_max_live_parameters`: so many of those that it gathered it keeps."""
 _ANOTHER = "set ds.lora.rank without ref.model_name_or_path: then the actor with its adapters off is the reference"
+_MIB = 1 << 20
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Linear layers -> the one that vLLM makes of them."""
 _BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -84,6 +90,8 @@ class Part:
     """What to change to make it less."""
     in_host_memory: bool = False
     """Even where the role computes on a GPU."""
+    stays: bool = True
+    """Between the role's passes too, while engines on the same GPU are awake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +176,27 @@ def trainer(
     working = _working(
         size, model, s, device, tokens, patches, vision_trains(model, adapter), adapted=adapter is not None
     )
+    asleep = 0.0
+    if ds.enable_sleep and device != "cpu":
+        # DeepSpeed has each of them in one piece: the copy that is updated, and two moments.
+        asleep = _pinned(4 * trains / sharded) + 2 * _pinned(moments / 2 * trains / sharded)
     more = "set ds.lora.rank to train adapters alone" if adapter is None else "lower ds.lora.rank"
     shard = "" if ds.zero_stage == 3 else f", or raise ds.zero_stage and {role}.num_gpus_per_node"
     parts = [
         Part("weights", weight_bytes(size, ds, ranks=ranks), _weights_flag(ds, adapter)),
         Part("adapters", own * s / (ranks if ds.zero_stage == 3 else 1), "lower ds.lora.rank"),
-        Part("gradients", gradients, more + shard),
-        Part("optimizer", optimizer, f"{more}{shard}, or {role}.optim adam_8bit", ds.adam_offload and device != "cpu"),
-        Part("activations", working, _activations_flag(role, model)),
-        Part("update", max(0.0, update - working), more + shard),
+        # Stage 3 allocates them, and the bucket, once and for all; the others for each update.
+        Part("gradients", gradients, more + shard, stays=ds.zero_stage == 3),
+        Part(
+            "optimizer",
+            optimizer,
+            f"{more}{shard}, or {role}.optim adam_8bit",
+            in_host_memory=ds.adam_offload and device != "cpu",
+            stays=not ds.enable_sleep,
+        ),
+        Part("activations", working, _activations_flag(role, model), stays=False),
+        Part("update", max(0.0, update - working), more + shard, stays=False),
+        Part("asleep, pinned", asleep, "leave ds.enable_sleep off", in_host_memory=True),
         Part("moving average", has_average * 4 * trains / ranks, "leave train.enable_ema off", in_host_memory=True),
         Part("vision cache", cache_bytes, "lower vision.cache_gib", in_host_memory=True),
     ]
@@ -211,12 +231,42 @@ def engine(
     else:
         cache = max(0.0, vllm.gpu_memory_utilization * device_bytes - weights - slots)
         flag = "lower vllm.gpu_memory_utilization"
+    pinned = 0.0
+    if vllm.enable_sleep and device != "cpu":
+        shard = s / vllm.tensor_parallel_size
+        pinned = pinned_bytes(size, shard) * held / (size.total * s) + slots
     parts = [
         Part("weights", weights, "raise vllm.tensor_parallel_size"),
         Part("adapters", slots, "lower ds.lora.rank"),
         Part("KV cache", cache, flag),
+        Part("asleep, pinned", pinned, "raise vllm.tensor_parallel_size", in_host_memory=True),
     ]
     return Role("vllm", tuple(part for part in parts if part.num_bytes))
+
+
+def pinned_bytes(size: Sizes, each: float) -> float:
+    """Main memory for all the weights of a sleeping engine, of `each` bytes a number.
+
+    vLLM copies every block of PyTorch's allocator to a pinned block. A tensor of 10 MiB and more has a block of its
+    own, in steps of 2 MiB; those below share blocks of 20 MiB, and those up to 1 MiB of 2 MiB.
+    """
+    tensors: dict[str, int] = {"embedding": size.vocabulary * size.text.hidden}
+    for name, (out, inner) in size.linears.items():
+        layer, _, last = name.rpartition(".")
+        if last != "lm_head" or size.output:
+            fused = f"{layer}.{_FUSED.get(last, last)}"
+            tensors[fused] = tensors.get(fused, 0) + out * inner
+    rest = max(0, size.total - sum(tensors.values()))
+    return rest * each + sum(_pinned(numbers * each) for numbers in tensors.values())
+
+
+def _pinned(num_bytes: float) -> float:
+    if num_bytes <= _MIB:
+        return num_bytes
+    if num_bytes < 10 * _MIB:
+        return num_bytes * 32 / 20
+    block = math.ceil(num_bytes / (2 * _MIB)) * 2 * _MIB
+    return float(1 << (block - 1).bit_length())
 
 
 def sequence_bytes(size: Sizes, *, vllm: Vllm, ds: Ds, tokens: int) -> float:
@@ -241,7 +291,8 @@ def reward_model(name: str, size: Sizes, *, ds: Ds, ranks: int, tokens: int, dev
 def _frozen(name: str, size: Sizes, ds: Ds, weights: Part, tokens: int, device: str) -> Role:
     s = _BYTES[ds.param_dtype]
     working = saved(size.text, s, adapted=True) * tokens + _head(size, tokens, device)
-    return Role(name, (weights, Part("activations", working, "lower rollout.max_tokens_per_gpu")))
+    activations = Part("activations", working, "lower rollout.max_tokens_per_gpu", stays=False)
+    return Role(name, (weights, activations))
 
 
 def weight_bytes(size: Sizes, ds: Ds, *, ranks: int) -> float:

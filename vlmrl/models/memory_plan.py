@@ -271,18 +271,14 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[Role, int], ...], m
         needs = {role.name: role.num_bytes() for role in near}
         needed = sum(needs.values())
         if isinstance(config, RlConfig) and config.vllm.enable_sleep and "vllm" in needs:
-            # Engines sleep while others learn; those give back what their passes take, and keep the rest.
-            kept = sum(p.num_bytes for role in near for p in role.parts if _is_kept(role, p))
+            # Engines sleep while others learn; those give back what their passes take, and keep what stays.
+            others = [p for role in near if role.name != "vllm" for p in role.parts]
+            kept = sum(p.num_bytes for p in others if p.stays and not p.in_host_memory)
             needed = max(needs["vllm"] + kept, needed - needs["vllm"])
         if near:
             found.append(Share(f"a GPU of {' and '.join(needs)}", needed, machine.device_bytes, near))
     beside = sum(count * role.num_bytes(on_device=False) for role, count in roles)
     return [*found, Share("main memory", beside, machine.host_bytes, every, on_device=False)]
-
-
-def _is_kept(role: Role, part: Part) -> bool:
-    """On a GPU, by a role other than an engine, between its passes."""
-    return role.name != "vllm" and not part.in_host_memory and part.name not in ("gradients", "activations", "update")
 
 
 def _neighbours(config: RlConfig | SftConfig) -> list[set[str]]:

@@ -38,13 +38,19 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
+def layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts when they are laid end to end, and how much they take together, in bytes."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
     """Lay the named tensors end to end. Copies each once."""
     named = [(name, tensor.detach()) for name, tensor in tensors]
-    offsets, end = [], 0
-    for _, tensor in named:
-        offsets.append(end)
-        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    offsets, end = layout(tensor for _, tensor in named)
     data = np.zeros(end, dtype=np.uint8)
     for (_, tensor), offset in zip(named, offsets, strict=True):
         raw = tensor_bytes(tensor)

@@ -39,10 +39,10 @@ class AdapterUpdate:
         self._before = {place: digest(place, held) for place, held in self._held()}
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], digest_of: Callable[[str, Tensor], str] = digest) -> None:
-        """Keep the tensors, named as in PEFT's files. Views will do, if what they view lives on."""
+        """Keep copies of the tensors, named as in PEFT's files."""
         for name, tensor in tensors:
-            self.digests[name] = digest_of(name, tensor)
-            self._tensors[name] = tensor
+            self._tensors[name] = tensor.clone()
+            self.digests[name] = digest_of(name, self._tensors[name])
 
     @torch.no_grad()
     def complete(self) -> AdapterReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
-from vlmrl.models.weights import Bucket, fingerprint
-from vlmrl.rollout import requests, transfer
+from vlmrl.models.weights import fingerprint
+from vlmrl.rollout import requests
 from vlmrl.rollout.device_transfer import Offer
+from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
 from vlmrl.rollout.reports import (
     HeldAdapter,
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+SLEEPERS = frozenset({"weights", "kv_cache"})
+"""vLLM's names of what sleeps."""
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-class RolloutEngine:
+class RolloutEngine(Inbox):
     """One vLLM engine. All its methods belong to one event loop.
 
     Log-probs of answers are those of the distribution that was sampled from: bans applied, then divided by the
@@ -71,6 +75,7 @@ class RolloutEngine:
         `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
+        super().__init__(keep_bytes=vllm.bucket_bytes)
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
@@ -93,7 +98,8 @@ class RolloutEngine:
         self._base_is_whole = True
         self._readback: list[ReadbackReport] = []
         """What the workers read back after the last update of the model."""
-        self._is_asleep = False
+        self._asleep: frozenset[str] = frozenset()
+        """What has given up its memory."""
 
     @cached_property
     def _processor(self) -> plugins.Processor:
@@ -128,15 +134,16 @@ class RolloutEngine:
 
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache (needs `vllm.enable_sleep`). On CPU nothing happens."""
-        if self._vllm.enable_sleep and not self._is_asleep:
+        if self._vllm.enable_sleep and self._asleep != SLEEPERS:
+            # Weights go to pinned host memory, the KV cache is dropped; what already sleeps is left as it is.
             await self._started().sleep(level=1, mode="keep")
-            self._is_asleep = True
+            self._asleep = SLEEPERS
 
-    async def wake(self) -> None:
-        """Take the memory back."""
-        if self._is_asleep:
-            await self._started().wake_up()
-            self._is_asleep = False
+    async def wake(self, what: Iterable[str] = SLEEPERS) -> None:
+        """Take back the memory of the weights, of the KV cache, or of both. Nothing is generated without both."""
+        if tags := sorted(self._asleep.intersection(what)):
+            await self._started().wake_up(tags)
+            self._asleep = self._asleep.difference(tags)
 
     async def status(self) -> dict[str, Any]:
         """What the engine holds and does, as plain values."""
@@ -149,7 +156,7 @@ class RolloutEngine:
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
             "num_tokens": self._num_tokens,
-            "is_asleep": self._is_asleep,
+            "is_asleep": bool(self._asleep),
             "broken": self._broken,
         }
 
@@ -258,6 +265,7 @@ class RolloutEngine:
                 f"{self._broken}; publish the base first"
             )
         self._pending, self._coming = version, self._plan if adapter else None
+        self._release_all()
         # Nothing may be generated from half an update; only `finish_update` lifts this.
         self._broken = f"the {'adapter' if adapter else 'weights'} of version {version} have not all arrived"
         await llm.pause_generation(mode="keep", clear_cache=False)
@@ -266,12 +274,6 @@ class RolloutEngine:
         else:
             self._base_is_whole, self._adapter = False, None
             await self._call("vlmrl_begin", readback)
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Load some of the weights, under Hugging Face's parameter names, or under those of PEFT's files."""
-        self._require_update()
-        with transfer.shared(bucket) as ticket:
-            await self._call("vlmrl_load", ticket)
 
     async def receive(self, offer: Offer) -> None:
         """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
@@ -292,6 +294,7 @@ class RolloutEngine:
         update, and its version stays.
         """
         llm, version = self._started(), self._require_update()
+        self._release_all()
         reports: list[Any] = await self._call("vlmrl_finish")
         plan = self._coming
         problem = problem_of(reports) if plan is None else problem_of_adapter(reports, plan.scaling)
@@ -312,7 +315,8 @@ class RolloutEngine:
         self.version, self._pending, self._broken = version, None, None
         if self._adapter is None:  # what was asked of the adapter before a new base came cannot go on
             await llm.abort([name for name, adapter in self._running.items() if adapter])
-        await llm.resume_generation()
+        if not self._asleep:  # without its KV cache it goes on when that wakes
+            await llm.resume_generation()
         return held
 
     async def readback(self) -> list[ReadbackReport]:

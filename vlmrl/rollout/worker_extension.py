@@ -20,13 +20,13 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from vlmrl.models.transfer import Ticket, opened
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import Announcement, ReadbackPlan, Report
-from vlmrl.rollout.transfer import Ticket, opened
 from vlmrl.startup.memory import keep_memory
 
 
@@ -78,7 +78,7 @@ class WeightReceiver:
             self.vlmrl_update = None
 
     def vlmrl_load(self, ticket: Ticket) -> None:
-        """Load the tensors of one bucket."""
+        """Load the tensors of one bucket, whose memory is another's when this returns."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
             self.vlmrl_update.load(unpack_bucket(opened(ticket)))
@@ -139,14 +139,27 @@ class WeightUpdate:
                 self._readback.keep(named)
             taken = self._hand_over(named)
             self.ignored += [name for name, _ in named if not self.places[name] <= taken]
-            return
-        for name, tensor in named:
-            with nullcontext() if self._readback is None else self._readback.watching(name, tensor):
-                taken = self._hand_over([(name, tensor)])
-            if taken:
-                self.places[name] = taken
-            else:
-                self.ignored.append(name)
+        else:
+            for name, tensor in named:
+                with nullcontext() if self._readback is None else self._readback.watching(name, tensor):
+                    taken = self._hand_over([(name, tensor)])
+                if taken:
+                    self.places[name] = taken
+                else:
+                    self.ignored.append(name)
+        self._keep_what_waits(named)
+
+    def _keep_what_waits(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy those of the tensors that vLLM holds back until the rest of their layer has come.
+
+        It holds what it was given, views of memory that others are about to write to.
+        """
+        lent = {tensor.untyped_storage().data_ptr() for _, tensor in named if tensor.numel()}
+        for module in self.model.modules():
+            for _, arguments in get_layerwise_info(module).loaded_weights:
+                for name, value in arguments.arguments.items():
+                    if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in lent:
+                        arguments.arguments[name] = value.clone()
 
     def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
         """The parameters of vLLM's model that took them."""

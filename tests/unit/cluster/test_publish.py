@@ -36,8 +36,9 @@ def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized", **vllm:
 class Workers:
     """A group of workers that notes what it is asked; answers come from a table."""
 
-    def __init__(self, number: int, log: list[tuple[Any, ...]], **answers: Any) -> None:
+    def __init__(self, number: int, log: list[tuple[Any, ...]], *, nodes: list[int] | None = None, **answers: Any):
         self.number, self.log, self.answers = number, log, answers
+        self.nodes = nodes or [0] * number
 
     def __len__(self) -> int:
         return self.number
@@ -48,6 +49,10 @@ class Workers:
         return answer if isinstance(answer, list) else [answer] * self.number
 
     submit = call
+
+    def submit_to(self, worker: int, method: str, *given: Any) -> Any:
+        self.log.append((f"{method} by {worker}", *given))
+        return self.answers.get(method)
 
     def wait(self, answers: Any) -> Any:
         return answers
@@ -146,14 +151,28 @@ def test_an_adapter_alone_and_a_run_that_wants_none_are_not_read_back() -> None:
         assert (engines.plans, "sync/readback_layers" in metrics) == ([None], False)
 
 
+def test_buckets_are_small_where_several_are_under_way_and_large_where_they_go_one_by_one() -> None:
+    assert Vllm().bucket_bytes == 64 * 2**20
+    assert Vllm(sync_backend="nccl").bucket_bytes == Vllm(sync_backend="ipc").bucket_bytes == 512 * 2**20
+    assert Vllm(bucket_mib=0.5, sync_backend="nccl").bucket_bytes == 2**19
+
+
 def test_without_adapters_the_model_itself_is_sent() -> None:
     how = made(None, Ds())
     assert (how.part, how.base_goes_first, how.bucket_bytes) == ("whole", False, 2 * 2**20)
 
 
-def sent(log: list[tuple[Any, ...]], *, part: str, held: list[str], way: Way | None = None) -> int:
-    learner = Workers(2, log, num_buckets=2, bucket=["bytes", None], published=("abc", 640))
-    engines = Workers(2, log, finish_update=held)
+def sent(
+    log: list[tuple[Any, ...]],
+    *,
+    part: str,
+    held: list[str],
+    way: Way | None = None,
+    nodes: list[int] | None = None,
+    num_buckets: int = 2,
+) -> int:
+    learner = Workers(2, log, num_buckets=num_buckets, share=["ticket", None], bucket="bytes", published=("abc", 640))
+    engines = Workers(len(held), log, nodes=nodes, finish_update=held, relay="another")
     return send(
         engines,  # type: ignore[arg-type]
         learner,  # type: ignore[arg-type]
@@ -168,21 +187,47 @@ def sent(log: list[tuple[Any, ...]], *, part: str, held: list[str], way: Way | N
 def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() -> None:
     log: list[tuple[Any, ...]] = []
     assert sent(log, part="adapter", held=["abc", "abc"]) == 640
-    # The first bucket is packed while the engines make ready, the others when the one before has been loaded.
-    begin = [("num_buckets", 99, "adapter"), ("bucket", 0), ("begin_update", 5, True, None)]
-    buckets = [("load_bucket", "bytes"), ("bucket", 1), ("load_bucket", "bytes")]
+    # The first buckets are packed while the engines make ready.
+    begin = [("num_buckets", 99, "adapter"), ("share", 0, 0), ("share", 1, 0), ("begin_update", 5, True, None)]
+    buckets = [("load by 0", "ticket"), ("load by 1", "ticket")] * 2
     assert log == [*begin, *buckets, ("published",), ("finish_update", True)]
 
 
-def test_adapters_go_through_the_object_store_even_where_weights_do_not() -> None:
+def test_three_buckets_are_under_way_and_memory_is_lent_again_once_all_engines_have_loaded_it() -> None:
+    log: list[tuple[Any, ...]] = []
+    sent(log, part="whole", held=["abc", "abc"], num_buckets=5)
+    assert [step for step in log if step[0] == "share"] == [
+        *[("share", 0, 0), ("share", 1, 0), ("share", 2, 0), ("share", 3, 1), ("share", 4, 2)]
+    ]
+    assert sum(step[0] == "load by 1" for step in log) == 5
+
+
+def test_a_bucket_crosses_to_another_machine_once_however_many_engines_it_has() -> None:
+    log: list[tuple[Any, ...]] = []
+    sent(log, part="whole", held=["abc"] * 5, nodes=[1, 0, 1, 2, 1], num_buckets=1)
+    first = log.index(("begin_update", 5, False)) + 1
+    assert log[first : log.index(("published",))] == [
+        *[("bucket by 0", "ticket"), ("relay by 0", "bytes", 0), ("bucket by 0", "ticket"), ("relay by 3", "bytes", 0)],
+        *[("load by 0", "another"), ("load by 1", "ticket"), ("load by 2", "another")],
+        *[("load by 3", "another"), ("load by 4", "another")],
+    ]
+
+
+def test_on_one_machine_nothing_goes_through_the_object_store() -> None:
+    log: list[tuple[Any, ...]] = []
+    sent(log, part="whole", held=["abc"] * 3, num_buckets=7)
+    assert not [step for step in log if step[0].startswith(("bucket", "relay"))]
+
+
+def test_adapters_go_through_main_memory_even_where_weights_do_not() -> None:
     weights: list[tuple[Any, ...]] = []
     sent(weights, part="base", held=["abc", "abc"], way=Way(weights))
-    assert [step for step in weights if step[0] in ("open", "by device", "bucket")] == [
+    assert [step for step in weights if step[0] in ("open", "by device", "share")] == [
         *[("open",), ("by device", 0), ("by device", 1)]
     ]
     adapter: list[tuple[Any, ...]] = []
     sent(adapter, part="adapter", held=["abc", "abc"], way=Way(adapter))
-    assert [step for step in adapter if step[0] in ("open", "by device", "bucket")] == [("bucket", 0), ("bucket", 1)]
+    assert [step for step in adapter if step[0] in ("open", "by device", "share")] == [("share", 0, 0), ("share", 1, 0)]
 
 
 @pytest.mark.parametrize(("part", "what"), [("adapter", "another adapter"), ("base", "another base")])

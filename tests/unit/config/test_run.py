@@ -50,6 +50,20 @@ def test_the_defaults_agree_with_each_other() -> None:
         ),
         ({"rollout.top_p": 0.9, "rollout.temperature": 0.8}, "rollout.top_p 0.9 needs rollout.temperature 1, not 0.8"),
         ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
+        ({"ds.enable_sleep": True}, "ds.enable_sleep frees memory .* needs train.colocate_all"),
+        *(
+            ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, said)
+            for more, said in (
+                ({"ds.zero_stage": 3}, "which cannot with ds.zero_stage 3: set it to 2"),
+                ({"ds.zero_stage": 1}, "which cannot with ds.zero_stage 1: set it to 2"),
+                ({"ds.adam_offload": True}, "in CPU memory always"),
+                ({"actor.optim": "adam_paged"}, "cannot move adam_paged"),
+                (
+                    {"algo.advantage.estimator": "gae", "critic.zero_stage": 3},
+                    "which cannot with critic.zero_stage 3: set it to 2",
+                ),
+            )
+        ),
         ({"vllm.sync_backend": "ipc"}, "within a GPU: it needs train.colocate_all"),
         ({"vllm.sync_backend": "nccl", "train.colocate_all": True}, "on the same GPU.* use ipc or shm"),
         ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout shared"),
@@ -133,6 +147,7 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"reward.remote_url": "a.py:f", "reward.remote_weight": 2.0, "reward.functions": {}})
     rl(**{"data.apply_chat_template": False, "data.input_template": "Q: {}"})
     rl(**{"vllm.enable_sleep": True, "train.colocate_all": True})
+    rl(**{"vllm.enable_sleep": True, "ds.enable_sleep": True, "train.colocate_all": True})
     rl(**{"vllm.sync_backend": "ipc", "train.colocate_all": True})
     rl(**{"vllm.sync_backend": "nccl"})
     rl(**{"rollout.top_p": 0.9})

@@ -20,6 +20,7 @@ from vlmrl.models.footprint import (
     Sizes,
     adapter_numbers,
     engine,
+    pinned_bytes,
     reward_model,
     saved,
     sizes,
@@ -153,6 +154,72 @@ def test_an_engine_holds_the_model_a_place_for_adapters_and_its_cache() -> None:
         SIZE, vllm=Vllm(gpu_memory_utilization=0.5), ds=Ds(), adapter=None, device="cuda", device_bytes=80 * GIB
     )
     assert on_gpu.num_bytes() == 40 * GIB
+
+
+MIB = 2**20
+
+
+def test_what_sleeps_is_pinned_in_blocks_of_powers_of_two() -> None:
+    linears = {
+        # One layer in vLLM: 4096 x (4096 + 512 + 512) numbers of 2 bytes are 40 MiB, in a block of 64.
+        "l.q_proj": (4096, 4096),
+        "l.k_proj": (512, 4096),
+        "l.v_proj": (512, 4096),
+        # 32 MiB, in a block of 32.
+        "l.o_proj": (4096, 4096),
+        # 2 x 86 MiB, in a block of 256.
+        "l.gate_proj": (11008, 4096),
+        "l.up_proj": (11008, 4096),
+        # 5 MiB share blocks of 20 MiB with others, each of which is pinned as 32: 8 MiB.
+        "v.fc1": (2560, 1024),
+        # The embedding itself.
+        "lm_head": (32000, 4096),
+    }
+    blocks = replace(BLOCKS, hidden=4096)
+    total = 4096 * (5120 + 4096 + 2 * 11008) + 2560 * 1024 + 32000 * 4096 + 1000
+    size = Sizes({"language": total}, 0, linears, vocabulary=32000, text=blocks, tower=None)
+    # The embedding has 250 MiB. The thousand numbers of norms and biases share what is there.
+    assert pinned_bytes(size, 2.0) == (64 + 32 + 256 + 8 + 256) * MIB + 2000
+    # An output layer of its own is another 250 MiB.
+    more = replace(size, parameters={"language": total + 32000 * 4096}, output=32000 * 4096)
+    assert pinned_bytes(more, 2.0) == (64 + 32 + 256 + 8 + 256 + 256) * MIB + 2000
+    # On two GPUs each engine's worker has half: 20, 16, 86, 2.5 and 125 MiB.
+    assert pinned_bytes(size, 1.0) == (32 + 16 + 128 + 4 + 128) * MIB + 1000
+
+
+def test_an_engine_that_sleeps_takes_main_memory_and_one_that_does_not_none() -> None:
+    def beside(device: str, **how: bool) -> float:
+        return engine(SIZE, vllm=Vllm.model_validate(how), ds=Ds(), adapter=None, device=device).num_bytes(
+            on_device=False
+        )
+
+    assert beside("cuda", enable_sleep=True) == 2400
+    assert beside("cuda") == beside("cpu", enable_sleep=True) == 0
+
+
+def test_an_optimizer_that_sleeps_takes_its_bytes_in_main_memory_too() -> None:
+    big = replace(SIZE, parameters={"language": 5 * MIB})
+    made = Model.model_validate({"model_name_or_path": "m"})
+
+    def beside(ds: Ds, ranks: int = 1, device: str = "cuda") -> tuple[float, bool]:
+        role = trainer(big, model=made, ds=ds, adapter=None, ranks=ranks, tokens=1, patches=0, device=device)
+        (optimizer,) = (part for part in role.parts if part.name == "optimizer")
+        return role.num_bytes(on_device=False), optimizer.stays
+
+    # The copy and two moments of 20 MiB each, in blocks of 32; on two ranks of 10 MiB, in blocks of 16.
+    assert beside(Ds(enable_sleep=True)) == (3 * 32 * MIB, False)
+    assert beside(Ds(enable_sleep=True), ranks=2) == (3 * 16 * MIB, False)
+    assert beside(Ds()) == (0, True)
+    assert beside(Ds(enable_sleep=True), device="cpu")[0] == 0
+
+
+def test_only_stage_3_keeps_room_for_gradients_between_updates() -> None:
+    made = Model.model_validate({"model_name_or_path": "m"})
+    for stage, stays in ((0, False), (1, False), (2, False), (3, True)):
+        ds = Ds.model_validate({"zero_stage": stage})
+        role = trainer(SIZE, model=made, ds=ds, adapter=None, ranks=1, tokens=1, patches=0, device="cuda")
+        assert [part.stays for part in role.parts if part.name == "gradients"] == [stays]
+        assert not any(part.stays for part in role.parts if part.name in ("activations", "update"))
 
 
 def architecture(name: str) -> tuple[Sizes, AdapterPlan]:

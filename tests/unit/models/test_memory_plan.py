@@ -128,6 +128,22 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
     memory_plan(rl(model, f"{passes} {long} --vllm.enable_sleep"), GPU).check()
 
 
+def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[..., Path]) -> None:
+    model = folder("qwen3")
+    together = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
+    awake, asleep = (memory_plan(rl(model, f"{together} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
+    weights, optimizer = part(awake, "actor", "weights"), part(awake, "actor", "optimizer")
+    # While the engine is awake the actor keeps its weights, and with them an optimizer that does not sleep.
+    assert awake.shares[0].needed == 40 * GIB + weights + optimizer
+    assert asleep.shares[0].needed == 40 * GIB + weights
+    # The micro model has no block of 10 MiB: nothing is rounded up.
+    pinned = part(awake, "vllm", "asleep, pinned")
+    assert pinned == part(awake, "vllm", "weights") > 0
+    assert asleep.shares[-1].needed - awake.shares[-1].needed == optimizer
+    alone = memory_plan(rl(model, "--train.colocate_all --vllm.gpu_memory_utilization 0.5"), GPU)
+    assert awake.shares[-1].needed - alone.shares[-1].needed == pinned
+
+
 def test_main_memory_beside_gpus_holds_the_image_features(folder: Callable[..., Path]) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), "--vision.cache_gib 300 --ds.lora.rank 4"), GPU)
     with pytest.raises(ClusterError, match=r"^main memory: .*vision cache of actor"):

@@ -1,0 +1,119 @@
+"""Who gives back memory, wakes and sleeps when, on GPUs that trainer and engines share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.cluster import roles
+from vlmrl.cluster.learners import Cut, Ranks, RemotePolicy, Steps, Tally
+from vlmrl.cluster.publish import Publication
+from vlmrl.cluster.roles import RemoteEngines
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Experience, Prompt, Sample
+
+SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
+PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)
+ANSWERS = {
+    "num_buckets": 1,
+    "share": "ticket",
+    "published": ("abc", 8),
+    "finish_update": "abc",
+    "update": [{}],
+    "generate": "group",
+}
+
+
+class Workers:
+    """One worker that notes what it is asked, and by whom it is waited for."""
+
+    nodes = (0,)
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def __len__(self) -> int:
+        return 1
+
+    def call(self, method: str, *given: Any, **how: Any) -> list[Any]:
+        told = f" {' '.join(given[0])}" if method == "wake" else ""
+        self.log.append(f"{self.name} {method}{told}")
+        return [ANSWERS.get(method)]
+
+    submit = call
+
+    def submit_to(self, worker: int, method: str, *given: Any, **how: Any) -> Any:
+        return self.call(method, *given, **how)[0]
+
+    def wait(self, answers: Any, timeout_s: float | None = None) -> Any:
+        return answers
+
+
+def stage(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, list[str]]:
+    log: list[str] = []
+    engines = RemoteEngines(Workers("engines", log), timeout_s=1.0, sleeps=sleeps)  # type: ignore[arg-type]
+    groups = {name: Workers(name, log) for name in ("actor", *neighbours)}
+    engines.neighbours = list(groups.values())  # type: ignore[arg-type]
+    cut = Cut("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
+    policy = RemotePolicy(
+        Ranks(groups["actor"], cut, 100, Tally()),  # type: ignore[arg-type]
+        Steps(batch_size=1, epochs=1, seed=0),
+        Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False),
+    )
+    policy.engines = engines
+    return engines, policy, log
+
+
+def step(engines: RemoteEngines, policy: RemotePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loop does on the ranks from an update to the next answers."""
+    samples = [Sample(tokens=np.arange(2), sampled=np.array([False, True]), group=0)]
+    column = [np.zeros(2, dtype=np.float32)]
+    policy.update(Experience(samples, column, column, column), step=1)
+    policy.publish(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(roles, "ray", SimpleNamespace(wait=lambda refs, **how: (refs[:1], [])))
+        engines.generate([PROMPT], SAMPLING)
+
+
+PUBLISH = [
+    *("actor num_buckets", "actor share", "engines begin_update", "engines load"),
+    *("actor published", "engines finish_update"),
+]
+
+
+def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines, policy, log = stage("critic", "ref", "reward_model", sleeps=True)
+    # Others load their models where the engines have measured what is free.
+    assert log == ["engines start", "engines sleep"]
+    log.clear()
+    step(engines, policy, monkeypatch)
+    release = [f"{name} release" for name in ("actor", "critic", "ref", "reward_model")]
+    assert log == [
+        "actor update",
+        *(*release, "engines wake weights", *PUBLISH),
+        *(*release, "engines wake weights kv_cache", "engines generate", "engines sleep"),
+    ]
+
+
+def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, policy, log = stage(sleeps=True)
+    log.clear()
+    policy.publish(0)
+    policy.publish(1)
+    assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
+    log.clear()
+    engines.answer_each(PROMPT, SAMPLING)
+    engines.answer_each(PROMPT, SAMPLING)
+    awake = ["actor release", "engines wake weights kv_cache", "engines generate", "engines sleep"]
+    assert log == awake * 2
+
+
+def test_where_nobody_sleeps_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, policy, log = stage("ref", sleeps=False)
+    step(engines, policy, monkeypatch)
+    assert log == ["engines start", "actor update", *PUBLISH, "engines generate"]
