@@ -147,7 +147,7 @@ def train(
     reference: Reference | None,
     critic: Critic | None,
     report: Report,
-    check_sight: Callable[[int, Sequence[Group]], Metrics],
+    check_responses: Callable[[int, Sequence[Group]], Metrics],
     check_publish: Callable[[int], Metrics],
     after_step: Callable[[int, Judged], Metrics],
     save: Callable[[int, Carried], None],
@@ -158,9 +158,9 @@ def train(
 ) -> Ending:
     """Run the steps `first_step..last_step`, both included, as far as the prompts of the `course` go.
 
-    The engines hold version `first_step - 1` when this starts, and `carried` is for the first step. `check_sight` meets
-    the answers while engines and policy still hold the weights that made them; `check_publish` asks whether the new
-    ones work. `after_step` evaluates and writes; `save` comes last, with what the next step is given, so that a run
+    The engines hold version `first_step - 1` when this starts, and `carried` is for the first step. `check_responses`
+    meets the answers while engines and policy still hold the weights that made them; `check_publish` asks whether the
+    new ones work. `after_step` evaluates and writes; `save` comes last, with what the next step is given, so that a run
     that goes on after a kill lacks nothing of the steps before.
 
     Raises:
@@ -177,7 +177,7 @@ def train(
             return collected
         seen = seen.joined(collected.sifted)
         groups, scores = [one.group for one in collected.kept], [one.scores for one in collected.kept]
-        seeing = check_sight(step, groups)
+        seeing = check_responses(step, groups)
         samples = to_samples(groups)
         only_critic = critic is not None and step <= config.critic.freezing_steps
         with report.phase("logprob"):

@@ -159,7 +159,7 @@ def run(
             "reference": None,
             "course": Course(num_prompts),
             "carried": Carried(settings.algo.kl.init_coef),
-            "check_sight": lambda step, groups: {},
+            "check_responses": lambda step, groups: {},
             "check_publish": lambda version: {},
             "after_step": lambda step, judged: {},
             "save": lambda step, carried: None,

@@ -113,7 +113,7 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         config(),
         policy,
         steps=1,
-        check_sight=look,
+        check_responses=look,
         check_publish=ask,
         after_step=remember,
         save=lambda step, carried: order.append(f"saved {step}"),
