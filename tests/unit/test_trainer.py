@@ -504,3 +504,12 @@ def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -
     notebook = run(config(), Exact(ScriptedEngine()), steps=1, rewarder=Down())
     assert notebook.steps[1]["reward/unscored"] == notebook.steps[1]["reward/failed"] == 4
     assert "reward/mean" not in notebook.steps[1]
+
+
+def test_prompts_that_are_all_solved_from_the_start_are_a_good_end_too() -> None:
+    always = Constant(lambda index: 1.0, first=0)
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=4, rewarder=always, num_prompts=8)
+    assert notebook.ending is not None
+    assert (notebook.ending.step, notebook.ending.is_solved, notebook.ending.left_out) == (0, True, 8)
+    assert not policy.taught
