@@ -278,7 +278,7 @@ def collect(
     drawing: Metrics = {}
     while missing:
         if course.left < missing:
-            return _out_of_prompts(config, step, course, left_out)
+            return _out_of_prompts(config, step, course, left_out, is_solved(config, sifted, seen.joined(sifted)))
         if len(sifted) == most:
             return _exhausted(config, step, sifted, seen.joined(sifted))
         with report.phase("data"):
@@ -323,9 +323,9 @@ _OF_KEPT = {
 """What metrics are called that are over the groups which are trained on."""
 
 
-def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int) -> Ending:
+def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int, solved: bool) -> Ending:
     episodes, size = config.train.num_episodes, config.rollout.batch_size
-    if step == 1:
+    if step == 1 and not solved:
         raise RewardError(
             f"of the run's {course.total} prompts (train.num_episodes {episodes}) too few teach for one batch of "
             f"{size}: lower --rollout.batch_size, choose easier or harder prompts, or raise --train.num_episodes"
@@ -333,7 +333,9 @@ def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int) 
     why = f"the run ends after step {step - 1}: the {course.total} prompts of its episodes are drawn"
     if left_out:
         why += f"; the last {left_out} do not fill a batch of {size} and are left out"
-    return Ending(step - 1, why=why, left_out=left_out)
+    if solved:
+        why += "; most of them are solved"
+    return Ending(step - 1, why=why, is_solved=solved, left_out=left_out)
 
 
 def _exhausted(config: RlConfig, step: int, sifted: Sequence[Sifted], seen: Seen) -> Ending:
