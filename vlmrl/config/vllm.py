@@ -1,10 +1,10 @@
 """The rollout engines."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vlmrl.config.base import PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import ConflictError, PositiveFloat, PositiveInt, Section
 
 
 class Vllm(Section):
@@ -16,6 +16,12 @@ class Vllm(Section):
     """GPUs of one engine."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes (reset on every publish)."""
+    max_num_seqs: PositiveInt | None = None
+    """Responses that an engine decodes together; by default as many as the run asks of it at once, up to what vLLM
+    takes offline on that device."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one step of an engine, prefilled and decoded; by default enough for all prompts that it has at once, up
+    to what vLLM takes offline on that device."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs. Always on where there is no GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -40,3 +46,12 @@ class Vllm(Section):
     of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
+
+    @model_validator(mode="after")
+    def check_batch(self) -> Self:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ConflictError(
+                [f"vllm.max_num_batched_tokens {tokens} is below vllm.max_num_seqs {seqs}, each of which takes one"]
+            )
+        return self

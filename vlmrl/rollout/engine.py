@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vlmrl import plugins, startup
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
@@ -16,6 +18,8 @@ from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import Bucket, fingerprint
 from vlmrl.rollout import requests, transfer
+from vlmrl.rollout.capacity import Demand, Limits
+from vlmrl.rollout.compatibility import line
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
 from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
@@ -57,16 +61,17 @@ class RolloutEngine:
         top_p: float,
         name: str,
         adapter: AdapterPlan | None = None,
+        demand: Demand | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`.
+        together. Room is made for `adapter`, which must be one that `fits_engine`, and for `demand`.
         """
         assert adapter is None or adapter.fits_engine
         self.name = name
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
-        self._max_model_len, self._top_p = max_model_len, top_p
+        self._max_model_len, self._top_p, self._demand = max_model_len, top_p, demand
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
@@ -83,6 +88,7 @@ class RolloutEngine:
         """What the update that has begun is of; None: of the base."""
         self._base_is_whole = True
         self._is_asleep = False
+        self._limits: Limits | None = None
 
     @cached_property
     def _processor(self) -> plugins.Processor:
@@ -104,7 +110,12 @@ class RolloutEngine:
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
-        await self._call("vlmrl_prepare")
+        scheduler = self._llm.vllm_config.scheduler_config
+        self._limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        lacks = sorted({lack for of_worker in await self._call("vlmrl_prepare") for lack in of_worker})
+        if lacks:
+            await self.shutdown()
+            raise ClusterError(f"rollout engine {self.name}: {line(lacks, on_gpu=torch.cuda.is_available())}")
         await self._llm.update_weight_version(str(self.version))
 
     async def shutdown(self) -> None:
@@ -136,6 +147,7 @@ class RolloutEngine:
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
             "num_tokens": self._num_tokens,
+            "limits": self._limits,
             "is_asleep": self._is_asleep,
             "broken": self._broken,
         }
@@ -327,6 +339,7 @@ class RolloutEngine:
             processor=self._processor,
             top_p=self._top_p,
             adapter=self._plan,
+            demand=self._demand,
         )
 
     def _started(self) -> AsyncLLM:

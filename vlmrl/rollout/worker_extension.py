@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.reports import Announcement, Report
 from vlmrl.rollout.transfer import Ticket, opened
 from vlmrl.startup.memory import keep_memory
@@ -37,8 +38,14 @@ class WeightReceiver:
     vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
     vlmrl_places: dict[str, frozenset[str]]
 
-    def vlmrl_prepare(self) -> None:
-        """Call once, before the first request."""
+    def vlmrl_prepare(self) -> list[str]:
+        """Call once, before the first request. Returns what this worker lacks, of which nothing can be asked then."""
+        config = self.vllm_config
+        lacks = missing_in_worker(
+            self, has_adapter=config.lora_config is not None, transfers=config.weight_transfer_config is not None
+        )
+        if lacks:
+            return lacks
         self.vlmrl_places = {}
         if self.model_runner.device.type == "cpu":
             keep_memory()
@@ -46,6 +53,7 @@ class WeightReceiver:
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     adapter_cpu.use(wrapper)
+        return []
 
     def vlmrl_begin(self) -> None:
         """Start an update of the model; an update that was begun before and not finished is given up."""
