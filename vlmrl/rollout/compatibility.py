@@ -41,6 +41,11 @@ FRONT_END: Needs = {
     "vllm.v1.engine.async_llm:AsyncLLM.init_weight_transfer_engine": (),
     "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("args",),
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown": (),
+    "vllm.config:VllmConfig": (
+        *("device_config", "parallel_config", "scheduler_config", "lora_config", "weight_transfer_config"),
+        "additional_config",
+    ),
+    "vllm.v1.core.sched.output:strip_covered_mm_data": (),
     "vllm.sampling_params:SamplingParams": (
         *("n", "temperature", "top_p", "max_tokens", "seed", "stop_token_ids", "logit_bias", "logprobs"),
         *("prompt_logprobs", "detokenize", "output_kind"),
@@ -72,7 +77,7 @@ ADAPTER: Needs = {
 }
 """In the workers of an engine with an adapter."""
 
-RUNNER: Needs = {"get_model": (), "device": ()}
+RUNNER: Needs = {"get_model": (), "device": (), "reset_encoder_cache": ()}
 """Of a worker's model runner, of either kind."""
 
 MANAGER: Needs = {

@@ -86,7 +86,7 @@ def test_what_a_new_vllm_has_dropped_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_with_another_model_runner_is_refused_as_it_is() -> None:
     pytest.importorskip("vllm.v1.engine.async_llm")
-    runner = SimpleNamespace(get_model=lambda: None, device="cuda:0")
+    runner = SimpleNamespace(get_model=lambda: None, device="cuda:0", reset_encoder_cache=lambda: None)
     worker = SimpleNamespace(model_runner=runner, weight_transfer_engine=SimpleNamespace(shutdown=lambda: None))
     assert missing_in_worker(worker, has_adapter=False, transfers=False) == []
     assert missing_in_worker(worker, has_adapter=True, transfers=False) == ["a LoRA manager"]
