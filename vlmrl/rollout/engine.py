@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vlmrl import plugins, startup
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
@@ -17,6 +19,8 @@ from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
+from vlmrl.rollout.capacity import Demand, Limits
+from vlmrl.rollout.compatibility import line
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
@@ -69,10 +73,11 @@ class RolloutEngine(Inbox):
         name: str,
         adapter: AdapterPlan | None = None,
         temperature: float | None = None,
+        demand: Demand | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`. `temperature` is that of what
-        `score` is asked about; None: it says the model's own log-probs.
+        together. Room is made for `adapter`, which must be one that `fits_engine`, and for `demand`. `temperature` is
+        that of what `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
         super().__init__(keep_bytes=vllm.bucket_bytes)
@@ -81,6 +86,7 @@ class RolloutEngine(Inbox):
         self._model, self._vllm, self._columns = model, vllm, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
         self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
+        self._demand = demand
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
@@ -100,6 +106,7 @@ class RolloutEngine(Inbox):
         """What the workers read back after the last update of the model."""
         self._asleep: frozenset[str] = frozenset()
         """What has given up its memory."""
+        self._limits: Limits | None = None
 
     @cached_property
     def _processor(self) -> plugins.Processor:
@@ -121,7 +128,12 @@ class RolloutEngine(Inbox):
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
-        await self._call("vlmrl_prepare")
+        scheduler = self._llm.vllm_config.scheduler_config
+        self._limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        lacks = sorted({lack for of_worker in await self._call("vlmrl_prepare") for lack in of_worker})
+        if lacks:
+            await self.shutdown()
+            raise ClusterError(f"rollout engine {self.name}: {line(lacks, on_gpu=torch.cuda.is_available())}")
         if self._temperature is not None and self._top_p == 1.0:
             await self._call("vlmrl_score_as_sampled", self._temperature, list(self._processor.banned_tokens))
         await self._llm.update_weight_version(str(self.version))
@@ -156,6 +168,7 @@ class RolloutEngine(Inbox):
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
             "num_tokens": self._num_tokens,
+            "limits": self._limits,
             "is_asleep": bool(self._asleep),
             "broken": self._broken,
         }
@@ -351,6 +364,7 @@ class RolloutEngine(Inbox):
             processor=self._processor,
             top_p=self._top_p,
             adapter=self._plan,
+            demand=self._demand,
         )
 
     def _started(self) -> AsyncLLM:
