@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vlmrl.models.transfer import Ticket, opened
+from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
@@ -36,10 +36,12 @@ class WeightReceiver:
     vlmrl_update: WeightUpdate | AdapterUpdate | None = None
     vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
     vlmrl_places: dict[str, frozenset[str]]
+    vlmrl_reader: Reader
 
     def vlmrl_prepare(self) -> None:
         """Call once, before the first request."""
         self.vlmrl_places = {}
+        self.vlmrl_reader = Reader()
         if self.model_runner.device.type == "cpu":
             keep_memory()
             hold_unused_generators(self.model_runner)
@@ -68,7 +70,7 @@ class WeightReceiver:
         """Load the tensors of one bucket, whose memory is another's when this returns."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
-            self.vlmrl_update.load(unpack_bucket(opened(ticket)))
+            self.vlmrl_update.load(unpack_bucket(self.vlmrl_reader.open(ticket)))
 
     def vlmrl_receive(self, offer: device_transfer.Offer) -> None:
         """Load the tensors of a bucket that comes from GPU to GPU."""
