@@ -13,6 +13,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.transfer import NUM_UNDER_WAY
 from vlmrl.rollout.reports import ReadbackPlan
 from vlmrl.types import Metrics, Part
 
@@ -175,9 +176,9 @@ def through_memory(engines: WorkerGroup, learner: WorkerGroup, num_buckets: int,
     through Ray's object store, to each of them once.
 
     `begin` makes the engines ready, in which vLLM sleeps 20 ms of 26: the first buckets are packed meanwhile. Later on
-    `_UNDER_WAY` of them are on their way: one is packed while another is loaded and a third waits.
+    `NUM_UNDER_WAY` of them are on their way: one is packed while another is loaded and a third waits.
     """
-    ahead = min(_UNDER_WAY, num_buckets)
+    ahead = min(NUM_UNDER_WAY, num_buckets)
     shared = [learner.submit("share", number, 0) for number in range(ahead)]
     begin()
     loading = [_load(engines, learner, tickets, 0) for tickets in shared]
@@ -200,6 +201,4 @@ def _load(engines: WorkerGroup, learner: WorkerGroup, tickets: list[Any], num_lo
     return [engines.submit_to(engine, "load", ticket_on[node]) for engine, node in enumerate(engines.nodes)]
 
 
-_UNDER_WAY = 3
-"""Buckets that have memory of their own."""
 _HELD: dict[Part, str] = {"whole": "other weights", "base": "another base", "adapter": "another adapter"}

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vlmrl.models.transfer import Ticket, opened
+from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
@@ -41,6 +41,7 @@ class WeightReceiver:
     vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
     vlmrl_places: dict[str, frozenset[str]]
     vlmrl_pieces: Places
+    vlmrl_reader: Reader
 
     def vlmrl_prepare(self) -> list[str]:
         """Call once, before the first request. Returns what this worker lacks, of which nothing can be asked then."""
@@ -51,6 +52,7 @@ class WeightReceiver:
         if lacks:
             return lacks
         self.vlmrl_places, self.vlmrl_pieces = {}, {}
+        self.vlmrl_reader = Reader()
         if self.model_runner.device.type == "cpu":
             keep_memory()
             hold_unused_generators(self.model_runner)
@@ -89,7 +91,7 @@ class WeightReceiver:
         """Load the tensors of one bucket, whose memory is another's when this returns."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
-            self.vlmrl_update.load(unpack_bucket(opened(ticket)))
+            self.vlmrl_update.load(unpack_bucket(self.vlmrl_reader.open(ticket)))
 
     def vlmrl_receive(self, offer: device_transfer.Offer) -> None:
         """Load the tensors of a bucket that comes from GPU to GPU."""

@@ -14,7 +14,7 @@ import torch
 
 from vlmrl.errors import ClusterError
 from vlmrl.models import transfer
-from vlmrl.models.transfer import Outbox, opened
+from vlmrl.models.transfer import Outbox, Reader, opened
 from vlmrl.models.weights import digest, fingerprint, pack_bucket, unpack_bucket
 
 TENSORS = {
@@ -43,6 +43,11 @@ os.kill(os.getpid(), 9)
 """
 
 
+def named() -> set[str]:
+    """Shared memory with a name; other programs of the machine have some that come and go."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("vlmrl", "psm_"))}
+
+
 def digests() -> dict[str, str]:
     return {name: digest(name, tensor) for name, tensor in TENSORS.items()}
 
@@ -63,11 +68,11 @@ def test_a_digest_is_of_the_numbers_whatever_the_layout_of_the_tensor() -> None:
 
 
 def test_what_was_opened_outlives_its_process_and_leaves_no_segment() -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = named()
     outbox = Outbox()
     ticket, _ = outbox.put(list(TENSORS.items()))
     bucket = opened(ticket)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert named() <= before
     outbox.begin()
     received = dict(unpack_bucket(bucket))
     assert all(torch.equal(received[name], tensor) for name, tensor in TENSORS.items())
@@ -75,10 +80,10 @@ def test_what_was_opened_outlives_its_process_and_leaves_no_segment() -> None:
 
 
 def test_a_process_that_is_killed_leaves_nothing() -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = named()
     killed = subprocess.run([sys.executable, "-c", KILLED], check=False, capture_output=True, text=True)
     assert killed.returncode == -9
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert named() <= before
     with pytest.raises(OSError, match="No such file"):
         opened(json.loads(killed.stdout))
 
@@ -117,6 +122,34 @@ def test_a_larger_bucket_takes_the_place_of_a_smaller_one_and_is_given_back_at_t
     outbox.begin(keep_bytes=4032)
     assert len(blocks() - others) == 1
     outbox.begin(keep_bytes=4031)
+    assert blocks() == others
+
+
+def test_a_reader_sees_what_is_written_later_and_lets_go_of_what_is_old_or_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer, "_MOST_KEPT", 4096)
+    others = blocks()
+    outbox, readers = Outbox(), [Reader()]
+
+    def read(value: float, numbers: int = 8) -> list[float]:
+        ticket, _ = outbox.put([("a", torch.full((numbers,), value))])
+        ((_, tensor),) = unpack_bucket(readers[0].open(ticket))
+        return sorted(set(tensor.tolist()))
+
+    assert read(1.0) == [1.0]
+    outbox.begin(keep_bytes=64)
+    # In the same memory, which the reader has mapped.
+    assert read(2.0) == [2.0]
+    assert len(blocks() - others) == 1
+    for n in range(transfer.NUM_UNDER_WAY):
+        assert read(float(n)) == [float(n)]
+    outbox.begin()
+    assert len(blocks() - others) == transfer.NUM_UNDER_WAY
+    assert read(3.0, numbers=1025) == [3.0]
+    outbox.begin()
+    assert len(blocks() - others) == transfer.NUM_UNDER_WAY
+    readers.clear()
     assert blocks() == others
 
 
