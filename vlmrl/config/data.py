@@ -13,7 +13,8 @@ class Columns(Section):
     input_key: str = "input"
     """Column of the question: a string, or a list of chat messages."""
     label_key: str = "label"
-    """Column of the expected answer."""
+    """Column of the expected answer; a row whose label no response can match (`reward.functions`) is dropped and
+    counted."""
     output_key: str = "answer"
     """Column of what the model should say, read by `vlmrl sft` alone; where it is missing, the label is taken."""
     image_key: str = "images"
