@@ -47,7 +47,7 @@ def largest_gap(config: RlConfig) -> float:
 
     Infinity where they are not the same function by the user's own choice, and nobody named a bound.
     """
-    if config.ds.load_in_4bit and config.vllm.qlora_base == "original":
+    if not are_alike(config):
         return config.vllm.max_logprob_diff or math.inf
     return config.vllm.max_logprob_diff or (1e-3 if config.ds.param_dtype == "fp32" else 0.1)
 
@@ -56,6 +56,19 @@ def rounding(config: RlConfig) -> float:
     """What rounding alone may make of the mean difference between two sound implementations of one model: in fp32 a
     millionth, in bf16 a quarter of the bound."""
     return 1e-6 if config.ds.param_dtype == "fp32" else 0.25 * min(largest_gap(config), 0.1)
+
+
+def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
+    """What rounding does at least to a log-prob, on average: below it nothing is taken for a fault."""
+    if config.ds.param_dtype == "bf16":
+        return 1e-3
+    # On GPUs vLLM's attention multiplies fp32 in TF32, which has ten bits.
+    return 1e-4 if on_gpu else 2e-6
+
+
+def are_alike(config: RlConfig) -> bool:
+    """Engine and trainer are meant to be the same function."""
+    return not (config.ds.load_in_4bit and config.vllm.qlora_base == "original")
 
 
 def check_agreement(config: RlConfig, agreement: Metrics) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vlmrl.agreement import largest_gap, rounding
+from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.cluster.device_path import check_devices
-from vlmrl.cluster.learners import RemoteCritic, RemotePolicy, RemoteReference
+from vlmrl.cluster.learners import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.publish import described
@@ -21,7 +21,6 @@ from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.data.answers import to_samples
 from vlmrl.errors import VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
@@ -44,16 +43,15 @@ from vlmrl.preflight import (
     plan_of_critic,
     roles_of,
 )
-from vlmrl.probe import Probe, question, sampling_of, told
+from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
 from vlmrl.role_settings import last_step
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves
-from vlmrl.sight import SightCheck
 from vlmrl.stage import Stage
 from vlmrl.supervised import fit
 from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, train
-from vlmrl.types import Group, Metrics, Prompt
+from vlmrl.types import Metrics, Prompt
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
 
@@ -82,20 +80,14 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
         )
         policy.publish(done)
-        probe = adapter_probe(config, tools, engines, policy, adapter)
-        sight = sight_check(config, engines, policy, reference, critic, judges)
-
-        def check_publish(version: int) -> Metrics:
-            if probe is None:
-                return {}
-            with report.phase("probe"), policy.uncounted():
-                return probe.check(version)
-
-        def check_sight(step: int, groups: Sequence[Group]) -> Metrics:
-            if not sight.is_due(step, groups):
-                return {}
-            with report.phase("sight"), policy.uncounted():
-                return sight.check(groups)
+        checks = Checks(
+            report,
+            policy,
+            sight=sight_check(config, engines, policy, reference, critic, judges),
+            noise=noise_check(config, engines, policy, adapter, on_gpu=stage.machines.has_gpus, say=report.say),
+            probe=adapter_probe(config, tools, engines, policy, adapter),
+            first_step=done + 1,
+        )
 
         def after_step(step: int, judged: Judged) -> Metrics:
             if config.logger.rollouts:
@@ -107,7 +99,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
 
         if adapter is not None:
             report.say(described(adapter, ds=config.ds, vllm=config.vllm))
-            report.say(told(check_publish(done)))
+            report.say(told(checks.published(done)))
         if done == 0:
             report.evaluation(0, evaluations.at(0))
         try:
@@ -120,8 +112,8 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 reference=reference,
                 critic=critic,
                 report=report,
-                check_sight=check_sight,
-                check_publish=check_publish,
+                check_responses=checks.responses,
+                check_publish=checks.published,
                 after_step=after_step,
                 save=partial(evaluations.save, has_adapter=adapter is not None),
                 first_step=done + 1,
@@ -268,53 +260,6 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in answers.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
-
-
-def sight_check(
-    config: RlConfig,
-    engines: RemoteEngines,
-    policy: RemotePolicy,
-    reference: RemoteReference | None,
-    critic: RemoteCritic | None,
-    judges: Judges,
-) -> SightCheck:
-    """The check of every path by which this run gets log-probs; and of the critic's values and of reward models, which
-    must see as well."""
-    paths = {
-        "engine": engines.score,
-        "old": lambda groups: policy.logprobs(to_samples(groups)),
-        # What the first time left in the vision cache is read back now.
-        "old_again": lambda groups: policy.logprobs(to_samples(groups)),
-        "padded": lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
-        "update": lambda groups: policy.logprobs(to_samples(groups), gradient=True),
-    }
-    if reference is not None:
-        paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
-    if critic is not None:
-        paths["critic"] = lambda groups: critic.values(to_samples(groups))
-    paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
-    # Below top_p 1 the answers' log-probs are the model's own, which is what the engine says of tokens that are there.
-    own = {"old", "old_again", "padded", "update"} | ({"engine"} if config.rollout.top_p < 1.0 else set())
-    return SightCheck(
-        config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - own
-    )
-
-
-def adapter_probe(
-    config: RlConfig, tools: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
-) -> Probe | None:
-    """The check of what every publish of adapters did; None where there are none."""
-    if adapter is None:
-        return None
-    return Probe(
-        engines=engines,
-        learner=policy,
-        question=partial(question, processor=tools, data=config.data),
-        sampling=sampling_of(config.rollout, seed=config.train.seed),
-        bound=largest_gap(config),
-        floor=rounding(config),
-        is_apart=adapter.fits_engine,
-    )
 
 
 def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vlmrl.data.answers import shortened
 from vlmrl.data.media import Blank, Noise, Resized
 from vlmrl.errors import SyncError
-from vlmrl.types import Floats, Group, Media, Metrics, Rollout
+from vlmrl.types import Floats, Group, Media, Metrics
 
 Path = Callable[[Sequence[Group]], list[Floats]]
 """Log-probs of every answer's tokens, [T] each, group by group; or what else a model says of them."""
@@ -202,17 +203,10 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
         if not rollouts:
             continue
         hashes = tuple(media.hash for media in group.prompt.media)
-        short = Group(group.prompt, tuple(_shortened(rollout) for rollout in rollouts[:_NUM_ANSWERS]))
+        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_ANSWERS]))
         if new.setdefault(hashes, short) is not short:
             old.append(short)
     return [*new.values(), *old][:_NUM_PROMPTS]
-
-
-def _shortened(rollout: Rollout) -> Rollout:
-    """Its beginning. Never all of it, unless it is one token: an engine that reads it needs room for one token more."""
-    places = np.flatnonzero(rollout.sampled)
-    end = int(places[: max(1, min(_NUM_TOKENS, len(places) - 1))][-1]) + 1
-    return replace(rollout, tokens=rollout.tokens[:end], sampled=rollout.sampled[:end], logprobs=rollout.logprobs[:end])
 
 
 def _with_media(group: Group, media: Sequence[Media]) -> Group:

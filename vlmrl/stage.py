@@ -114,6 +114,7 @@ class Stage:
             "dtype": config.ds.param_dtype,
             "max_model_len": config.data.max_len + config.rollout.max_new_tokens,
             "top_p": config.rollout.top_p,
+            "temperature": config.rollout.temperature,
             "name": "vllm",
             "adapter": adapter if adapter is not None and adapter.fits_engine else None,
         }

@@ -147,7 +147,7 @@ def train(
     reference: Reference | None,
     critic: Critic | None,
     report: Report,
-    check_sight: Callable[[int, Sequence[Group]], Metrics],
+    check_responses: Callable[[int, Sequence[Group]], Metrics],
     check_publish: Callable[[int], Metrics],
     after_step: Callable[[int, Judged], Metrics],
     save: Callable[[int, Carried], None],
@@ -158,9 +158,9 @@ def train(
 ) -> Ending:
     """Run the steps `first_step..last_step`, both included, as far as the prompts of the `course` go.
 
-    The engines hold version `first_step - 1` when this starts, and `carried` is for the first step. `check_sight` meets
-    the answers while engines and policy still hold the weights that made them; `check_publish` asks whether the new
-    ones work. `after_step` evaluates and writes; `save` comes last, with what the next step is given, so that a run
+    The engines hold version `first_step - 1` when this starts, and `carried` is for the first step. `check_responses`
+    meets the answers while engines and policy still hold the weights that made them; `check_publish` asks whether the
+    new ones work. `after_step` evaluates and writes; `save` comes last, with what the next step is given, so that a run
     that goes on after a kill lacks nothing of the steps before.
 
     Raises:
@@ -177,7 +177,7 @@ def train(
             return collected
         seen = seen.joined(collected.sifted)
         groups, scores = [one.group for one in collected.kept], [one.scores for one in collected.kept]
-        seeing = check_sight(step, groups)
+        seeing = check_responses(step, groups)
         samples = to_samples(groups)
         only_critic = critic is not None and step <= config.critic.freezing_steps
         with report.phase("logprob"):
@@ -278,7 +278,7 @@ def collect(
     drawing: Metrics = {}
     while missing:
         if course.left < missing:
-            return _out_of_prompts(config, step, course, left_out)
+            return _out_of_prompts(config, step, course, left_out, is_solved(config, sifted, seen.joined(sifted)))
         if len(sifted) == most:
             return _exhausted(config, step, sifted, seen.joined(sifted))
         with report.phase("data"):
@@ -323,9 +323,9 @@ _OF_KEPT = {
 """What metrics are called that are over the groups which are trained on."""
 
 
-def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int) -> Ending:
+def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int, solved: bool) -> Ending:
     episodes, size = config.train.num_episodes, config.rollout.batch_size
-    if step == 1:
+    if step == 1 and not solved:
         raise RewardError(
             f"of the run's {course.total} prompts (train.num_episodes {episodes}) too few teach for one batch of "
             f"{size}: lower --rollout.batch_size, choose easier or harder prompts, or raise --train.num_episodes"
@@ -333,7 +333,9 @@ def _out_of_prompts(config: RlConfig, step: int, course: Course, left_out: int) 
     why = f"the run ends after step {step - 1}: the {course.total} prompts of its episodes are drawn"
     if left_out:
         why += f"; the last {left_out} do not fill a batch of {size} and are left out"
-    return Ending(step - 1, why=why, left_out=left_out)
+    if solved:
+        why += "; most of them are solved"
+    return Ending(step - 1, why=why, is_solved=solved, left_out=left_out)
 
 
 def _exhausted(config: RlConfig, step: int, sifted: Sequence[Sifted], seen: Seen) -> Ending:

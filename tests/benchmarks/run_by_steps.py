@@ -56,7 +56,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     reference=reference,
                     critic=critic,
                     report=clock,
-                    check_sight=lambda step, groups: {},
+                    check_responses=lambda step, groups: {},
                     check_publish=lambda version: {},
                     after_step=lambda step, judged: {
                         "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)

@@ -30,19 +30,33 @@ EXACT = 5e-5
 """fp32 noise of small random models is 1e-6; the smallest real fault below is 1e-3."""
 
 
+class PlantableEngine(RolloutEngine):
+    """Its workers can be told to load weights wrongly (`weight_faults`)."""
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"worker_extension_cls": "weight_faults.Faulty"}
+
+
 def rollout_engine(
-    model: Path | str, *, kind: type[RolloutEngine] = RolloutEngine, adapter: AdapterPlan | None = None, **vllm: Any
+    model: Path | str,
+    *,
+    kind: type[RolloutEngine] = RolloutEngine,
+    adapter: AdapterPlan | None = None,
+    temperature: float | None = None,
+    dtype: str = "fp32",
+    **vllm: Any,
 ) -> RolloutEngine:
     return kind(
         model=str(model),
         vllm=Vllm(**({"cpu_kv_cache_gib": 0.25} | vllm)),
         columns=COLUMNS,
         trust_remote_code=False,
-        dtype="fp32",
+        dtype=dtype,
         max_model_len=640,
         top_p=1.0,
         name="engine-0",
         adapter=adapter,
+        temperature=temperature,
     )
 
 
@@ -140,6 +154,10 @@ class Pair:
     def difference(self) -> float:
         return self.trainer.difference(self.answers(self.trainer.prompts()))
 
+    def plant(self, fault: str) -> None:
+        """Let the worker do the next updates as this class of `weight_faults` does."""
+        self.run(self.engine._call("vlmrl_plant", fault))
+
     def publish(self, *, version: int | None = None, vision_changed: bool = True, skip: str = "") -> str:
         """Send all weights, in three buckets, but for those whose name ends in `skip`."""
         weights = [(name, w) for name, w in self.trainer.weights() if not (skip and name.endswith(skip))]
@@ -149,7 +167,8 @@ class Pair:
 
 
 async def publish(engine: RolloutEngine, weights: Any, version: int, *, vision_changed: bool = True) -> str:
-    await engine.begin_update(version)
+    """Send all weights in three buckets; all layers of the engine are read back."""
+    await engine.begin_update(version, readback={"seed": version, "is_full": True})
     third = -(-len(weights) // 3)
     for start in range(0, len(weights), third):
         await engine.load_bucket(pack_bucket(weights[start : start + third]))
@@ -173,7 +192,7 @@ class Engines:
             self.stop()
             torch.manual_seed(0)
             model = self.folder(family, tied)
-            pair = Pair(rollout_engine(model), Trainer(model), asyncio.Runner())
+            pair = Pair(rollout_engine(model, kind=PlantableEngine), Trainer(model), asyncio.Runner())
             pair.run(pair.engine.start())
             self._key, self._pair = (family, tied), pair
         return self._pair

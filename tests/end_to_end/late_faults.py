@@ -65,5 +65,13 @@ class SwapsLayers(Late):
 
 
 class Faulty(WeightReceiver):
+    @torch.no_grad()
+    def vlmrl_scale_layer(self, factor: float) -> None:
+        """One layer of the model says so many times what it said."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        next(p for name, p in parameters.items() if name.endswith("layers.1.post_attention_layernorm.weight")).mul_(
+            factor
+        )
+
     def vlmrl_plant(self, fault: str) -> None:
         self.vlmrl_adapter_update: Any = globals()[fault]

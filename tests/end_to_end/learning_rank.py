@@ -192,13 +192,15 @@ def update(
     save: str | None = None,
     look: bool = False,
     warm: bool = False,
+    prove: bool = False,
     kl_coef: float = 0.0,
     **settings: Any,
 ) -> None:
     """Two optimizer steps: weights and metrics to `out`, the model to `save`.
 
     With `look`, after passes that an update would make and that are thrown away. With `warm`, after one in which rank 0
-    has met all the images that it will meet again, and the others none of theirs.
+    has met all the images that it will meet again, and the others none of theirs. With `prove`, after passes in fp32
+    and a comparison of layouts, whose figures go to a file beside `out`.
     """
     learner = policy(model, **settings)
     rows = samples(learner._processor)
@@ -213,10 +215,24 @@ def update(
         if torch.distributed.get_rank() > 0:
             packs = [make_pack([learner._processor.dummy_sample()], [FILLER], "shared")] * len(packs)
         learner.logprobs(packs)
+    if prove:
+        _prove(out, learner, rows, packs_of(learner, rows, **cut))
     metrics = _train(learner, old, cut, steps, kl_coef=kl_coef)
     _write(out, learner, metrics)
     if save:
         learner.save_model(Path(save))
+
+
+def _prove(out: Path, learner: Any, rows: Sequence[Sample], packs: Sequence[Pack]) -> None:
+    rough, exact, again = (
+        np.concatenate([row for _, row in learner.logprobs(packs, exact=each)[0]]) for each in (False, True, False)
+    )
+    np.testing.assert_array_equal(rough, again, "the weights are what they were")
+    layouts = learner.compare_layouts(rows[2:6], ["packed", "shared"])
+    assert bool(layouts) == (torch.distributed.get_rank() == 0)
+    if layouts:
+        figures = {"rounding": float(np.abs(rough - exact)[rough != 0].mean()), "layouts": layouts}
+        Path(f"{out}_proof.json").write_text(json.dumps(figures))
 
 
 def supervise(out: Path, *, model: str, cut: dict[str, Any], **settings: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine_pair import (
     SAMPLING,
     Engines,
     Pair,
+    PlantableEngine,
     Trainer,
     engine_processes,
     publish,
@@ -79,6 +80,26 @@ def test_engine_and_trainer_agree_before_and_after_each_of_five_publishes(
     status = each.run(each.engine.status())
     assert (status["version"], status["fingerprint"], status["num_running"]) == (5, last, 0)
     assert status["num_groups"] == num_asked
+    (read,) = each.run(each.engine.readback())
+    assert (read["unread"], read["wrong"]) == ([], [])
+    assert read["layers"] > 20
+    if tied:
+        check_faults(each, [("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from before$")])
+
+
+def check_faults(pair: Pair, faults: Sequence[tuple[str, str]]) -> None:
+    """Each is found by what is read back from the layers, and the next sound publish is good."""
+    for fault, said in faults:
+        before = pair.engine.version
+        pair.trainer.change("everything", by=0.02)
+        pair.plant(fault)
+        with pytest.raises(SyncError, match=rf"version {before + 1} to .* failed: read back from the layers.*, {said}"):
+            pair.publish()
+        with pytest.raises(SyncError, match="read back from the layers"):
+            pair.answers(pair.trainer.prompts())
+        assert pair.engine.version == before
+        pair.plant("Sound")
+        pair.publish()
 
 
 def test_an_answer_ends_with_its_end_token_or_at_its_length(vision: Pair) -> None:
@@ -185,6 +206,44 @@ def test_a_tensor_that_the_engine_has_no_place_for_is_refused(vision: Pair) -> N
         vision.run(publish(vision.engine, weights, vision.engine.version + 1))
     vision.publish()
     assert vision.difference() < EXACT
+
+
+LAYER_FAULTS = [
+    ("Scales", r"\S+layers\.1\.mlp\.down_proj\.weight is scaled by 1\.01$"),
+    ("KeepsALayer", r"\S+layers\.0\.self_attn\.o_proj\.weight holds the weights from before$"),
+    ("KeepsTheTower", r"\S*visual\.\S+ holds the weights from before, and \d\d more are not as sent$"),
+    ("SwapsKeysAndValues", r"\S+k_proj\.weight holds another layer's weights: \S+v_proj\.weight, and 1 more"),
+    ("SwapsQueriesAndKeysOfTheTower", r"\S+attn\.qkv\.weight holds its own rows in another order$"),
+]
+
+
+def test_layers_that_do_not_hold_what_came_are_refused(vision: Pair) -> None:
+    """Scaled by 1.01 after its digest was taken, a layer moves the log-probs by less than any bound allows."""
+    vision.plant("Sound")
+    vision.publish()
+    check_faults(vision, LAYER_FAULTS)
+    assert vision.difference() < EXACT
+
+
+def test_in_bf16_columns_tell_what_a_product_cannot(engines: Engines) -> None:
+    engines.stop()
+    model = engines.folder("qwen2_5_vl", True)
+    half = Half(model)
+    with asyncio.Runner() as runner:
+        pair = Pair(rollout_engine(model, kind=PlantableEngine, dtype="bf16"), half, runner)
+        pair.run(pair.engine.start())
+        for _ in range(3):
+            half.change("everything", by=0.02)
+            pair.publish()
+        check_faults(pair, [*LAYER_FAULTS, ("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from")])
+        pair.run(pair.engine.shutdown())
+
+
+class Half(Trainer):
+    """Hands out its weights in bf16."""
+
+    def weights(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, weight.detach().bfloat16()) for name, weight in super().weights()]
 
 
 def test_weights_without_a_beginning_are_refused(vision: Pair) -> None:

@@ -73,7 +73,7 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
     for stage in STAGES:
         cut = PACKED if stage in (0, 3) else SHARED
         ranks.add(f"pair_{stage}", "update", **vl, cut=cut, stage=stage, save=str(ranks.folder / f"model_{stage}"))
-        ranks.add(f"pair_bf16_{stage}", "update", **vl, cut=PADDED, stage=stage, dtype="bf16")
+        ranks.add(f"pair_bf16_{stage}", "update", **vl, cut=PADDED, stage=stage, dtype="bf16", prove=True)
     ranks.add("pair_many_2", "update", **vl, cut=PADDED, stage=2)
     ranks.add("pair_many_3", "update", **vl, cut=PADDED, stage=3)
     recompute = {"gradient_checkpointing_enable": True}
@@ -262,6 +262,14 @@ def test_bf16_with_fp32_master_weights_follows_fp32(runs: Ranks, stage: int) -> 
     assert rough[1]["policy/loss"] == pytest.approx(exact[1]["policy/loss"], abs=0.05)
     assert rough[0]["policy/grad_norm"] == pytest.approx(exact[0]["policy/grad_norm"], rel=0.1)
     runs.assert_close(f"pair_bf16_{stage}", "vl_alone", tolerance=5e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_on_any_stage_can_be_asked_in_fp32_and_its_layouts_are_equal(runs: Ranks, stage: int) -> None:
+    found = runs.json(f"pair_bf16_{stage}_proof")
+    assert 1e-4 < found["rounding"] < 0.03
+    assert set(found["layouts"]) == {"packed", "shared"}
+    assert max(gap for gaps in found["layouts"].values() for gap in gaps) < 5e-6
 
 
 @pytest.mark.parametrize("name", [f"unbroken_{s}" for s in (*STAGES, "bf16")])

@@ -17,6 +17,7 @@ from vlmrl.config.data import Data
 from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
+from vlmrl.noise import NoiseCheck, Paths
 from vlmrl.probe import Probe, question, sampling_of
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
@@ -85,6 +86,21 @@ class Both:
     def plant(self, fault: str) -> None:
         self.runner.run(self.engine._call("vlmrl_plant", fault))
 
+    def responses(self) -> list[Group]:
+        settings = RolloutSettings(temperature=TEMPERATURE, max_new_tokens=16)
+        data = Data(prompt_dataset="none", max_len=100, max_pixels=COLUMNS.max_pixels)
+        prompts = [question(lead, processor=self.trainer.tools, data=data) for lead in ("", "and ")]
+        asked = [self.answer_each(prompt, sampling_of(settings, seed=1)) for prompt in prompts]
+        return [group for ((group,),) in asked]
+
+    def score(self, groups: Sequence[Group]) -> list[Floats]:
+        """By the engine, of tokens that are there."""
+
+        async def ask() -> list[list[Floats]]:
+            return list(await asyncio.gather(*(self.engine.score(group) for group in groups)))
+
+        return [row for rows in self.runner.run(ask()) for row in rows]
+
 
 def _answer(sample: Sample) -> tuple[Group, Rollout]:
     tokens = sample.tokens[: sample.prompt_length]
@@ -97,7 +113,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     torch.manual_seed(0)
     model = tiny.build("qwen3", tmp_path_factory.mktemp("model") / "qwen3", size="micro")
     trainer = Adapted(model, **PLANS["qwen3"])
-    both = Both(rollout_engine(model, kind=FaultyEngine, adapter=trainer.plan), trainer, asyncio.Runner())
+    engine = rollout_engine(model, kind=FaultyEngine, adapter=trainer.plan, temperature=TEMPERATURE)
+    both = Both(engine, trainer, asyncio.Runner())
     both.runner.run(both.engine.start())
     yield both
     both.runner.run(both.engine.shutdown())
@@ -150,3 +167,24 @@ def test_a_stale_prefix_cache_is_named_by_the_probe(both: Both, monkeypatch: pyt
     both.learn()
     with pytest.raises(SyncError, match="probe: engine 0 answers from a stale prefix cache"):
         probe.check(both.send())
+
+
+def test_a_layer_that_is_scaled_after_its_digest_was_taken_is_found_by_the_measured_bound(both: Both) -> None:
+    both.plant("Late")
+    both.learn()
+    both.send()
+
+    def padded(groups: Sequence[Group]) -> list[Floats]:
+        return [both.trainer.logprobs(group, rollout) for group in groups for rollout in group.rollouts]
+
+    paths = Paths(prefill=both.score, padded=padded, exact=None, layout=None)
+    check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
+    found = check.check(1, both.responses())
+    assert found["sync/gap"] < 5 * found["sync/noise"]
+    assert found["sync/decode_gap"] < 1e-5, "what is read is scored as it was sampled: tempered, without the banned"
+    both.runner.run(both.engine._call("vlmrl_scale_layer", 1.01))
+    try:
+        with pytest.raises(SyncError, match="engine and trainer disagree"):
+            check.check(2, both.responses())
+    finally:
+        both.runner.run(both.engine._call("vlmrl_scale_layer", 1 / 1.01))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_pair import Trainer
 
 from vlmrl import plugins
 from vlmrl.config.data import Columns
@@ -18,6 +19,7 @@ from vlmrl.config.run import RlConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import Blank, InlineMedia
 from vlmrl.errors import SyncError
+from vlmrl.noise import NoiseCheck, Paths
 from vlmrl.rollout import requests
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
@@ -36,6 +38,7 @@ class Engine:
     engine: RolloutEngine
     tools: plugins.Processor
     runner: asyncio.Runner
+    model: str
 
     def prompt(self, index: int) -> Prompt:
         assert self.tools.resize_factor is not None
@@ -82,7 +85,7 @@ def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
     tools = plugins.processor_of(model, COLUMNS)
     with asyncio.Runner() as runner:
         runner.run(engine.start())
-        yield Engine(engine, tools, runner)
+        yield Engine(engine, tools, runner, model)
         runner.run(engine.shutdown())
 
 
@@ -110,6 +113,21 @@ def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypat
         check(engine.answers(), paths={"engine": engine.score}, bound=BOUND)
 
 
+def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: Engine) -> None:
+    trainer = Trainer(Path(engine.model))
+
+    def padded(groups: Sequence[Group]) -> list[Floats]:
+        return [trainer.plain_logprobs(group, rollout) for group in groups for rollout in group.rollouts]
+
+    paths = Paths(prefill=engine.score, padded=padded, exact=None, layout=None)
+    check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
+    groups = engine.answers()
+    assert check.check(1, groups)["sync/gap"] < 1e-5
+    assert trainer.change("vision", by=0.02)
+    with pytest.raises(SyncError, match="engine and trainer disagree"):
+        check.check(2, groups)
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     # A frozen tower's features are kept: the second look at the old log-probs is at what the first one left.
@@ -128,8 +146,15 @@ def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, 
     train_rl(RlConfig.model_validate(config))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, second = (line for line in lines if "policy/loss" in line)
-    alike = ("old", "old_again", "padded", "update")
-    assert all(first[f"sight/{name}_care"] > 0.01 for name in ("engine", *alike, "reference")), first
+    # What the engine reads it scores as it samples: at this temperature, without the banned tokens.
+    alike = ("engine", "old", "old_again", "padded", "update")
+    assert all(first[f"sight/{name}_care"] > 0.01 for name in (*alike, "reference")), first
     assert all(first[f"sight/{name}_gap"] < 1e-4 for name in alike), first
     assert first["time/sight_s"] > 0
+    # Layouts are equal in fp32; engine, layouts and the engine's own two ways are within what rounding does.
+    assert max(first["layout/values_gap"], first["layout/gradients_gap"]) < 5e-6, first
+    assert not [name for name in second if name.startswith("layout/")]
+    for line in (first, second):
+        assert line["time/noise_s"] > 0
+        assert max(line[f"sync/{name}"] for name in ("gap", "layout_gap", "decode_gap")) < 5 * line["sync/noise"], line
     assert not [name for name in second if name.startswith("sight/")]

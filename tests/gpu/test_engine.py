@@ -71,7 +71,7 @@ def test_an_engine_holds_what_was_published(model: Path) -> None:
 
     async def publish(engine: RolloutEngine) -> tuple[Group, str, Group]:
         before = await engine.generate(question(model), TWO_ANSWERS)
-        await engine.begin_update(1)
+        await engine.begin_update(1, readback={"seed": 1, "is_full": True})
         await engine.load_bucket(pack_bucket(changed.items()))
         said = await engine.finish_update(vision_changed=False)
         return before, said, await engine.generate(question(model), TWO_ANSWERS)

@@ -81,7 +81,7 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
 
 
 async def publish(engine: RolloutEngine, sender: Any, buckets: list[Named], *, version: int) -> str:
-    await engine.begin_update(version)
+    await engine.begin_update(version, readback={"seed": version, "is_full": True})
     for bucket in buckets:
         offer = merged([sender.offer(bucket)])
         await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.send))

@@ -59,8 +59,8 @@ class ScriptedEngine:
 
 
 class CountingPrompts:
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
         start, self.position = self.position, self.position + count
@@ -147,19 +147,19 @@ def run(
     notebook = notebook or Notebook()
     notebook.ending = train(
         settings,
-        prompts=CountingPrompts(),
         engine=policy.engine,
         rewarder=rewarder or LabelRewarder(),
         policy=policy,
         critic=critic,
         report=notebook,
-        first_step=1,
         last_step=steps,
         **{  # type: ignore[arg-type]
+            "prompts": CountingPrompts(),
+            "first_step": 1,
             "reference": None,
             "course": Course(num_prompts),
             "carried": Carried(settings.algo.kl.init_coef),
-            "check_sight": lambda step, groups: {},
+            "check_responses": lambda step, groups: {},
             "check_publish": lambda version: {},
             "after_step": lambda step, judged: {},
             "save": lambda step, carried: None,

@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted_loop import LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, make_rollout, run
+from scripted_loop import (
+    CountingPrompts,
+    LabelRewarder,
+    Notebook,
+    RememberingPolicy,
+    ScriptedEngine,
+    config,
+    make_rollout,
+    run,
+)
 
 from vlmrl.config.adapter_checks import is_one_pass
 from vlmrl.config.run import RlConfig
@@ -113,7 +122,7 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         config(),
         policy,
         steps=1,
-        check_sight=look,
+        check_responses=look,
         check_publish=ask,
         after_step=remember,
         save=lambda step, carried: order.append(f"saved {step}"),
@@ -504,3 +513,42 @@ def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -
     notebook = run(config(), Exact(ScriptedEngine()), steps=1, rewarder=Down())
     assert notebook.steps[1]["reward/unscored"] == notebook.steps[1]["reward/failed"] == 4
     assert "reward/mean" not in notebook.steps[1]
+
+
+def test_prompts_that_are_all_solved_from_the_start_are_a_good_end_too() -> None:
+    always = Constant(lambda index: 1.0, first=0)
+    policy = RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=4, rewarder=always, num_prompts=8)
+    assert notebook.ending is not None
+    assert (notebook.ending.step, notebook.ending.is_solved, notebook.ending.left_out) == (0, True, 8)
+    assert not policy.taught
+
+
+def test_a_filtering_run_that_goes_on_after_a_kill_makes_the_steps_of_an_unbroken_one() -> None:
+    settings = config(algo=FILTERING, train={"batch_size": 2})
+    states: dict[int, tuple[Carried, int]] = {}
+    course = Course(40)
+    whole = RememberingPolicy(ScriptedEngine())
+
+    def save(step: int, carried: Carried) -> None:
+        states[step] = (carried, course.drawn)
+
+    unbroken = run(settings, whole, steps=100, rewarder=PickyRewarder(), course=course, save=save)
+    assert unbroken.ending is not None
+    assert unbroken.ending.step == 5
+    carried, drawn = states[2]
+    again = RememberingPolicy(ScriptedEngine())
+    again.engine.version = 2
+    resumed = run(
+        settings,
+        again,
+        steps=100,
+        rewarder=PickyRewarder(),
+        first_step=3,
+        prompts=CountingPrompts(drawn),
+        course=Course(40, drawn=drawn),
+        carried=carried,
+    )
+    assert resumed.ending == unbroken.ending
+    assert resumed.steps == {step: unbroken.steps[step] for step in (3, 4, 5)}
+    assert [e.span for e in again.taught] == [e.span for e in whole.taught[2:]]

@@ -10,6 +10,7 @@ from typing import Any
 from vlmrl.bench.lines import say
 from vlmrl.cluster.device_path import DevicePath, check_devices
 from vlmrl.cluster.placement import Role, plan
+from vlmrl.cluster.publish import readback_plan
 from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.cluster.session import Session, session
 from vlmrl.cluster.store import created_bytes
@@ -21,7 +22,7 @@ from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
-from vlmrl.types import Part
+from vlmrl.types import Metrics, Part
 
 
 def publish(config: PublishBench) -> None:
@@ -69,6 +70,7 @@ def publish(config: PublishBench) -> None:
                     max_bytes=config.vllm.bucket_bytes,
                     vision_changed=True,
                     part=part,
+                    readback=readback_plan(config.vllm.readback_steps, version=number, is_first=False),
                 )
                 seconds = time.perf_counter() - started
                 _say(
@@ -84,6 +86,7 @@ def publish(config: PublishBench) -> None:
                     seconds=round(seconds, 4),
                     bytes=num_bytes,
                     gib_per_s=round(num_bytes / 2**30 / seconds, 4),
+                    **({} if part == "adapter" else _rounded(engines.readback())),
                 )
 
 
@@ -162,6 +165,11 @@ def _engines(
     )
     device_path = None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm)
     return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
+
+
+def _rounded(metrics: Metrics) -> Metrics:
+    """As fields of a line."""
+    return {name.removeprefix("sync/"): round(value, 4) for name, value in metrics.items()}
 
 
 def _say(machines: Session, **fields: Any) -> None:

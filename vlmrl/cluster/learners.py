@@ -184,6 +184,19 @@ class RemotePolicy(RemoteReference):
         sent = self._publication.send(self._group, self.engines, version=version, is_first=is_first)
         return sent | reduce([self._ranks.tally.take()])
 
+    @property
+    def layout(self) -> Layout:
+        """How samples lie in its passes."""
+        return self._ranks.cut.layout
+
+    def compare_layouts(self, samples: Sequence[Sample]) -> dict[Layout, tuple[float, float]]:
+        """How far the layouts that this run relies on are from `padded`: see `learning.layout_check`."""
+        layouts: dict[Layout, list[Layout]] = {"padded": [], "packed": ["packed"], "shared": ["packed", "shared"]}
+        found: dict[Layout, tuple[float, float]] = {}
+        if layouts[self.layout]:
+            found = self._group.call("compare_layouts", list(samples), layouts[self.layout])[0]
+        return found
+
     def adapter_is_zero(self) -> bool:
         """Whether the adapter changes nothing yet."""
         return bool(self._group.call("adapter_is_zero")[0])

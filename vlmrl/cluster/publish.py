@@ -14,14 +14,27 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.transfer import NUM_UNDER_WAY
+from vlmrl.rollout.reports import ReadbackPlan
 from vlmrl.types import Metrics, Part
 
 
 class Receivers(Protocol):
     """The engines, as a publish sees them."""
 
-    def load(self, learner: WorkerGroup, *, version: int, max_bytes: int, vision_changed: bool, part: Part) -> int:
+    def load(
+        self,
+        learner: WorkerGroup,
+        *,
+        version: int,
+        max_bytes: int,
+        vision_changed: bool,
+        part: Part,
+        readback: ReadbackPlan | None,
+    ) -> int:
         """Bring a part of the learner's model to all of them; the bytes that were sent."""
+
+    def readback(self) -> Metrics:
+        """What was read back from their layers after the last update of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +48,15 @@ class Publication:
     bucket_bytes: int
     vision_changes: bool
     """What engines keep of images does not outlive a publish."""
+    readback_steps: int
+    """All layers of the engines are read back with every so many versions, a sample of them with the others; -1: none
+    ever."""
 
     def send(self, learner: WorkerGroup, engines: Receivers, *, version: int, is_first: bool) -> Metrics:
         """One publish; `is_first` of this process, whose engines have just started."""
         # An update of the base takes the adapter away, so the adapter comes last.
         parts: list[Part] = ["base", self.part] if is_first and self.base_goes_first else [self.part]
+        readback = readback_plan(self.readback_steps, version=version, is_first=is_first)
         sent = {
             part: engines.load(
                 learner,
@@ -47,10 +64,13 @@ class Publication:
                 max_bytes=self.bucket_bytes,
                 vision_changed=self.vision_changes,
                 part=part,
+                readback=None if part == "adapter" else readback,
             )
             for part in parts
         }
         metrics = {"sync/version": float(version), "sync/bytes": float(sum(sent.values()))}
+        if readback is not None and parts != ["adapter"]:
+            metrics |= engines.readback()
         return metrics | ({"sync/adapter_bytes": float(sent["adapter"])} if "adapter" in sent else {})
 
 
@@ -62,7 +82,17 @@ def publication(plan: AdapterPlan | None, *, ds: Ds, vllm: Vllm, vision_trains: 
         base_goes_first=travels_alone and ds.load_in_4bit and vllm.qlora_base == "dequantized",
         bucket_bytes=vllm.bucket_bytes,
         vision_changes=vision_trains,
+        readback_steps=vllm.readback_steps,
     )
+
+
+def readback_plan(steps: int, *, version: int, is_first: bool) -> ReadbackPlan | None:
+    """Which layers are read back after the publish of `version`: all with the first of a process, whose engines have
+    just started, and with every `steps`-th; -1: none ever.
+    """
+    if steps == -1:
+        return None
+    return {"seed": version, "is_full": is_first or version % steps == 0}
 
 
 def check_publication(plan: AdapterPlan | None, *, ds: Ds, vllm: Vllm) -> None:
@@ -109,10 +139,12 @@ def send(
     vision_changed: bool,
     part: Part,
     device_path: DevicePath | None,
+    readback: ReadbackPlan | None = None,
 ) -> int:
     """Publish a part of the learner's model to every engine and prove that it arrived; returns the bytes sent.
 
-    With a `device_path` weights go from GPU to GPU. Adapters are small and always go through the object store.
+    With a `device_path` weights go from GPU to GPU. Adapters are small and always go through main memory. With
+    `readback` the engines' layers are read back, too.
 
     Raises:
         SyncError: an engine holds something else than what was sent.
@@ -121,7 +153,7 @@ def send(
     if path is not None:
         path.open(learner)
     num_buckets = learner.call("num_buckets", max_bytes, part)[0]
-    begin = partial(engines.call, "begin_update", version, adapter=part == "adapter")
+    begin = partial(engines.call, "begin_update", version, adapter=part == "adapter", readback=readback)
     if path is None:
         through_memory(engines, learner, num_buckets, begin)
     else:

@@ -14,6 +14,7 @@ from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import send
 from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
+from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
 
@@ -160,7 +161,14 @@ class RemoteEngines:
         return [answers[number] for number in range(len(prompts))]
 
     def load(
-        self, learner: WorkerGroup, *, version: int, max_bytes: int, vision_changed: bool, part: Part = "whole"
+        self,
+        learner: WorkerGroup,
+        *,
+        version: int,
+        max_bytes: int,
+        vision_changed: bool,
+        part: Part = "whole",
+        readback: ReadbackPlan | None = None,
     ) -> int:
         """Publish a part of the learner's model to every engine, with proof: see `publish.send`.
 
@@ -175,7 +183,19 @@ class RemoteEngines:
             vision_changed=vision_changed,
             part=part,
             device_path=self._device_path,
+            readback=readback,
         )
+
+    def readback(self) -> Metrics:
+        """What was read back from the engines' layers after the last update of the model: how many layers of each,
+        how many tensors could not be, and seconds of the slowest worker.
+        """
+        reports: list[ReadbackReport] = [one for each in self._group.call("readback") for one in each]
+        return {
+            "sync/readback_layers": float(min((one["layers"] for one in reports), default=0)),
+            "sync/readback_unread": float(max((len(one["unread"]) for one in reports), default=0)),
+            "sync/readback_s": max((one["seconds"] for one in reports), default=0.0),
+        }
 
     def _wake(self, *what: str) -> None:
         """Let the engines take back memory, once the others on their GPUs have given back what they do not use."""

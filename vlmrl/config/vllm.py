@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import Every, PositiveFloat, PositiveInt, Section
 
 
 class Vllm(Section):
@@ -36,9 +36,14 @@ class Vllm(Section):
     bucket_mib: PositiveFloat | None = None
     """Weights are published in messages of this size, in MiB; by default 64 through shared memory, where several are
     under way at a time, and 512 between GPUs (`vllm.sync_backend`)."""
+    readback_steps: Every = 50
+    """After a publish the engines' layers are read back and compared with what was sent: one layer in eight, and all of
+    them with the first publish of a process and every so many steps; -1 means never. Adapters that are published alone
+    are always read back whole."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
-    of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original."""
+    of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original. Where it is not
+    set, 20 times the measured noise (`sync/noise`) stops the run too; where it is, that only warns."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
 

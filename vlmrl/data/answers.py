@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from vlmrl.plugins import Processor
-from vlmrl.types import Group, Prompt, Sample
+from vlmrl.types import Group, Prompt, Rollout, Sample
 
 
 def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
@@ -26,6 +27,14 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
         group=prompt.index,
         source=prompt.source,
     )
+
+
+def shortened(rollout: Rollout, most: int) -> Rollout:
+    """Its beginning, of up to `most` sampled tokens. Never all of it, unless it is one token: an engine that reads it
+    needs room for one token more."""
+    places = np.flatnonzero(rollout.sampled)
+    end = int(places[: max(1, min(most, len(places) - 1))][-1]) + 1
+    return replace(rollout, tokens=rollout.tokens[:end], sampled=rollout.sampled[:end], logprobs=rollout.logprobs[:end])
 
 
 def to_samples(groups: Sequence[Group]) -> list[Sample]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
@@ -169,6 +170,15 @@ class Passes:
     def keep_features(self) -> None:
         """Begin to keep them anew, for this model alone."""
         self._cache = VisionCache(list(self.tower.values()), max_bytes=self._cache_bytes)
+
+    @contextmanager
+    def looking_anew(self) -> Iterator[None]:
+        """Within the context every image goes through the tower, and nothing of it is kept."""
+        kept, self._cache = self._cache, None
+        try:
+            yield
+        finally:
+            self._cache = kept
 
     def share_features(self, other: Passes) -> None:
         """Begin to keep them anew, together with `other`, whose tower must have the same weights."""

@@ -23,7 +23,9 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
+from vlmrl.learning.exact import in_fp32
 from vlmrl.learning.forward import Forward, Scored, read_model
+from vlmrl.learning.layout_check import Difference, compare_layouts
 from vlmrl.learning.learner import Learner, Share
 from vlmrl.learning.publisher import Publisher
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -32,7 +34,7 @@ from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.plugins import user_function
-from vlmrl.types import Bools, Experience, Floats, Totals
+from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
@@ -83,14 +85,32 @@ class Policy(Learner, Publisher):
         self._loss = None if loss is None else _with_own(loss)
         self._average = None if ema_beta is None else Ema(self._net, beta=ema_beta)
 
-    def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True) -> Scored:
+    def logprobs(
+        self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True, exact: bool = False
+    ) -> Scored:
         """(id, [T]) of each sample with an id of 0 or more, under the weights of now, and what it took.
 
         With `gradient` they come from the passes that an update makes, which change nothing. Without `adapter` they are
-        those of the base: the reference of a policy that is nothing but an adapter on it.
+        those of the base: the reference of a policy that is nothing but an adapter on it. With `exact` the passes
+        compute in fp32, whatever the weights are in.
         """
-        with nullcontext() if adapter else adapters_off(self._net):
+        with (
+            nullcontext() if adapter else adapters_off(self._net),
+            in_fp32(self._net) if exact else nullcontext(),
+            self._forward.looking_anew() if exact else nullcontext(),
+        ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
+
+    def compare_layouts(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> dict[Layout, Difference]:
+        """How far each of `layouts` is from `padded` on these samples, in fp32 (see `learning.layout_check`)."""
+        return compare_layouts(
+            self._net,
+            self._processor,
+            samples,
+            layouts,
+            attention=self._ds.attn_implementation,
+            device=self._device,
+        )
 
     def traits(self) -> tuple[float, bool]:
         """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""

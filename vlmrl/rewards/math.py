@@ -26,7 +26,6 @@ _LONGEST_FORMULA = 1000
 _STEP_LIMIT_S = 2
 _IN_MATH_MODE = ("\\boxed", "$", "\\(", "\\[")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
-_MATHEMATICS = re.compile(r"[\\^_=+*/<>{}$]")
 
 for _name in ("math_verify", "latex2sympy2_extended"):
     # They warn with the whole text whenever an answer is too hard; that is model output.
@@ -118,7 +117,7 @@ def _equal_in_algebra(text: str, wanted: str) -> bool:
 
 
 def _unusable(wanted: str) -> str | None:
-    if not any(character.isalnum() for character in wanted):
+    if not wanted:
         return "it is empty"
     if len(wanted) > _LONGEST_FORMULA:
         return f"it is longer than {_LONGEST_FORMULA} characters"
@@ -129,9 +128,7 @@ def _unusable(wanted: str) -> str | None:
         readings = _parse_label(value)
     except _UnreadableError:
         readings = []
-    # A sentence is compared letter by letter; a formula that remains text is a broken one.
-    is_formula = _MATHEMATICS.search(value) is not None
-    return "it cannot be parsed" if is_formula and all(isinstance(one, str) for one in readings) else None
+    return "it cannot be parsed" if all(isinstance(one, str) for one in readings) else None
 
 
 @lru_cache(maxsize=4096)

@@ -27,6 +27,8 @@ _CONSTANTS = {"infinity": "\\infty", "inf": "\\infty", "infty": "\\infty"} | {
 # fraction 3/30.
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _IDENTIFIER = re.compile(r"(?!(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi)[0-9])[A-Za-z]+[0-9][A-Za-z0-9]*")
+_LATEX = re.compile(r"[\\^{}]")
+_SHORT = 200
 _CLOCK = re.compile(r"[0-9]{1,4}(?::[0-9]{2})+")
 _BETWEEN_LETTERS = re.compile(r"\s|\\cdot|\\times|\\[,;:! ]|[*~{}]")
 
@@ -73,7 +75,10 @@ def same_clock(one: str, other: str) -> bool:
 
 
 def needs_no_parser(label: str) -> bool:
-    """It is a number, words or a clock time, with a unit or without."""
+    """Some response can match it, however it would be parsed: it is a number, words or a clock time, with a unit or
+    without, or a short text without a formula, which is compared letter by letter if nothing else."""
+    if not _LATEX.search(label):
+        return len(label) <= _SHORT
     value = measure(plain(final_answer(label).text)).value
     return number(value) is not None or is_words(value) or is_clock(value)
 

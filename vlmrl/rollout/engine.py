@@ -20,7 +20,14 @@ from vlmrl.rollout import requests
 from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
-from vlmrl.rollout.reports import HeldAdapter, announcement, problem_of, problem_of_adapter
+from vlmrl.rollout.reports import (
+    HeldAdapter,
+    ReadbackPlan,
+    ReadbackReport,
+    announcement,
+    problem_of,
+    problem_of_adapter,
+)
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout
 
@@ -61,9 +68,11 @@ class RolloutEngine(Inbox):
         top_p: float,
         name: str,
         adapter: AdapterPlan | None = None,
+        temperature: float | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`.
+        together. Room is made for `adapter`, which must be one that `fits_engine`. `temperature` is that of what
+        `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
         super().__init__(keep_bytes=vllm.bucket_bytes)
@@ -71,7 +80,7 @@ class RolloutEngine(Inbox):
         self.version = 0
         self._model, self._vllm, self._columns = model, vllm, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
-        self._max_model_len, self._top_p = max_model_len, top_p
+        self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
@@ -87,6 +96,8 @@ class RolloutEngine(Inbox):
         self._coming: AdapterPlan | None = None
         """What the update that has begun is of; None: of the base."""
         self._base_is_whole = True
+        self._readback: list[ReadbackReport] = []
+        """What the workers read back after the last update of the model."""
         self._asleep: frozenset[str] = frozenset()
         """What has given up its memory."""
 
@@ -111,6 +122,8 @@ class RolloutEngine(Inbox):
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         await self._call("vlmrl_prepare")
+        if self._temperature is not None and self._top_p == 1.0:
+            await self._call("vlmrl_score_as_sampled", self._temperature, list(self._processor.banned_tokens))
         await self._llm.update_weight_version(str(self.version))
 
     async def shutdown(self) -> None:
@@ -174,9 +187,9 @@ class RolloutEngine(Inbox):
     async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
         """Log-probs of tokens that are there already: one [T] per rollout, 0 on the prompt.
 
-        They are the model's own (no bans, temperature 1), whatever the answers were sampled from, and nothing of them
-        comes from the prefix cache. vLLM reads an answer only where it leaves room for one token more. Raises what
-        `generate` raises.
+        They are of the distribution that is sampled from at the engine's `temperature`, or else the model's own (no
+        bans, temperature 1), and nothing of them comes from the prefix cache. vLLM reads an answer only where it leaves
+        room for one token more. Raises what `generate` raises.
         """
         rows = (self._score(group.prompt, rollout, adapter=adapter) for rollout in group.rollouts)
         return list(await asyncio.gather(*rows))
@@ -235,9 +248,11 @@ class RolloutEngine(Inbox):
                 f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
             ) from error
 
-    async def begin_update(self, version: int, *, adapter: bool = False) -> None:
+    async def begin_update(self, version: int, *, adapter: bool = False, readback: ReadbackPlan | None = None) -> None:
         """Pause generation and get ready for all the weights of `version`: those of the model without adapters, or
         those of its adapter. A begun update that never ended is given up.
+
+        With `readback` the layers of the model are read back before the update ends; those of an adapter always are.
 
         Raises SyncError when an adapter is to come and there is no room for one, or no whole base below it.
         """
@@ -258,7 +273,7 @@ class RolloutEngine(Inbox):
             await self._call("vlmrl_begin_adapter", announcement(self._coming))
         else:
             self._base_is_whole, self._adapter = False, None
-            await self._call("vlmrl_begin")
+            await self._call("vlmrl_begin", readback)
 
     async def receive(self, offer: Offer) -> None:
         """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
@@ -275,8 +290,8 @@ class RolloutEngine(Inbox):
         adapter that of what their layers hold (`models.adapter_plan.adapter_fingerprint`).
 
         Raises SyncError when vLLM's model did not take a tensor that came, or lacks one that did not, or when its
-        layers hold another adapter than came; the engine then refuses to generate until a complete update, and its
-        version stays.
+        layers hold other weights or another adapter than came; the engine then refuses to generate until a complete
+        update, and its version stays.
         """
         llm, version = self._started(), self._require_update()
         self._release_all()
@@ -295,6 +310,7 @@ class RolloutEngine(Inbox):
             if vision_changed or self._vision_differs(digests):
                 await self._reset_encoder_cache()
             self._digests, self._base_is_whole = digests, True
+            self._readback = [report["readback"] for report in reports if "readback" in report]
         await llm.update_weight_version(str(version))
         self.version, self._pending, self._broken = version, None, None
         if self._adapter is None:  # what was asked of the adapter before a new base came cannot go on
@@ -302,6 +318,10 @@ class RolloutEngine(Inbox):
         if not self._asleep:  # without its KV cache it goes on when that wakes
             await llm.resume_generation()
         return held
+
+    async def readback(self) -> list[ReadbackReport]:
+        """What each worker read back from its layers after the last update of the model, where that was asked for."""
+        return self._readback
 
     async def _reset_prefix_cache(self) -> None:
         """What was computed from the old weights is thrown away, that of requests in flight too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from vlmrl.models.adapter_plan import AdapterPlan
 
@@ -23,6 +23,28 @@ class Announcement(TypedDict):
     """What the layers must multiply B @ A by; vLLM finds its own number from the three above."""
 
 
+class ReadbackPlan(TypedDict):
+    """Which layers of the engines are read back after an update of the model, and by which of their columns."""
+
+    seed: int
+    """Another with each publish; the same for all engines and workers."""
+    is_full: bool
+    """All layers, or a sample of them."""
+
+
+class ReadbackReport(TypedDict):
+    """What one worker read back from its layers."""
+
+    layers: int
+    """How many were read."""
+    unread: list[str]
+    """Tensors whose layers cannot be read: a loader changed them, or the layer holds them in a form of its own."""
+    wrong: list[list[str]]
+    """Tensors that the layers do not hold, each with what they hold instead."""
+    seconds: float
+    """That reading and comparing took, the share that was taken while the weights came included."""
+
+
 class Report(TypedDict):
     """What one worker says of an update of the whole model."""
 
@@ -32,6 +54,8 @@ class Report(TypedDict):
     """Names that vLLM's model has no place for."""
     missing: list[str]
     """What got no tensor, or too little of one."""
+    readback: NotRequired[ReadbackReport]
+    """Where it was asked for, and the update is otherwise whole."""
 
 
 class AdapterReport(Report):
@@ -78,6 +102,18 @@ def problem_of(reports: Sequence[Report]) -> str | None:
             return f"no weights came for {_some(report['missing'])}"
         if report["digests"] != reports[0]["digests"]:
             return "its workers received different weights"
+    return problem_of_layers(reports)
+
+
+def problem_of_layers(reports: Sequence[Report]) -> str | None:
+    """What the layers were found to hold instead of what came; None when nothing was found."""
+    for worker, report in enumerate(reports):
+        wrong = report["readback"]["wrong"] if "readback" in report else []
+        if wrong:
+            where = f" of worker {worker}" if len(reports) > 1 else ""
+            more = f", and {len(wrong) - 1} more are not as sent" if len(wrong) > 1 else ""
+            name, said = wrong[0]
+            return f"read back from the layers{where}, {name} {said}{more}"
     return None
 
 

@@ -7,6 +7,7 @@ vLLM mixes `WeightReceiver` into its worker class; the engine reaches its method
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
-from vlmrl.rollout.reports import Announcement, Report
+from vlmrl.rollout.prompt_scores import score_as_sampled
+from vlmrl.rollout.readback import Places, Readback
+from vlmrl.rollout.reports import Announcement, ReadbackPlan, Report
 from vlmrl.startup.memory import keep_memory
 
 
@@ -36,11 +39,12 @@ class WeightReceiver:
     vlmrl_update: WeightUpdate | AdapterUpdate | None = None
     vlmrl_adapter_update: type[AdapterUpdate] = AdapterUpdate
     vlmrl_places: dict[str, frozenset[str]]
+    vlmrl_pieces: Places
     vlmrl_reader: Reader
 
     def vlmrl_prepare(self) -> None:
         """Call once, before the first request."""
-        self.vlmrl_places = {}
+        self.vlmrl_places, self.vlmrl_pieces = {}, {}
         self.vlmrl_reader = Reader()
         if self.model_runner.device.type == "cpu":
             keep_memory()
@@ -49,11 +53,20 @@ class WeightReceiver:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     adapter_cpu.use(wrapper)
 
-    def vlmrl_begin(self) -> None:
-        """Start an update of the model; an update that was begun before and not finished is given up."""
+    def vlmrl_score_as_sampled(self, temperature: float, banned: list[int]) -> None:
+        """Let log-probs of prompts be of the distribution that is sampled from. Call once, before the first request."""
+        score_as_sampled(self.model_runner, temperature=temperature, banned=banned)
+
+    def vlmrl_begin(self, plan: ReadbackPlan | None = None) -> None:
+        """Start an update of the model; an update that was begun before and not finished is given up.
+
+        With a `plan` the report says what was read back from the layers.
+        """
         with set_current_vllm_config(self.vllm_config):
             self._vlmrl_give_up()
-            self.vlmrl_update = WeightUpdate(self.model_runner.get_model(), self.vllm_config, self.vlmrl_places)
+            model = self.model_runner.get_model()
+            readback = None if plan is None else Readback(model, plan, self.vlmrl_pieces, tied_heads(model))
+            self.vlmrl_update = WeightUpdate(model, self.vllm_config, self.vlmrl_places, readback)
 
     def vlmrl_begin_adapter(self, announced: Announcement) -> None:
         """Start an update of the adapter; an update that was begun before and not finished is given up."""
@@ -95,16 +108,23 @@ class WeightUpdate:
     Plain `model.load_weights` would not do: on CPU vLLM re-packs linear weights and frees the originals.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, places: dict[str, frozenset[str]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        places: dict[str, frozenset[str]],
+        readback: Readback | None = None,
+    ) -> None:
         """`places` is filled: the parameters of vLLM's model that each tensor went to when it came alone. Hand it to
-        the next update of the same model, which can then load them together.
+        the next update of the same model, which can then load them together. `readback` is one of this update.
         """
         self.model = model
         self.vllm_config = vllm_config
         self.places = places
         self.digests: dict[str, str] = {}
         self.ignored: list[str] = []
-        self._tied_heads = list(_tied_heads(model))
+        self._readback = readback
+        self._tied_heads = list(tied_heads(model))
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
@@ -116,12 +136,15 @@ class WeightUpdate:
         """
         named = list(tensors)
         self.digests |= {name: digest_of(name, tensor) for name, tensor in named}
-        if all(name in self.places for name, _ in named):
+        if all(name in self.places for name, _ in named) and (self._readback is None or self._readback.knows(named)):
+            if self._readback is not None:
+                self._readback.keep(named)
             taken = self._hand_over(named)
             self.ignored += [name for name, _ in named if not self.places[name] <= taken]
         else:
             for name, tensor in named:
-                taken = self._hand_over([(name, tensor)])
+                with nullcontext() if self._readback is None else self._readback.watching(name, tensor):
+                    taken = self._hand_over([(name, tensor)])
                 if taken:
                     self.places[name] = taken
                 else:
@@ -150,7 +173,10 @@ class WeightUpdate:
         """End the update and report it."""
         missing = self.missing()
         self.close()
-        return {"digests": self.digests, "ignored": self.ignored, "missing": missing}
+        report: Report = {"digests": self.digests, "ignored": self.ignored, "missing": missing}
+        if self._readback is not None and not (self.ignored or missing):
+            report["readback"] = self._readback.report()
+        return report
 
     def missing(self) -> list[str]:
         """Modules whose parameters have not all been loaded, with the number of elements that are missing."""
@@ -198,7 +224,8 @@ def hold_unused_generators(runner: Any) -> None:
     runner.sample_tokens = sample
 
 
-def _tied_heads(model: nn.Module) -> Iterator[ParallelLMHead]:
+def tied_heads(model: nn.Module) -> Iterator[ParallelLMHead]:
+    """Heads that share their weight with the embedding."""
     modules = list(model.modules())
     embeddings = {
         id(m.weight) for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
@@ -214,4 +241,4 @@ def _padding(module: nn.Module) -> int:
         return 0
     shard = module.shard_indices
     columns = int(module.embedding_dim)
-    return int(shard.num_elements_padded - shard.num_elements) * columns
+    return int(shard.num_elements_padded - shard.num_org_elements - shard.num_added_elements) * columns

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlmrl.agreement import largest_gap
+from vlmrl.checks import adapter_probe
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import RemotePolicy
@@ -34,7 +35,6 @@ from vlmrl.plugins import Processor, processor_of
 from vlmrl.preflight import plan_of, roles_of
 from vlmrl.probe import Probe
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.run import adapter_probe
 from vlmrl.selftest import models
 from vlmrl.selftest.outcome import Broken, Skipped
 from vlmrl.stage import Stage

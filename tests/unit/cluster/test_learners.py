@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.losses import PolicyLoss, policy_loss
+from vlmrl.algorithms.reduce import reduce
 from vlmrl.cluster.learners import (
     Cut,
     Ranks,
@@ -77,7 +82,7 @@ def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReferenc
     return RemoteReference(Ranks(group, cut(), max_tokens, tally))
 
 
-WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False)
+WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1)
 
 
 def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
@@ -132,7 +137,7 @@ class Received:
 
 
 def test_the_base_goes_once_and_the_adapter_each_time() -> None:
-    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False)), Received()
+    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False, readback_steps=-1)), Received()
     ranks.engines = engines  # type: ignore[assignment]
     assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
     assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]
@@ -233,3 +238,37 @@ def test_a_sample_that_is_left_out_counts_for_nothing_and_stays_in_its_group() -
     assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "as many optimizer steps as ever"
     answers = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
     assert make_pack(answers, [0, 1], "shared").rows == ((Branch((0, 1), 1),),), "they share their prompt"
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_the_loss_is_that_of_a_batch_without_the_samples_that_are_left_out(aggregation: Any, kind: str) -> None:
+    correction = Correction("seq-mask-tis" if kind == "gspo" else "tis", 0.5, 2.0)
+    knobs = PolicyLoss(aggregation=aggregation, max_new_tokens=3, kind=kind, correction=correction, entropy_coef=0.1)
+    answers = [sample(0), sample(0, length=4, sampled=3), sample(1, length=4, sampled=2), sample(1, length=4)]
+
+    def gradient(samples: list[Sample]) -> Tensor:
+        """[B, T] of the log-probs, rows in the order of the samples."""
+        flags = [torch.nn.functional.pad(torch.tensor(s.sampled), (0, 4 - len(s.tokens))) for s in samples]
+        sampled = torch.stack(flags)
+        size = sampled.shape
+        logprobs = torch.full(size, -1.0, requires_grad=True)
+        owner = torch.arange(len(samples))[:, None].expand(size)
+        terms = policy_loss(
+            knobs,
+            logprobs=logprobs,
+            old=torch.full(size, -1.0001),
+            rollout=torch.full(size, -1.2),
+            advantages=torch.full(size, 0.7),
+            sampled=sampled,
+            owner=owner,
+            entropy=-logprobs,
+        )
+        totals = count(samples)
+        reduce(terms.losses, sampled, aggregation=aggregation, owner=owner, totals=totals, max_new_tokens=3).backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    whole = gradient([answers[0], answers[1].left_out(), answers[2], answers[3].left_out()])
+    torch.testing.assert_close(whole[[0, 2]], gradient([answers[0], answers[2]]))
+    assert whole[[1, 3]].abs().max() == 0

@@ -29,8 +29,8 @@ def plan(*groups: str, rank: int = 8, dora: bool = False) -> AdapterPlan:
     )
 
 
-def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized") -> Publication:
-    return publication(adapter, ds=ds, vllm=Vllm(qlora_base=base, bucket_mib=2.0), vision_trains=False)
+def made(adapter: AdapterPlan | None, ds: Ds, base: str = "dequantized", **vllm: Any) -> Publication:
+    return publication(adapter, ds=ds, vllm=Vllm(qlora_base=base, bucket_mib=2.0, **vllm), vision_trains=False)
 
 
 class Workers:
@@ -76,10 +76,17 @@ class Engines:
 
     def __init__(self) -> None:
         self.got: list[tuple[str, int, bool]] = []
+        self.plans: list[Any] = []
 
-    def load(self, learner: Any, *, version: int, max_bytes: int, vision_changed: bool, part: str) -> int:
+    def readback(self) -> dict[str, float]:
+        return {"sync/readback_layers": 24.0}
+
+    def load(
+        self, learner: Any, *, version: int, max_bytes: int, vision_changed: bool, part: str, readback: Any
+    ) -> int:
         assert max_bytes == 2 * 2**20
         self.got.append((part, version, vision_changed))
+        self.plans.append(readback)
         return {"adapter": 1, "base": 100, "whole": 200}[part]
 
 
@@ -89,7 +96,8 @@ def test_adapters_travel_alone_and_4_bits_written_out_go_before_the_first() -> N
     second = how.send(learner, engines, version=4, is_first=False)  # type: ignore[arg-type]
     # An update of the base takes the adapter away: it comes last.
     assert engines.got == [("base", 3, False), ("adapter", 3, False), ("adapter", 4, False)]
-    assert first == {"sync/version": 3.0, "sync/bytes": 101.0, "sync/adapter_bytes": 1.0}
+    read = {"sync/readback_layers": 24.0}
+    assert first == {"sync/version": 3.0, "sync/bytes": 101.0, "sync/adapter_bytes": 1.0} | read
     assert second == {"sync/version": 4.0, "sync/bytes": 1.0, "sync/adapter_bytes": 1.0}
 
 
@@ -116,7 +124,7 @@ def test_what_vllm_cannot_apply_goes_as_merged_weights_and_that_is_said(adapter:
     how, engines, learner = made(adapter, QLORA), Engines(), Workers(1, [])
     metrics = how.send(learner, engines, version=1, is_first=True)  # type: ignore[arg-type]
     assert engines.got == [("whole", 1, False)]
-    assert metrics == {"sync/version": 1.0, "sync/bytes": 200.0}
+    assert metrics == {"sync/version": 1.0, "sync/bytes": 200.0, "sync/readback_layers": 24.0}
     assert why_merged(adapter) == reason
     assert described(adapter, ds=QLORA, vllm=Vllm()).endswith(reason)
 
@@ -126,6 +134,21 @@ def test_a_base_of_the_engines_own_does_not_go_with_merged_weights() -> None:
     check_publication(plan(), ds=QLORA, vllm=Vllm(qlora_base="original"))
     with pytest.raises(ConfigError, match=r"vllm.qlora_base original cannot be had with merged weights.*leave it at"):
         check_publication(plan("vision"), ds=QLORA, vllm=Vllm(qlora_base="original"))
+
+
+def test_all_layers_are_read_back_after_the_first_publish_of_a_process_and_every_so_many_steps() -> None:
+    how, engines, learner = made(None, Ds(), readback_steps=4), Engines(), Workers(1, [])
+    for version in range(6, 14):  # resumed at step 6
+        how.send(learner, engines, version=version, is_first=version == 6)  # type: ignore[arg-type]
+    assert [plan["is_full"] for plan in engines.plans] == [True, False, True, False, False, False, True, False]
+    assert [plan["seed"] for plan in engines.plans] == list(range(6, 14)), "other columns with each publish"
+
+
+def test_an_adapter_alone_and_a_run_that_wants_none_are_not_read_back() -> None:
+    for how in (made(plan(), Ds(lora=Lora(rank=8))), made(None, Ds(), readback_steps=-1)):
+        engines = Engines()
+        metrics = how.send(Workers(1, []), engines, version=1, is_first=True)  # type: ignore[arg-type]
+        assert (engines.plans, "sync/readback_layers" in metrics) == ([None], False)
 
 
 def test_buckets_are_small_where_several_are_under_way_and_large_where_they_go_one_by_one() -> None:
@@ -165,7 +188,7 @@ def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() ->
     log: list[tuple[Any, ...]] = []
     assert sent(log, part="adapter", held=["abc", "abc"]) == 640
     # The first buckets are packed while the engines make ready.
-    begin = [("num_buckets", 99, "adapter"), ("share", 0, 0), ("share", 1, 0), ("begin_update", 5, True)]
+    begin = [("num_buckets", 99, "adapter"), ("share", 0, 0), ("share", 1, 0), ("begin_update", 5, True, None)]
     buckets = [("load by 0", "ticket"), ("load by 1", "ticket")] * 2
     assert log == [*begin, *buckets, ("published",), ("finish_update", True)]
 
@@ -182,7 +205,7 @@ def test_three_buckets_are_under_way_and_memory_is_lent_again_once_all_engines_h
 def test_a_bucket_crosses_to_another_machine_once_however_many_engines_it_has() -> None:
     log: list[tuple[Any, ...]] = []
     sent(log, part="whole", held=["abc"] * 5, nodes=[1, 0, 1, 2, 1], num_buckets=1)
-    first = log.index(("begin_update", 5, False)) + 1
+    first = [step[0] for step in log].index("begin_update") + 1
     assert log[first : log.index(("published",))] == [
         *[("bucket by 0", "ticket"), ("relay by 0", "bytes", 0), ("bucket by 0", "ticket"), ("relay by 3", "bytes", 0)],
         *[("load by 0", "another"), ("load by 1", "ticket"), ("load by 2", "another")],

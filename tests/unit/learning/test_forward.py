@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sample_batches import batch, packs
 from transformers import PreTrainedModel
 
-from vlmrl.data.media import InlineMedia
-from vlmrl.data.packing import FILLER, Pack, cut, make_pack
+from vlmrl.data.packing import FILLER, Pack, make_pack
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning import forward as module
 from vlmrl.learning.forward import Forward, ValueForward
@@ -93,35 +93,6 @@ def counts(passes: Forward) -> tuple[float, ...]:
     found = passes.take_counts()
     assert list(found) == ["vision/tower_calls", "vision/cache_hits"]
     return tuple(count.value for count in found.values() if isinstance(count, Sum))
-
-
-def batch(read: Processor, seed: int = 0) -> list[Sample]:
-    """Two answers each to prompts with one image, none, two, and the first one's again."""
-    rng = np.random.default_rng(seed)
-    side = read.resize_factor or 1
-    media = [
-        InlineMedia(f"{seed}.{i}", (w * side, h * side), rng.integers(0, 256, (h * side, w * side, 3), dtype=np.uint8))
-        for i, (w, h) in enumerate([(2, 2), (3, 2), (1, 2)])
-    ]
-    samples = []
-    for group, shown in enumerate([media[:1], [], media[1:], media[:1]]):
-        text = f"{group}: {'<|vision_start|><|image_pad|><|vision_end|>' * len(shown)}?"
-        prompt, _ = read.encode(text, [item.size for item in shown])
-        for length in (2 + group, 5):
-            tokens = np.concatenate([prompt, rng.integers(97, 122, length)])
-            samples.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), tuple(shown), group, f"test:{group}"))
-    return samples
-
-
-def packs(samples: Sequence[Sample], layout: Layout = "shared", max_tokens: int = 10_000) -> list[Pack]:
-    return cut(
-        samples,
-        range(len(samples)),
-        layout=layout,
-        max_tokens=max_tokens,
-        max_samples=None,
-        image_cost=lambda image: 0.0,
-    )
 
 
 def assert_equal(ours: Sequence[Floats], theirs: Sequence[Floats], tolerance: float = 5e-6) -> None:

@@ -16,7 +16,7 @@ from vlmrl.rewards.label_check import LabelCheck
 
 def test_what_needs_no_parser_starts_no_process() -> None:
     with closing(LabelCheck(["math", "exact", "format"])) as check:
-        assert check(["4", "145°", "red", "3:30", "12 cm", ""]) == [None] * 5 + ["it is empty"]
+        assert check(["4", "145°", "red", "3:30", "12 cm", "x > 2", ""]) == [None] * 6 + ["it is empty"]
         assert not multiprocessing.active_children()
 
 

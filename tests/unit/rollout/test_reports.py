@@ -32,6 +32,18 @@ def test_an_update_is_good_only_when_every_worker_took_all_of_it(reports: list[A
     assert problem_of(reports) == problem
 
 
+def test_layers_that_hold_something_else_are_named_with_their_worker() -> None:
+    def read(*wrong: list[str]) -> Any:
+        return report() | {"readback": {"layers": 9, "unread": [], "wrong": list(wrong), "seconds": 0.1}}
+
+    stale = ["a", "holds the weights from before"]
+    assert problem_of([read(), read()]) is None
+    assert problem_of([read(stale)]) == "read back from the layers, a holds the weights from before"
+    assert problem_of([read(), read(stale, ["b", "is scaled by 1.01"])]) == (
+        "read back from the layers of worker 1, a holds the weights from before, and 1 more are not as sent"
+    )
+
+
 @pytest.mark.parametrize(
     ("found", "problem"),
     [

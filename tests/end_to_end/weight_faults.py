@@ -1,0 +1,102 @@
+"""Workers of vLLM whose layers do not hold what came, each in its way. vLLM imports it by name, in its process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmrl.rollout.reports import ReadbackPlan
+from vlmrl.rollout.worker_extension import WeightReceiver, WeightUpdate
+
+
+class Sound(WeightUpdate):
+    """Remembers what came, for the faults that need what came before."""
+
+    sent: dict[str, Tensor]
+    old: dict[str, Tensor]
+
+    def begun(self, old: dict[str, Tensor]) -> None:
+        self.sent, self.old = {}, old
+
+    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        # Here the digests have been taken.
+        self.sent |= {name: tensor.clone() for name, tensor in tensors}
+        return super()._hand_over([(name, self.changed(name, tensor)) for name, tensor in tensors])
+
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Scales(Sound):
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor * 1.01 if name.endswith("layers.1.mlp.down_proj.weight") else tensor
+
+
+class KeepsTheTower(Sound):
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        return self.old[name] if "visual" in name else tensor
+
+
+class KeepsALayer(Sound):
+    """vLLM packs what came, and goes on with what it had packed before."""
+
+    def begun(self, old: dict[str, Tensor]) -> None:
+        super().begun(old)
+        self.layer: Any = next(m for n, m in self.model.named_modules() if n.endswith("layers.0.self_attn.o_proj"))
+        self.packed = self.layer.cpu_linear
+
+    def close(self) -> None:
+        super().close()
+        self.layer.cpu_linear = self.packed
+
+
+class SwapsKeysAndValues(Sound):
+    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        layer = "layers.0.self_attn."
+        other = {f"{layer}k_proj.weight": f"{layer}v_proj.weight", f"{layer}v_proj.weight": f"{layer}k_proj.weight"}
+        named = []
+        for name, tensor in tensors:
+            found = next((part for part in other if name.endswith(part)), None)
+            named.append((name.replace(found, other[found]) if found else name, tensor))
+        return super()._hand_over(named)
+
+
+class SwapsQueriesAndKeysOfTheTower(Sound):
+    def changed(self, name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("blocks.0.attn.qkv.weight"):
+            return tensor
+        queries, keys, values = tensor.chunk(3)
+        return torch.cat([keys, queries, values])
+
+
+class LeavesTheHeadBehind(Sound):
+    def close(self) -> None:
+        self._tied_heads = []
+        super().close()
+
+
+class KeepsAShard(KeepsALayer):
+    """In the second of two workers."""
+
+    def close(self) -> None:
+        packed, self.packed = self.packed, None
+        WeightUpdate.close(self)
+        if self.layer.tp_rank == 1:
+            self.layer.cpu_linear = packed
+
+
+class Faulty(WeightReceiver):
+    vlmrl_fault: type[Sound] = Sound
+    vlmrl_sent: dict[str, Tensor] | None = None
+
+    def vlmrl_plant(self, fault: str) -> None:
+        self.vlmrl_fault = globals()[fault]
+
+    def vlmrl_begin(self, plan: ReadbackPlan | None = None) -> None:
+        super().vlmrl_begin(plan)
+        update: Any = self.vlmrl_update
+        update.__class__ = self.vlmrl_fault
+        update.begun(self.vlmrl_sent or {})
+        self.vlmrl_sent = update.sent

@@ -1,0 +1,135 @@
+"""A small model made of vLLM's own layers in one process, as one worker of one or two would hold it, and its reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.conv import Conv3dLayer
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from vlmrl.rollout.readback import Places, Readback
+from vlmrl.rollout.reports import Report
+from vlmrl.rollout.worker_extension import WeightUpdate, tied_heads
+
+WIDTH, HEADS, KV_HEADS, INNER, VOCAB = 32, 4, 4, 48, 100
+"""As many key heads as query heads, so that their weights can be taken for each other."""
+STACKED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv_proj = QKVParallelLinear(WIDTH, WIDTH // HEADS, HEADS, KV_HEADS, bias=True)
+        self.o_proj = RowParallelLinear(WIDTH, WIDTH, bias=False)
+        self.gate_up_proj = MergedColumnParallelLinear(WIDTH, [INNER] * 2, bias=False)
+        self.down_proj = RowParallelLinear(INNER, WIDTH, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.tower = Conv3dLayer(3, WIDTH, kernel_size=(2, 2, 2), stride=(2, 2, 2), bias=False)
+        self.embed_tokens = VocabParallelEmbedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = ParallelLMHead(VOCAB, WIDTH)
+        if tied:
+            self.lm_head = self.lm_head.tie_weights(self.embed_tokens)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        taken = set()
+        for name, tensor in weights:
+            part = next((part for part in STACKED if f".{part}." in name), None)
+            fused, shard = STACKED[part] if part else (None, None)
+            place = name.replace(part, fused) if part and fused else name
+            parameter = parameters[place]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor, shard) if part else loader(parameter, tensor)
+            taken.add(place)
+        return taken
+
+
+def weights(*, tied: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Other weights with each call, under the checkpoint's names."""
+
+    def drawn(*shape: int) -> Tensor:
+        return (torch.randn(*shape) * 0.05).to(dtype)
+
+    named = {"tower.weight": drawn(WIDTH, 3, 2, 2, 2), "embed_tokens.weight": drawn(VOCAB, WIDTH)}
+    for n in range(2):
+        layer = f"layers.{n}"
+        named |= {f"{layer}.norm.weight": drawn(WIDTH), f"{layer}.norm.bias": drawn(WIDTH)}
+        for name in ("q", "k", "v"):
+            named |= {f"{layer}.{name}_proj.weight": drawn(WIDTH, WIDTH), f"{layer}.{name}_proj.bias": drawn(WIDTH)}
+        named |= {f"{layer}.o_proj.weight": drawn(WIDTH, WIDTH), f"{layer}.down_proj.weight": drawn(WIDTH, INNER)}
+        named |= {f"{layer}.{name}_proj.weight": drawn(INNER, WIDTH) for name in ("gate", "up")}
+    return named if tied else named | {"lm_head.weight": drawn(VOCAB, WIDTH)}
+
+
+@cache
+def _config() -> VllmConfig:
+    return VllmConfig()
+
+
+class Worker:
+    """One worker of `size`, with the model in the form in which vLLM's loader leaves it."""
+
+    def __init__(self, *, tied: bool, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size, self.tied, self.dtype = rank, size, tied, dtype
+        self.config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
+        self.pieces: Places = {}
+        self.places: dict[str, frozenset[str]] = {}
+        with self.as_worker():
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                self.model = Model(tied=tied).requires_grad_(False)
+            finally:
+                torch.set_default_dtype(before)
+            record_metadata_for_reloading(self.model)
+            self.model.load_weights(weights(tied=tied, dtype=dtype).items())
+            for module in self.model.modules():
+                if hasattr(module, "quant_method"):
+                    module.quant_method.process_weights_after_loading(module)
+
+    @contextmanager
+    def as_worker(self) -> Iterator[None]:
+        """vLLM's layers ask which worker they are in."""
+        modules = ("layers.linear", "layers.vocab_parallel_embedding", "parameter")
+        with ExitStack() as stack, set_current_vllm_config(_config()):
+            for module in modules:
+                for what, value in (("rank", self.rank), ("world_size", self.size)):
+                    name = f"vllm.model_executor.{module}.get_tensor_model_parallel_{what}"
+                    stack.enter_context(mock.patch(name, return_value=value))
+            yield
+
+    def publish(
+        self, sent: dict[str, Tensor], *, seed: int, full: bool = True, kind: type[WeightUpdate] = WeightUpdate
+    ) -> Report:
+        with self.as_worker():
+            readback = Readback(self.model, {"seed": seed, "is_full": full}, self.pieces, tied_heads(self.model))
+            update = kind(self.model, self.config, self.places, readback)
+            update.load(sent.items())
+            return update.complete()

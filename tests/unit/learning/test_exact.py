@@ -1,0 +1,62 @@
+"""Passes in fp32 through weights in half precision."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sample_batches import batch, packs
+
+from vlmrl.learning.exact import in_fp32
+from vlmrl.learning.forward import Forward
+from vlmrl.models import tiny
+from vlmrl.models.attention import implementation
+from vlmrl.models.load import load_model
+from vlmrl.models.scorer import Scorer
+from vlmrl.plugins import processor
+from vlmrl.types import Floats
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_half_of_a_model_says_in_fp32_what_the_whole_says(family: tiny.Family, tmp_path: Path) -> None:
+    folder = str(tiny.build(family, tmp_path / family, size="micro"))
+    read = processor(folder, min_pixels=3136, max_pixels=100_000)
+    half = load_model(folder, dtype=torch.bfloat16, attn_implementation=implementation("auto", CPU))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in half.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    whole = copy.deepcopy(half)
+    for module in whole.parameters():
+        module.data = module.data.float()
+    samples = batch(read)
+    cuts = packs(samples, "padded")
+
+    def said(net: torch.nn.Module) -> Floats:
+        passes = Forward(Scorer(net), read, temperature=0.7, bans=True, device=CPU, cache_bytes=0)  # type: ignore[arg-type]
+        found = dict(passes.logprobs(cuts))
+        return np.concatenate([found[i][sample.sampled] for i, sample in enumerate(samples)])
+
+    before = said(half)
+    with in_fp32(half):
+        exact = said(half)
+    rounding = np.abs(before - said(whole)).mean()
+    assert rounding > 1e-3
+    # Pixels reach the tower in its own type, which is all that is still rounded.
+    assert np.abs(exact - said(whole)).mean() < rounding / 5
+    np.testing.assert_array_equal(said(half), before)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_a_pass_that_fails_leaves_the_weights_as_they_were() -> None:
+    layer = torch.nn.Linear(2, 3, dtype=torch.bfloat16)
+    weight = layer.weight.data
+    with in_fp32(layer), pytest.raises(RuntimeError):
+        layer(torch.zeros(1, 5))
+    assert layer.weight.data_ptr() == weight.data_ptr()
+    assert layer.weight.dtype == torch.bfloat16

@@ -1,0 +1,148 @@
+"""Layouts in fp32 on the first layers: sound ones are equal in runs of either type, planted faults are not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sample_batches import batch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vlmrl.learning import layout_check
+from vlmrl.learning.layout_check import Difference, compare_layouts, first_layers
+from vlmrl.models import attention, inputs, tiny
+from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
+from vlmrl.models.adapters import inject
+from vlmrl.models.attention import implementation
+from vlmrl.models.attention_kernels import How
+from vlmrl.models.attention_plan import Plan
+from vlmrl.models.load import load_model
+from vlmrl.plugins import Processor, processor
+from vlmrl.types import Sample
+
+CPU = torch.device("cpu")
+Made = tuple[PreTrainedModel, Processor, list[Sample]]
+Types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+Families = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Family, torch.dtype], Made]:
+    def made(family: tiny.Family, dtype: torch.dtype) -> Made:
+        folder = tmp_path_factory.getbasetemp() / f"layouts-{family}"
+        if not folder.exists():
+            tiny.build(family, folder, size="micro")
+        net = load_model(str(folder), dtype=dtype, attn_implementation=implementation("auto", CPU))
+        read = processor(str(folder), min_pixels=3136, max_pixels=100_000)
+        return net, read, _texts() if family == "qwen3" else batch(read)
+
+    return made
+
+
+def _texts() -> list[Sample]:
+    rng = np.random.default_rng(0)
+    samples = []
+    for group, length in enumerate((20, 9)):
+        prompt = rng.integers(97, 122, length)
+        for more in (6, 8):
+            tokens = np.concatenate([prompt, rng.integers(97, 122, more)])
+            samples.append(Sample(tokens, np.arange(len(tokens)) >= length, (), group))
+    return samples
+
+
+def compared(made: Made) -> dict[Any, Difference]:
+    net, read, samples = made
+    return compare_layouts(net, read, samples, ["packed", "shared"], attention="auto", device=CPU)
+
+
+@Types
+@Families
+def test_sound_layouts_are_equal(make: Any, family: tiny.Family, dtype: torch.dtype) -> None:
+    found = compared(make(family, dtype))
+    assert set(found) == {"packed", "shared"}
+    assert max(max(difference) for difference in found.values()) < 3e-6
+
+
+@Types
+@Families
+def test_positions_of_responses_that_are_off_by_one_are_found(
+    make: Any, monkeypatch: pytest.MonkeyPatch, family: tiny.Family, dtype: torch.dtype
+) -> None:
+    sound = inputs._position_ids
+
+    def off(net: Any, read: Any, pack: Any) -> Tensor:
+        positions = sound(net, read, pack).clone()
+        for segment in pack.segments:
+            if segment.parent is not None:
+                row, columns = segment.place
+                positions[..., row, columns] += 1
+        return positions
+
+    monkeypatch.setattr(inputs, "_position_ids", off)
+    found = compared(make(family, dtype))
+    assert max(found["packed"]) < 3e-6, "packed shares no prompt"
+    assert min(found["shared"]) > 1e-2
+
+
+@Types
+def test_a_leak_of_a_thousandth_of_the_attention_between_two_responses_is_found(
+    make: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    sound = attention.attend
+
+    def leaky(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
+        attended = sound(q, k, v, plan, how)
+        out = attended.clone()
+        children = [span for span in plan.spans if span.parent is not None]
+        for one, two in itertools.pairwise(children):
+            if one.parent == two.parent:
+                other = v[one.start : one.start + one.length].mean(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
+                place = slice(two.start, two.start + two.length)
+                out[place] = 0.999 * attended[place] + 0.001 * other
+        return out
+
+    monkeypatch.setattr(attention, "attend", leaky)
+    found = compared(make("qwen2_5_vl", dtype))
+    assert max(found["packed"]) < 3e-6
+    assert min(found["shared"]) > 1e-4
+
+
+def test_a_model_with_adapters_is_compared_without_them(make: Any) -> None:
+    net, read, samples = make("qwen2_5_vl", torch.bfloat16)
+    found_layers = choose_targets(("all",), layers(net, read), frozen=())
+    inject(net, AdapterPlan(2, 16.0, 0.0, False, False, tuple(found_layers), frozenset(found_layers.values())))
+    found = compared((net, read, samples))
+    assert max(max(difference) for difference in found.values()) < 3e-6
+
+
+def test_the_copy_is_two_layers_in_fp32_with_the_tokens_that_are_used(make: Any) -> None:
+    net, read, samples = make("qwen2_5_vl", torch.bfloat16)
+    first = first_layers(net, read, samples, implementation("auto", CPU))
+    used = {int(token) for sample in samples for token in sample.tokens} | {read.pad_token_id}
+    assert first.get_input_embeddings().weight.shape[0] == len(used)
+    real = list(first.base_model.parameters())
+    assert {parameter.dtype for parameter in real} == {torch.float32}
+    assert {parameter.device.type for parameter in real} == {"cpu"}
+    assert len(first.base_model.language_model.layers) == 2
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}, "the model itself stays what it is"
+
+
+def test_a_device_that_is_full_leaves_the_comparison_to_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, read, samples = make("qwen2_5_vl", torch.bfloat16)
+    sound, tried = layout_check._differences, []
+
+    def full(*asked: Any) -> Any:
+        tried.append(asked[-1].type)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return sound(*asked)
+
+    monkeypatch.setattr(layout_check, "_differences", full)
+    found = compare_layouts(net, read, samples, ["shared"], attention="auto", device=torch.device("meta"))
+    assert tried == ["meta", "cpu"]
+    assert max(found["shared"]) < 3e-6

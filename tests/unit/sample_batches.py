@@ -1,0 +1,41 @@
+"""Samples with and without images, and their packs: what tests of passes go through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.packing import Pack, cut
+from vlmrl.plugins import Processor
+from vlmrl.types import Layout, Sample
+
+
+def batch(read: Processor, seed: int = 0) -> list[Sample]:
+    """Two answers each to prompts with one image, none, two, and the first one's again."""
+    rng = np.random.default_rng(seed)
+    side = read.resize_factor or 1
+    media = [
+        InlineMedia(f"{seed}.{i}", (w * side, h * side), rng.integers(0, 256, (h * side, w * side, 3), dtype=np.uint8))
+        for i, (w, h) in enumerate([(2, 2), (3, 2), (1, 2)])
+    ]
+    samples = []
+    for group, shown in enumerate([media[:1], [], media[1:], media[:1]]):
+        text = f"{group}: {'<|vision_start|><|image_pad|><|vision_end|>' * len(shown)}?"
+        prompt, _ = read.encode(text, [item.size for item in shown])
+        for length in (2 + group, 5):
+            tokens = np.concatenate([prompt, rng.integers(97, 122, length)])
+            samples.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), tuple(shown), group, f"test:{group}"))
+    return samples
+
+
+def packs(samples: Sequence[Sample], layout: Layout = "shared", max_tokens: int = 10_000) -> list[Pack]:
+    return cut(
+        samples,
+        range(len(samples)),
+        layout=layout,
+        max_tokens=max_tokens,
+        max_samples=None,
+        image_cost=lambda image: 0.0,
+    )
