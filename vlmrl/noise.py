@@ -29,7 +29,7 @@ _NUM_RESPONSES = 2
 _NUM_TOKENS = 256
 """Of a response, at most."""
 _FEWEST_TOKENS = 64
-_MOST_GROUPS = 8
+_MOST_GROUPS = 4
 """Short responses come from more groups, until they have so many tokens."""
 _MOST_AGAIN = 4
 """Responses of a group that a suspicion is asked again with."""

@@ -8,9 +8,10 @@ from typing import Any
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.config.base import names_function
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.rollout.capacity import LEAST_DEPTH, Demand, prompts_at_once
 
 
 def model_settings(config: RlConfig | SftConfig) -> dict[str, Any]:
@@ -74,6 +75,21 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
         aggregation=config.aggregation,
         max_new_tokens=config.rollout.max_new_tokens,
     )
+
+
+def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
+    """The most that one engine of the run has under way at once."""
+    num_engines, rollout = config.vllm.num_engines, config.rollout
+    if isinstance(config, EvalConfig):
+        prompts = prompts_at_once(config.eval.max_samples, num_engines)
+        return Demand(prompts * config.eval.n_samples_per_prompt, prompts, config.data.max_len)
+    prompts = prompts_at_once(rollout.batch_size, num_engines)
+    if isinstance(config, RolloutBench):
+        return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
+    responses = prompts * rollout.n_samples_per_prompt
+    if config.eval.dataset is not None:
+        responses = max(responses, LEAST_DEPTH * config.eval.n_samples_per_prompt)
+    return Demand(responses, prompts, config.data.max_len)
 
 
 def absolute(spec: str) -> str:

@@ -25,7 +25,8 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.plugins import Processor
 from vlmrl.rewards.http import read_token
-from vlmrl.role_settings import absolute, critic_settings, model_settings, optimizer_steps, policy_loss
+from vlmrl.role_settings import absolute, critic_settings, demand, model_settings, optimizer_steps, policy_loss
+from vlmrl.rollout.capacity import described
 from vlmrl.together import together
 
 
@@ -117,6 +118,7 @@ class Stage:
             "temperature": config.rollout.temperature,
             "name": "vllm",
             "adapter": adapter if adapter is not None and adapter.fits_engine else None,
+            "demand": demand(config),
         }
         group = self.group(
             "vllm",
@@ -133,6 +135,7 @@ class Stage:
             device_path=None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm),
         )
         self.stack.callback(engines.shutdown)
+        report.say(described(engines.status()[0]["limits"]))
         return engines
 
     def players(

@@ -28,6 +28,7 @@ def test_the_self_test_proves_this_machine(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+    (tmp_path / "report.jsonl").write_text(done.stdout)
     lines = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert lines.keys() >= {check.name for theme in THEMES for check in theme.checks}, done.stderr
     failed = {name for name, line in lines.items() if line["state"] == "failed"}

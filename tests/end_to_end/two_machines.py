@@ -63,6 +63,8 @@ class TwoMachines:
             _ip("-n", name, "link", "set", end, "name", "eth0")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
+            # Programs find out a machine's address by asking which one it would use to reach the world.
+            _ip("-n", name, "route", "add", "default", "dev", "eth0")
         self._start_node(0, "--head", f"--port={PORT}", "--include-dashboard=false")
         self._wait(lambda: self._reaches(PORT), "the first machine's Ray does not answer")
         self._start_node(1, f"--address={ADDRESSES[0]}:{PORT}")
@@ -79,9 +81,10 @@ class TwoMachines:
         with self.popen(machine, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how) as process:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
-            except BaseException:
+            except subprocess.TimeoutExpired:
                 process.kill()
-                raise
+                output, _ = process.communicate()
+                raise AssertionError(f"not done after {timeout_s:g} s:\n{output[-3000:]}") from None
         return process.returncode, output
 
     @contextmanager

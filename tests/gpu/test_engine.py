@@ -63,7 +63,17 @@ def test_an_engine_answers_with_log_probs(model: Path) -> None:
         assert (rollout.logprobs[rollout.sampled] < 0).all()
 
 
-def test_an_engine_holds_what_was_published(model: Path) -> None:
+def test_an_engine_takes_on_what_vllm_takes_offline(model: Path) -> None:
+    found = with_engine(model, lambda engine: engine.status())["limits"]
+    assert found.max_num_seqs >= 256
+    assert found.max_num_batched_tokens >= 8192
+
+
+@pytest.mark.parametrize("second_runner", ["0", "1"])
+def test_an_engine_holds_what_was_published_with_either_model_runner(
+    model: Path, second_runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)

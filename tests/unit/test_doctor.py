@@ -127,3 +127,15 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
         ("numpy", "2.3.5", ">=2.0", True),
         ("torch", "2.13.0+cpu", "==2.13.0", True),
     ]
+
+
+def test_an_old_driver_is_named_with_the_one_that_torch_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
+    monkeypatch.setattr(doctor.driver, "installed_driver", lambda: "535.161.08")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(doctor.ProbeError) as caught:
+        doctor.torch_works()
+    assert "driver 535.161.08 is too old" in caught.value.args[0]
+    assert caught.value.args[1] == "install NVIDIA driver 580 or newer"

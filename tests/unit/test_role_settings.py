@@ -11,7 +11,7 @@ from scripted_loop import config
 
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.errors import ConfigError
-from vlmrl.role_settings import absolute, critic_settings, last_step, optimizer_steps, policy_loss
+from vlmrl.role_settings import absolute, critic_settings, demand, last_step, optimizer_steps, policy_loss
 
 GAE = {"advantage": {"estimator": "gae"}}
 
@@ -98,3 +98,17 @@ def test_the_actors_schedule_spans_the_steps_that_it_takes() -> None:
     assert (optimizer_steps(gae, 8), optimizer_steps(gae, 8, frozen=3)) == (4, 1)
     with pytest.raises(ConfigError, match=r"critic\.freezing_steps 4 leaves the actor none of the run's 4 steps"):
         optimizer_steps(gae, 8, frozen=4)
+
+
+def test_an_engine_is_told_what_it_will_have_under_way() -> None:
+    rollout = {"batch_size": 256, "n_samples_per_prompt": 16, "max_new_tokens": 8}
+    data = {"prompt_dataset": "d", "max_len": 1000}
+    # 256 prompts over two engines: 64 each at a time, 16 responses to each.
+    found = demand(config(rollout=rollout, data=data, vllm={"num_engines": 2}, train={"batch_size": 64}))
+    assert found == (64 * 16, 64, 1000)
+    alone = demand(config(rollout=rollout | {"batch_size": 8}, data=data, train={"batch_size": 64}))
+    assert alone == (8 * 16, 8, 1000)
+    # Evaluation asks for 64 prompts at once, which is more here.
+    held = {"dataset": "e", "n_samples_per_prompt": 4}
+    measured = demand(config(rollout=rollout | {"batch_size": 8}, data=data, eval=held, train={"batch_size": 64}))
+    assert measured == (64 * 4, 8, 1000)

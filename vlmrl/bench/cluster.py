@@ -20,6 +20,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
+from vlmrl.role_settings import demand
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stage import Stage
 from vlmrl.types import Metrics, Part
@@ -159,6 +160,7 @@ def _engines(
             "top_p": 1.0,
             "name": "vllm",
             "adapter": adapter,
+            "demand": demand(config) if isinstance(config, RolloutBench) else None,
         },
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,

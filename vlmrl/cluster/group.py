@@ -20,6 +20,7 @@ from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, VlmrlError
 from vlmrl.startup import memory
+from vlmrl.startup.driver import has_gpu
 
 _END_S = 60.0
 
@@ -50,7 +51,7 @@ class _Worker:
         os.environ.update(variables)
         if driver is not None:
             os.environ.update(_network(driver))
-        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
             memory.keep_memory()
         module, name = path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**settings)

@@ -14,6 +14,7 @@ from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import send
 from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
+from vlmrl.rollout.capacity import prompts_at_once
 from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
@@ -131,8 +132,7 @@ class RemoteEngines:
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None
     ) -> list[Group]:
         load = [0] * len(self._group)
-        # Deep enough to keep every engine's batch full, shallow enough that a slow engine gets fewer.
-        depth = max(64, -(-len(prompts) // (2 * len(self._group))))
+        depth = prompts_at_once(len(prompts), len(self._group))
         waiting = list(range(len(prompts)))[::-1]
         under_way: dict[ray.ObjectRef[Any], tuple[int, int]] = {}
         answers: dict[int, Group] = {}

@@ -1,10 +1,10 @@
 """The rollout engines."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vlmrl.config.base import Every, PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import ConflictError, Every, PositiveFloat, PositiveInt, Section
 
 
 class Vllm(Section):
@@ -16,6 +16,12 @@ class Vllm(Section):
     """GPUs of one engine."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes (reset on every publish)."""
+    max_num_seqs: PositiveInt | None = None
+    """Responses that an engine decodes together; by default as many as the run asks of it at once, up to what vLLM
+    takes offline on that device."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one step of an engine, prefilled and decoded; by default enough for all prompts that it has at once, up
+    to what vLLM takes offline on that device."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs. Always on where there is no GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -51,3 +57,12 @@ class Vllm(Section):
     def bucket_bytes(self) -> int:
         """Most bytes of a message, larger tensors apart."""
         return int((self.bucket_mib or (64.0 if self.sync_backend == "shm" else 512.0)) * 2**20)
+
+    @model_validator(mode="after")
+    def check_batch(self) -> Self:
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ConflictError(
+                [f"vllm.max_num_batched_tokens {tokens} is below vllm.max_num_seqs {seqs}, each of which takes one"]
+            )
+        return self

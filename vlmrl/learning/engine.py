@@ -55,9 +55,7 @@ def init_distributed(timeout_s: float) -> None:
     """
     if torch.distributed.is_initialized():
         return
-    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
-    if problem is not None:
-        raise ClusterError(problem)
+    _check_gpu()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(alone)
@@ -81,8 +79,15 @@ def init_distributed(timeout_s: float) -> None:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Where this rank computes. Raises ClusterError when torch cannot use the GPU that it was given."""
+    _check_gpu()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_gpu() -> None:
+    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
+    if problem is not None:
+        raise ClusterError(problem)
 
 
 def seed(number: int, *, deterministic: bool) -> None:

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vlmrl import plugins, startup
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
@@ -17,7 +19,8 @@ from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
-from vlmrl.rollout.device_transfer import Offer
+from vlmrl.rollout.capacity import Demand, Limits
+from vlmrl.rollout.compatibility import line
 from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
 from vlmrl.rollout.reports import (
@@ -69,18 +72,19 @@ class RolloutEngine(Inbox):
         name: str,
         adapter: AdapterPlan | None = None,
         temperature: float | None = None,
+        demand: Demand | None = None,
     ) -> None:
         """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`. `temperature` is that of what
-        `score` is asked about; None: it says the model's own log-probs.
+        together. Room is made for `adapter`, which must be one that `fits_engine`, and for `demand`. `temperature` is
+        that of what `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
-        super().__init__(keep_bytes=vllm.bucket_bytes)
-        self.name = name
+        super().__init__(name, vllm)
         self.version = 0
-        self._model, self._vllm, self._columns = model, vllm, columns
+        self._model, self._columns = model, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
         self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
+        self._demand = demand
         self._llm: AsyncLLM | None = None
         self._launch = Launch(f"{name} ({model})")
         self._counter = itertools.count()
@@ -100,6 +104,7 @@ class RolloutEngine(Inbox):
         """What the workers read back after the last update of the model."""
         self._asleep: frozenset[str] = frozenset()
         """What has given up its memory."""
+        self._limits: Limits | None = None
 
     @cached_property
     def _processor(self) -> plugins.Processor:
@@ -121,7 +126,12 @@ class RolloutEngine(Inbox):
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
-        await self._call("vlmrl_prepare")
+        scheduler = self._llm.vllm_config.scheduler_config
+        self._limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        lacks = sorted({lack for of_worker in await self._call("vlmrl_prepare") for lack in of_worker})
+        if lacks:
+            await self.shutdown()
+            raise ClusterError(f"rollout engine {self.name}: {line(lacks, on_gpu=torch.cuda.is_available())}")
         if self._temperature is not None and self._top_p == 1.0:
             await self._call("vlmrl_score_as_sampled", self._temperature, list(self._processor.banned_tokens))
         await self._llm.update_weight_version(str(self.version))
@@ -142,7 +152,7 @@ class RolloutEngine(Inbox):
     async def wake(self, what: Iterable[str] = SLEEPERS) -> None:
         """Take back the memory of the weights, of the KV cache, or of both. Nothing is generated without both."""
         if tags := sorted(self._asleep.intersection(what)):
-            await self._started().wake_up(tags)
+            await self._started().wake_up(tags=tags)
             self._asleep = self._asleep.difference(tags)
 
     async def status(self) -> dict[str, Any]:
@@ -156,6 +166,7 @@ class RolloutEngine(Inbox):
             "num_groups": self._num_groups,
             "num_mixed_groups": self._num_mixed,
             "num_tokens": self._num_tokens,
+            "limits": self._limits,
             "is_asleep": bool(self._asleep),
             "broken": self._broken,
         }
@@ -233,21 +244,6 @@ class RolloutEngine(Inbox):
 
     # ---- weights
 
-    async def connect(self, init_info: dict[str, Any]) -> None:
-        """Let the workers meet the learner, which must be coming at the same time (`vllm.sync_backend` nccl or ipc).
-
-        `init_info` holds the fields of vLLM's WeightTransferInitInfo. Raises ClusterError when they do not meet.
-        """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-        except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
-            raise ClusterError(
-                f"rollout engine {self.name} could not meet the trainer over {self._vllm.sync_backend}: "
-                f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
-            ) from error
-
     async def begin_update(self, version: int, *, adapter: bool = False, readback: ReadbackPlan | None = None) -> None:
         """Pause generation and get ready for all the weights of `version`: those of the model without adapters, or
         those of its adapter. A begun update that never ended is given up.
@@ -274,11 +270,6 @@ class RolloutEngine(Inbox):
         else:
             self._base_is_whole, self._adapter = False, None
             await self._call("vlmrl_begin", readback)
-
-    async def receive(self, offer: Offer) -> None:
-        """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
-        self._require_update()
-        await self._call("vlmrl_receive", offer)
 
     async def finish_update(self, *, vision_changed: bool) -> str:
         """End the update, forget what was computed from the old weights, and resume generation.
@@ -351,6 +342,7 @@ class RolloutEngine(Inbox):
             processor=self._processor,
             top_p=self._top_p,
             adapter=self._plan,
+            demand=self._demand,
         )
 
     def _started(self) -> AsyncLLM:

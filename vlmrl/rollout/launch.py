@@ -22,6 +22,8 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.plugins import Processor
+from vlmrl.rollout.capacity import CPU, Demand, Limits, choose_limits
+from vlmrl.rollout.compatibility import FRONT_END, line, missing
 from vlmrl.rollout.console import Console
 from vlmrl.rollout.kept_images import KeptImages
 from vlmrl.startup.driver import problem_of_gpu
@@ -43,7 +45,13 @@ LAST_WORDS_S = 0.5
 
 
 def settings(
-    *, vllm: Vllm, columns: Columns, processor: Processor, top_p: float, adapter: AdapterPlan | None = None
+    *,
+    vllm: Vllm,
+    columns: Columns,
+    processor: Processor,
+    top_p: float,
+    adapter: AdapterPlan | None = None,
+    demand: Demand | None = None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs that follow from the run's settings, but for the model and its length."""
     from vllm.platforms import current_platform
@@ -82,7 +90,24 @@ def settings(
         arguments["block_size"] = _CPU_BLOCK
     else:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
-    return arguments
+    limits = choose_limits(
+        demand,
+        CPU if current_platform.is_cpu() else _offline_limits(vllm.tensor_parallel_size),
+        max_num_seqs=vllm.max_num_seqs,
+        max_num_batched_tokens=vllm.max_num_batched_tokens,
+    )
+    return arguments | limits._asdict()
+
+
+def _offline_limits(world_size: int) -> Limits:
+    """vLLM's own choice for offline work on this device. For an engine that is built as ours is, it would take the
+    smallest that it has, whatever the device.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, seqs = AsyncEngineArgs.get_batch_defaults(world_size)
+    return Limits(seqs[UsageContext.LLM_CLASS], tokens[UsageContext.LLM_CLASS])
 
 
 def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
@@ -143,6 +168,8 @@ class Launch:
                 )
             try:
                 llm = building.result()
+            except ClusterError as error:  # ours, from before anything was started
+                raise ClusterError(f"rollout engine {self._name}: {error}") from None
             except Exception as error:  # vLLM raises many kinds, from a port that is taken to a model it does not know
                 _kill(set(multiprocessing.active_children()) - before)
                 await asyncio.sleep(LAST_WORDS_S)
@@ -174,6 +201,9 @@ class Launch:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
+        lacks = missing(FRONT_END)
+        if lacks:
+            raise ClusterError(line(lacks, on_gpu=torch.cuda.is_available()))
         config = AsyncEngineArgs(**arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if config.device_config.device_type == "cpu":
             # Where the model is not compiled, one function of vLLM's sampler still is: 3 s of every start on two cores,

@@ -24,6 +24,7 @@ from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
 from vlmrl.rollout import adapter_cpu, device_transfer
 from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import Announcement, ReadbackPlan, Report
@@ -42,8 +43,14 @@ class WeightReceiver:
     vlmrl_pieces: Places
     vlmrl_reader: Reader
 
-    def vlmrl_prepare(self) -> None:
-        """Call once, before the first request."""
+    def vlmrl_prepare(self) -> list[str]:
+        """Call once, before the first request. Returns what this worker lacks, of which nothing can be asked then."""
+        config = self.vllm_config
+        lacks = missing_in_worker(
+            self, has_adapter=config.lora_config is not None, transfers=config.weight_transfer_config is not None
+        )
+        if lacks:
+            return lacks
         self.vlmrl_places, self.vlmrl_pieces = {}, {}
         self.vlmrl_reader = Reader()
         if self.model_runner.device.type == "cpu":
@@ -52,6 +59,7 @@ class WeightReceiver:
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
                     adapter_cpu.use(wrapper)
+        return []
 
     def vlmrl_score_as_sampled(self, temperature: float, banned: list[int]) -> None:
         """Let log-probs of prompts be of the distribution that is sampled from. Call once, before the first request."""

@@ -7,9 +7,10 @@ Everything goes through the code of a run: roles are actors of a Ray session of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +205,13 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     with session() as machines, ExitStack() as stack:
         stage = _Stage(machines, plan(**roles_of(config, machines)), stack)
         quiet = _Quiet()
-        engine = lambda: stage.engines(config, quiet, adapter)  # noqa: E731 - a name for two uses
-        learners = lambda: stage.learners(config, tools, adapter=adapter, num_rows=64, say=quiet.say)  # noqa: E731
+        starts: list[Callable[[], Any]] = [
+            partial(stage.engines, config, quiet, adapter),
+            partial(stage.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
+        ]
         # As in `Stage.players`: vLLM takes for its own what others load onto its GPU while it measures.
-        first = [engine()] if has_gpu else []
-        engines, learning = [*first, *together(*([learners] if first else [engine, learners]))]
+        first = [starts.pop(0)()] if has_gpu else []
+        engines, learning = [*first, *together(*starts)]
         learning.policy.engines = engines
         probe = adapter_probe(config, tools, engines, learning.policy, adapter)
         assert probe is not None

@@ -17,13 +17,18 @@ _DEFAULTS = {
 }
 
 
+_SENT = ("VLLM_USE_V2_MODEL_RUNNER",)
+"""The user's word on these holds on every machine."""
+
+
 def portable_environment() -> dict[str, str]:
     """What a process of a run needs in its environment on any machine; a variable that the user has set keeps the
     user's value. What depends on a machine's devices is left to `prepare`, there.
     """
     path = os.environ.get("PYTHONPATH", "")
     folders = [FOLDER, *(f for f in path.split(os.pathsep) if f and f != FOLDER)]
-    return {"PYTHONPATH": os.pathsep.join(folders)} | {k: os.environ.get(k, v) for k, v in _DEFAULTS.items()}
+    sent = {name: os.environ[name] for name in _SENT if name in os.environ}
+    return {"PYTHONPATH": os.pathsep.join(folders)} | {k: os.environ.get(k, v) for k, v in _DEFAULTS.items()} | sent
 
 
 def environment() -> dict[str, str]:

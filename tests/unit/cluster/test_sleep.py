@@ -61,7 +61,7 @@ def stage(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, 
     policy = RemotePolicy(
         Ranks(groups["actor"], cut, 100, Tally()),  # type: ignore[arg-type]
         Steps(batch_size=1, epochs=1, seed=0),
-        Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False),
+        Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1),
     )
     policy.engines = engines
     return engines, policy, log

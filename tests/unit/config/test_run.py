@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.vllm import Vllm
 
 
 def nest(values: dict[str, Any]) -> dict[str, Any]:
@@ -188,3 +189,8 @@ def test_a_layout_that_packs_may_be_named_beside_openrlhfs_flag() -> None:
 def test_evaluation_has_no_settings_of_training() -> None:
     with pytest.raises(ValidationError, match=r"actor\.adam\.lr would not be read: vlmrl eval does not have it"):
         EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d", "actor.adam.lr": 1e-3}))
+
+
+def test_a_step_of_an_engine_has_a_token_for_each_response() -> None:
+    with pytest.raises(ValidationError, match=r"vllm\.max_num_batched_tokens 64 is below vllm\.max_num_seqs 128"):
+        Vllm(max_num_seqs=128, max_num_batched_tokens=64)

@@ -4,8 +4,9 @@ from torch import nn
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
-from vlmrl.errors import ConfigError
-from vlmrl.learning.engine import settings, sharded_loading
+from vlmrl.errors import ClusterError, ConfigError
+from vlmrl.learning.engine import device, settings, sharded_loading
+from vlmrl.startup import driver
 
 
 def test_clipping_has_one_owner() -> None:
@@ -43,3 +44,13 @@ def test_an_offloaded_model_is_cut_into_shards_where_they_will_lie(offload: bool
         zero = deepspeed_config()["zero_optimization"]
         assert zero.get("offload_param", {}).get("device") == ("cpu" if offload else None)
     assert not is_deepspeed_zero3_enabled()
+
+
+def test_a_rank_that_was_given_a_gpu_never_computes_on_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr(driver, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ClusterError, match=r"torch (is )?built for"):
+        device()
+    monkeypatch.setattr(driver, "has_gpu", lambda: False)
+    assert device() == torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,3 +46,31 @@ def test_an_adapter_that_vllm_cannot_apply_is_no_engines() -> None:
     )
     with pytest.raises(AssertionError):
         engine(adapter=plan)
+
+
+class LackingVllm:
+    """Starts, and has workers that lack something."""
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048))
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+
+    async def start(self, arguments: Any, *, timeout_s: float) -> LackingVllm:
+        return self
+
+    async def stop(self, llm: Any) -> None:
+        self.is_stopped = True
+
+    async def collective_rpc(self, method: str, args: Any) -> list[list[str]]:
+        assert method == "vlmrl_prepare"
+        return [["GPUModelRunner.get_model"], ["GPUModelRunner.get_model", "WorkerLoRAManager.lora_config"]]
+
+
+def test_a_worker_that_lacks_what_is_asked_of_it_ends_the_start_in_one_line() -> None:
+    new, vllm = engine(), LackingVllm()
+    new.__dict__ |= {"_launch": vllm, "_processor": None}
+    with pytest.raises(ClusterError, match=r"engine-3: vLLM .* lacks GPUModelRunner\.get_model, WorkerLoRA") as caught:
+        asyncio.run(new.start())
+    assert "\n" not in str(caught.value)
+    assert vllm.is_stopped

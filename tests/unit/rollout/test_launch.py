@@ -11,6 +11,8 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.rollout import launch
+from vlmrl.rollout.capacity import Demand
 from vlmrl.rollout.launch import check_base, settings
 
 
@@ -18,13 +20,14 @@ class Tools:
     resize_factor = None
 
 
-def started_with(adapter: AdapterPlan | None, **vllm: Any) -> dict[str, Any]:
+def started_with(adapter: AdapterPlan | None, *, demand: Demand | None = None, **vllm: Any) -> dict[str, Any]:
     return settings(
         vllm=Vllm(**vllm),
         columns=Columns(),
         processor=Tools(),  # type: ignore[arg-type]
         top_p=1.0,
         adapter=adapter,
+        demand=demand,
     )
 
 
@@ -70,3 +73,20 @@ def test_a_base_in_4_bits_is_asked_of_vllm_only_when_it_was_asked_for() -> None:
 def test_a_base_in_4_bits_needs_cuda() -> None:
     with pytest.raises(ConfigError, match=r"vllm\.qlora_base bitsandbytes needs a CUDA device: take dequantized"):
         check_base(Vllm(qlora_base="bitsandbytes"))
+
+
+def test_an_engine_has_room_for_what_the_run_asks_of_it() -> None:
+    unknown, told = started_with(None), started_with(None, demand=Demand(40, prompts=5, prompt_tokens=100))
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    assert [unknown[name] for name in names] == [128, 2048]
+    assert [told[name] for name in names] == [40, 2048]
+    own = started_with(None, max_num_seqs=16, max_num_batched_tokens=512)
+    assert [own[name] for name in names] == [16, 512]
+
+
+def test_the_largest_room_is_what_vllm_takes_offline() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    # On CPU, where this runs; on a GPU it is 256 or 1024 responses by the size of its memory.
+    assert launch._offline_limits(1) == (256, 4096)
+    assert (AsyncEngineArgs.max_num_seqs, AsyncEngineArgs.max_num_batched_tokens) == (None, None)

@@ -33,6 +33,13 @@ def test_devices_are_decided_on_each_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert "DS_ACCELERATOR" not in startup.environment()
 
 
+def test_the_choice_of_vllms_model_runner_reaches_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in startup.portable_environment()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert startup.portable_environment()["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
 def test_every_python_process_can_import_torchvision() -> None:
     pytest.importorskip("torch")
     done = subprocess.run(
