@@ -143,7 +143,7 @@ def send(
 ) -> int:
     """Publish a part of the learner's model to every engine and prove that it arrived; returns the bytes sent.
 
-    With a `device_path` weights go from GPU to GPU. Adapters are small and always go through the object store. With
+    With a `device_path` weights go from GPU to GPU. Adapters are small and always go through main memory. With
     `readback` the engines' layers are read back, too.
 
     Raises:

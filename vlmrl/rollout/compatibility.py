@@ -65,7 +65,11 @@ RELOAD: Needs = {
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": (),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": (),
-    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": ("load_numel", "load_numel_total"),
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": (
+        "load_numel",
+        "load_numel_total",
+        "loaded_weights",
+    ),
 }
 """In the workers."""
 

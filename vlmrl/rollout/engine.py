@@ -21,7 +21,6 @@ from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
 from vlmrl.rollout.capacity import Demand, Limits
 from vlmrl.rollout.compatibility import line
-from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.inbox import Inbox
 from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
 from vlmrl.rollout.reports import (
@@ -80,10 +79,9 @@ class RolloutEngine(Inbox):
         that of what `score` is asked about; None: it says the model's own log-probs.
         """
         assert adapter is None or adapter.fits_engine
-        super().__init__(keep_bytes=vllm.bucket_bytes)
-        self.name = name
+        super().__init__(name, vllm)
         self.version = 0
-        self._model, self._vllm, self._columns = model, vllm, columns
+        self._model, self._columns = model, columns
         self._trust_remote_code, self._dtype = trust_remote_code, dtype
         self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
         self._demand = demand
@@ -154,7 +152,7 @@ class RolloutEngine(Inbox):
     async def wake(self, what: Iterable[str] = SLEEPERS) -> None:
         """Take back the memory of the weights, of the KV cache, or of both. Nothing is generated without both."""
         if tags := sorted(self._asleep.intersection(what)):
-            await self._started().wake_up(tags)
+            await self._started().wake_up(tags=tags)
             self._asleep = self._asleep.difference(tags)
 
     async def status(self) -> dict[str, Any]:
@@ -246,21 +244,6 @@ class RolloutEngine(Inbox):
 
     # ---- weights
 
-    async def connect(self, init_info: dict[str, Any]) -> None:
-        """Let the workers meet the learner, which must be coming at the same time (`vllm.sync_backend` nccl or ipc).
-
-        `init_info` holds the fields of vLLM's WeightTransferInitInfo. Raises ClusterError when they do not meet.
-        """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        try:
-            await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-        except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
-            raise ClusterError(
-                f"rollout engine {self.name} could not meet the trainer over {self._vllm.sync_backend}: "
-                f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
-            ) from error
-
     async def begin_update(self, version: int, *, adapter: bool = False, readback: ReadbackPlan | None = None) -> None:
         """Pause generation and get ready for all the weights of `version`: those of the model without adapters, or
         those of its adapter. A begun update that never ended is given up.
@@ -287,11 +270,6 @@ class RolloutEngine(Inbox):
         else:
             self._base_is_whole, self._adapter = False, None
             await self._call("vlmrl_begin", readback)
-
-    async def receive(self, offer: Offer) -> None:
-        """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
-        self._require_update()
-        await self._call("vlmrl_receive", offer)
 
     async def finish_update(self, *, vision_changed: bool) -> str:
         """End the update, forget what was computed from the old weights, and resume generation.

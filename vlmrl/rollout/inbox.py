@@ -1,20 +1,43 @@
-"""The part of an engine that takes buckets of weights: from memory of its machine, or from another machine."""
+"""The part of an engine that takes buckets of weights: through memory of its machine, or from GPU to GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vlmrl.config.vllm import Vllm
+from vlmrl.errors import ClusterError
 from vlmrl.models.transfer import Outbox, Ticket
 from vlmrl.models.weights import Bucket
+from vlmrl.rollout.device_transfer import Offer
+from vlmrl.rollout.launch import one_line
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class Inbox:
     """What engines inherit. Buckets come between the two ends of an update, in any order."""
 
-    def __init__(self, *, keep_bytes: int) -> None:
-        """So much memory of each relayed bucket is kept for the next update."""
+    def __init__(self, name: str, vllm: Vllm) -> None:
+        """`name` is the engine's, for messages."""
+        self.name = name
+        self._vllm = vllm
         self._outbox = Outbox()
-        self._keep_bytes = keep_bytes
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Let the workers meet the learner, which must be coming at the same time (`vllm.sync_backend` nccl or ipc).
+
+        `init_info` holds the fields of vLLM's WeightTransferInitInfo. Raises ClusterError when they do not meet.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        try:
+            await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
+            raise ClusterError(
+                f"rollout engine {self.name} could not meet the trainer over {self._vllm.sync_backend}: "
+                f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
+            ) from error
 
     async def load(self, ticket: Ticket) -> None:
         """Load some of the weights, which lie in memory of this machine until this returns, under Hugging Face's
@@ -38,9 +61,17 @@ class Inbox:
         await self.load(await self.relay(bucket, 0))
         self._release_all()
 
+    async def receive(self, offer: Offer) -> None:
+        """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
+        self._require_update()
+        await self._call("vlmrl_receive", offer)
+
     def _release_all(self) -> None:
         """Nobody reads what was relayed any more."""
-        self._outbox.begin(keep_bytes=self._keep_bytes)
+        self._outbox.begin(keep_bytes=self._vllm.bucket_bytes)
+
+    def _started(self) -> AsyncLLM:
+        raise NotImplementedError
 
     def _require_update(self) -> int:
         raise NotImplementedError
