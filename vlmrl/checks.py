@@ -89,7 +89,6 @@ def noise_check(
     config: RlConfig,
     engines: RemoteEngines,
     policy: RemotePolicy,
-    adapter: AdapterPlan | None,
     *,
     on_gpu: bool,
     say: Callable[[str], None],
@@ -98,17 +97,15 @@ def noise_check(
     if not are_alike(config):
         return None
     is_half = config.ds.param_dtype == "bf16"
-    # What DoRA does to a weight it does in the weight's own type.
-    widens = is_half and not (adapter is not None and adapter.has_magnitude)
     paths = Paths(
         prefill=engines.score,
         padded=lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
-        exact=(lambda groups: policy.logprobs(to_samples(groups), layout="padded", exact=True)) if widens else None,
+        exact=(lambda groups: policy.logprobs(to_samples(groups), layout="padded", exact=True)) if is_half else None,
         layout=None if policy.layout == "padded" else lambda groups: policy.logprobs(to_samples(groups)),
     )
     return NoiseCheck(
         paths,
-        floor=rounding(config) if is_half and not widens else noise_floor(config, on_gpu=on_gpu),
+        floor=noise_floor(config, on_gpu=on_gpu),
         stops=config.vllm.max_logprob_diff is None,
         in_turn=config.vllm.enable_sleep,
         seed=config.train.seed,

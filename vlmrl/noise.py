@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,7 +115,7 @@ class NoiseCheck:
         } | ({} if self._paths.layout is None else {"sync/layout_gap": measured.layout})
 
     def _measure(self, groups: Sequence[Group]) -> Measured:
-        calls = (partial(self._paths.prefill, groups), partial(self._trainer, groups))
+        calls: list[Callable[[], Any]] = [partial(self._paths.prefill, groups), partial(self._trainer, groups)]
         prefill, (padded, exact, layout) = [call() for call in calls] if self._in_turn else together(*calls)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         decode = _sampled(groups, [rollout.logprobs for rollout in rollouts])
@@ -210,7 +210,8 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:
     """Of one [T] per response what concerns sampled tokens, end to end."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
-    return np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
+    found: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
+    return found
 
 
 def _gap(one: _Values, two: _Values) -> float:

@@ -142,7 +142,7 @@ class Probe:
         answers, plain = both if self._is_apart else (*both, [])
         check_versions([*answers, *plain], version=version)
         seen, bases = self._compare(answers, plain)
-        gaps = [_gap(base.engine, base.off) for base in bases] or [None] * len(seen)
+        gaps: list[float | None] = [_gap(base.engine, base.off) for base in bases] or [None] * len(seen)
         return [Asked(group, one, gap) for group, one, gap in zip(answers, seen, gaps, strict=True)]
 
     def _check_engine(self, engine: int, first: Asked, others: Sequence[Asked], *, version: int) -> None:

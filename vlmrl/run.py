@@ -84,7 +84,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             report,
             policy,
             sight=sight_check(config, engines, policy, reference, critic, judges),
-            noise=noise_check(config, engines, policy, adapter, on_gpu=stage.machines.has_gpus, say=report.say),
+            noise=noise_check(config, engines, policy, on_gpu=stage.machines.has_gpus, say=report.say),
             probe=adapter_probe(config, tools, engines, policy, adapter),
             first_step=done + 1,
         )

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from vlmrl.models import tiny
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Group, Prompt
+from vlmrl.types import Floats, Group, Prompt
 
 TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 
@@ -38,6 +40,7 @@ def with_engine(model: Path, use: Callable[[RolloutEngine], Awaitable[Any]], **v
             max_model_len=256,
             top_p=1.0,
             name="vllm",
+            temperature=0.5,
         )
         await engine.start()
         try:
@@ -67,6 +70,18 @@ def test_an_engine_takes_on_what_vllm_takes_offline(model: Path) -> None:
     found = with_engine(model, lambda engine: engine.status())["limits"]
     assert found.max_num_seqs >= 256
     assert found.max_num_batched_tokens >= 8192
+
+
+def test_what_an_engine_reads_it_scores_as_it_sampled(model: Path) -> None:
+    """Whichever of its model runners vLLM takes here: tempered, and without the banned tokens."""
+
+    async def both(engine: RolloutEngine) -> tuple[Group, list[Floats]]:
+        group = await engine.generate(question(model), replace(TWO_ANSWERS, temperature=0.5))
+        return group, await engine.score(group)
+
+    group, rows = with_engine(model, both)
+    for rollout, row in zip(group.rollouts, rows, strict=True):
+        np.testing.assert_allclose(row, rollout.logprobs, atol=0.1)
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"])

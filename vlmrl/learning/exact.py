@@ -19,7 +19,8 @@ def in_fp32(net: nn.Module) -> Iterator[None]:
     """Within the context, passes without gradient compute in fp32: each layer's weights are widened when its turn comes
     and narrowed after it, so that one layer at a time takes twice its memory.
 
-    Layers in 4 bits keep their values and multiply in fp32. Under ZeRO-3 what is widened is what was gathered.
+    Layers in 4 bits multiply in fp32 too, by values that are no longer rounded to half precision. Under ZeRO-3 what is
+    widened is what was gathered.
     """
     handles = []
     for module in net.modules():

@@ -124,13 +124,16 @@ def first_layers(
             # What comes before the projector is the same in all layouts, and what follows tells of it.
             trains = module is embedding or processor.parameter_group(full) != "vision"
             module._parameters[name] = nn.Parameter(value, requires_grad=trains)
-    assert isinstance(embedding, nn.Embedding)
-    first.set_input_embeddings(_UsedTokens(torch.from_numpy(used), embedding.weight))
+    weight = embedding.weight
+    assert isinstance(weight, nn.Parameter)
+    first.set_input_embeddings(_UsedTokens(torch.from_numpy(used), weight))
     return first.eval()
 
 
 class _UsedTokens(nn.Module):
     """An embedding of a few tokens."""
+
+    tokens: Tensor
 
     def __init__(self, tokens: Tensor, weight: nn.Parameter) -> None:
         """`tokens` [U] ascending, `weight` [U, D]."""
@@ -170,9 +173,10 @@ class _Seen(NamedTuple):
         values = np.concatenate([row[sample.sampled] for row, sample in zip(laid, samples, strict=True)])
         loss = (found * place(pack, weights, fill=0.0).to(device)[scored[:rows, :columns]]).sum()
         trained = {name: parameter for name, parameter in net.named_parameters() if _trains(parameter)}
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        named = zip(trained, gradients, strict=True)
-        return cls(values, {name: gradient for name, gradient in named if gradient is not None})
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+        net.zero_grad()
+        return cls(values, gradients)
 
     def difference(self, expected: _Seen) -> Difference:
         scale = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}

@@ -25,7 +25,7 @@ from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.exact import in_fp32
 from vlmrl.learning.forward import Forward, Scored, read_model
-from vlmrl.learning.layout_check import Difference, compare_layouts
+from vlmrl.learning.layout_check import compare_layouts
 from vlmrl.learning.learner import Learner, Share
 from vlmrl.learning.publisher import Publisher
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -101,16 +101,15 @@ class Policy(Learner, Publisher):
         ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
 
-    def compare_layouts(self, samples: Sequence[Sample], layouts: Sequence[Layout]) -> dict[Layout, Difference]:
-        """How far each of `layouts` is from `padded` on these samples, in fp32 (see `learning.layout_check`)."""
-        return compare_layouts(
-            self._net,
-            self._processor,
-            samples,
-            layouts,
-            attention=self._ds.attn_implementation,
-            device=self._device,
-        )
+    def compare_layouts(
+        self, samples: Sequence[Sample], layouts: Sequence[Layout]
+    ) -> dict[Layout, tuple[float, float]]:
+        """How far each of `layouts` is from `padded` on these samples, in fp32: values and gradients, relative (see
+        `learning.layout_check`). Nothing on ranks but the first."""
+        attention = self._ds.attn_implementation
+        found = compare_layouts(self._net, self._processor, samples, layouts, attention=attention, device=self._device)
+        # Plain numbers: a driver would have to import this package to read anything else.
+        return {layout: (gaps.values, gaps.gradients) for layout, gaps in found.items()}
 
     def traits(self) -> tuple[float, bool]:
         """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""
