@@ -38,7 +38,7 @@ class LoaderTrace(TorchDispatchMode):
 
     def __init__(self, parameters: dict[int, tuple[str, Tensor]], tensor: Tensor) -> None:
         """`parameters` are those of a model whose reload has begun (`parameters_by_storage`)."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._tensor = tensor
         # The views that meet us below are of this storage, whatever they are views of in between.
@@ -69,7 +69,7 @@ class LoaderTrace(TorchDispatchMode):
             if parameter.is_meta:  # vLLM leaves biases where they are, and copies those again that came earlier
                 self._changed.add(path)
             return
-        offset = source.storage_offset() - self._tensor.storage_offset()
+        offset = int(source.storage_offset()) - int(self._tensor.storage_offset())
         piece = Piece(path, first_row, offset, tuple(source.shape), source.stride())
         if piece not in self._copied:  # a bias is copied once to count it and once to load it
             self._copied.append(piece)
@@ -88,7 +88,7 @@ def _first_row(parameter: Tensor, view: Tensor) -> int | None:
     """Where the view's rows start, or None when it is no run of whole rows."""
     if not parameter.dim() or view.shape[1:] != parameter.shape[1:] or view.stride() != parameter.stride():
         return None
-    first, rest = divmod(view.storage_offset() - parameter.storage_offset(), max(parameter.stride(0), 1))
+    first, rest = divmod(int(view.storage_offset()) - int(parameter.storage_offset()), max(parameter.stride(0), 1))
     return None if rest else first
 
 
