@@ -263,12 +263,15 @@ def _published(pair: Pair, path: DevicePath | None) -> str:
     pair.publish_base(path)
     before, held = pair.generate(), _fingerprint(pair)
     pair.policy_group.call("scale", _FACTOR)
-    started = time.monotonic()
-    sent = pair.publish_base(path)
-    seconds = time.monotonic() - started
-    after, holds = pair.generate(), _fingerprint(pair)
-    gap = pair.gap(after)
-    pair.policy_group.call("restore")
+    try:
+        started = time.monotonic()
+        sent = pair.publish_base(path)
+        seconds = time.monotonic() - started
+        after, holds = pair.generate(), _fingerprint(pair)
+        gap = pair.gap(after)
+    finally:
+        # The checks that follow begin with the model as it was.
+        pair.policy_group.call("restore")
     if holds == held:
         raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
     if _spoken(before) == _spoken(after):
