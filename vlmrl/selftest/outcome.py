@@ -55,3 +55,5 @@ class Theme:
     """`module:function` of a folder; a context manager that yields what the checks get."""
     limit_s: float = 120.0
     """Of imports and set-up."""
+    avoid: str = "see the message"
+    """What does without the set-up, where that fails and its own message does not say."""

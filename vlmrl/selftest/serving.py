@@ -49,7 +49,6 @@ _POOL = 0.9
 """Share of an engine's memory that it must give back while it sleeps."""
 _OUTSIDE_POOL = GIB
 """Bytes of a GPU that an engine keeps whatever it does: CUDA itself, kernels, captured graphs."""
-_SAMPLING = {"n": 3, "temperature": 1.0, "max_new_tokens": 12}
 
 
 class Changeable(Policy):
@@ -128,7 +127,10 @@ class Pair:
 
     def generate(self, *, seed: int = 0) -> list[Group]:
         """What the engine answers to them."""
-        return self.engines.generate(self.prompts(), Sampling(**_SAMPLING, top_p=self.config.rollout.top_p, seed=seed))
+        return self.engines.generate(self.prompts(), self.sampling(seed=seed))
+
+    def sampling(self, *, seed: int = 0) -> Sampling:
+        return Sampling(n=3, temperature=1.0, top_p=self.config.rollout.top_p, max_new_tokens=12, seed=seed)
 
     def gap(self, groups: Sequence[Group], *, adapter: bool = True) -> float:
         """The mean difference between the engine's log-probs of its responses and the policy's. Broken when they are
@@ -149,7 +151,7 @@ class Pair:
         self.engines._device_path = path
         self.version += 1
         max_bytes = 2**20  # several buckets, however small the model is
-        how = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
+        how: dict[str, Any] = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
         sent = self.engines.load(self.policy_group, part="base", **how)
         self.engines.load(self.policy_group, part="adapter", **how)
         return sent
@@ -261,12 +263,15 @@ def _published(pair: Pair, path: DevicePath | None) -> str:
     pair.publish_base(path)
     before, held = pair.generate(), _fingerprint(pair)
     pair.policy_group.call("scale", _FACTOR)
-    started = time.monotonic()
-    sent = pair.publish_base(path)
-    seconds = time.monotonic() - started
-    after, holds = pair.generate(), _fingerprint(pair)
-    gap = pair.gap(after)
-    pair.policy_group.call("restore")
+    try:
+        started = time.monotonic()
+        sent = pair.publish_base(path)
+        seconds = time.monotonic() - started
+        after, holds = pair.generate(), _fingerprint(pair)
+        gap = pair.gap(after)
+    finally:
+        # The checks that follow begin with the model as it was.
+        pair.policy_group.call("restore")
     if holds == held:
         raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
     if _spoken(before) == _spoken(after):
@@ -312,7 +317,7 @@ def adapts(pair: Pair) -> str:
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
         raise Broken(f"the engine holds the adapter {held} and was sent version {pair.version}")
-    sampling = Sampling(**_SAMPLING, top_p=pair.config.rollout.top_p, seed=1)
+    sampling = pair.sampling(seed=1)
     gaps, effects = [], []
     for prompt in pair.prompts():
         # Both are under way at once, and share batches.

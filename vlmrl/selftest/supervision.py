@@ -72,6 +72,7 @@ class Supervisor:
         try:
             ready = _message(ours, process, theme.limit_s, log)
             if ready["state"] != "ok":
+                ready |= {"avoid": ready.get("avoid") or theme.avoid}
                 for check in checks:
                     self._conclude(check, ready, time.monotonic() - started)
                     started = time.monotonic()

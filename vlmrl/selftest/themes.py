@@ -38,6 +38,7 @@ SERVING = Theme(
     ),
     setup=f"{_HERE}.serving:shared",
     limit_s=300,
+    avoid="--vllm.enforce_eager where it is the engine that does not start",
 )
 APART = Theme(
     "apart",
@@ -51,5 +52,6 @@ APART = Theme(
     ),
     setup=f"{_HERE}.serving:apart",
     limit_s=300,
+    avoid="--vllm.sync_backend shm",
 )
 THEMES = (KERNELS, SERVING, TRAINING, APART)

@@ -97,6 +97,8 @@ def test_a_set_up_that_fails_is_told_for_each_of_its_checks_and_not_tried_again(
     assert report.main(as_json=True, themes=themes) == 1
     found = outcomes(capsys.readouterr().out)
     assert [found[name]["figure"] for name in ("works", "fails")] == ["RuntimeError: no engine"] * 2
+    # What does without the check does not help where the set-up is broken.
+    assert {found[name]["avoid"] for name in ("works", "fails")} == {"see the message"}
 
 
 def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
