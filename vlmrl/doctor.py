@@ -23,7 +23,8 @@ from typing import Any
 
 import vlmrl
 from vlmrl import machine, startup
-from vlmrl.machine import GIB, Finding, has_gpu
+from vlmrl.machine import GIB, Finding
+from vlmrl.startup.driver import has_gpu
 from vlmrl.startup.pins import Version, versions
 
 INSTALL = "run `make setup`, or `pip install 'vlmrl[cpu]'` (`vlmrl[gpu]` where there is a GPU)"

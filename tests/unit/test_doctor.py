@@ -131,11 +131,12 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
 
 def test_an_old_driver_is_named_with_the_one_that_torch_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
-    monkeypatch.setattr(doctor.driver, "installed_driver", lambda: "535.161.08")
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "installed_driver", lambda: "535.161.08")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(doctor.ProbeError) as caught:
         doctor.torch_works()
     assert "driver 535.161.08 is too old" in caught.value.args[0]
-    assert caught.value.args[1] == "install NVIDIA driver 580 or newer"
+    assert caught.value.args[1].startswith("install NVIDIA driver 580.65.06 or newer")

@@ -172,8 +172,10 @@ class RlConfig(Training):
     @property
     def _stages(self) -> dict[str, tuple[int | None, str]]:
         """Of what trains: the setting of its ZeRO stage -> that stage, and its optimizer."""
-        critic = {"critic.zero_stage": (self.whole_critic.zero_stage, self.critic.optim)} if self.has_critic else {}
-        return {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)} | critic
+        stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
+        if self.has_critic:
+            stages["critic.zero_stage"] = (self.whole_critic.zero_stage, self.critic.optim)
+        return stages
 
     @property
     def pools(self) -> list[frozenset[str]]:

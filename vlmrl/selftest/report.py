@@ -19,7 +19,7 @@ from rich.text import Text
 
 import vlmrl
 from vlmrl import machine, startup
-from vlmrl.machine import has_gpu
+from vlmrl.startup.driver import has_gpu
 from vlmrl.selftest.outcome import Outcome, Theme
 from vlmrl.selftest.supervision import Supervisor
 

@@ -20,7 +20,7 @@ import psutil
 
 import vlmrl
 from vlmrl import startup
-from vlmrl.machine import has_gpu
+from vlmrl.startup.driver import has_gpu
 from vlmrl.selftest.outcome import Check, Outcome, Theme
 
 _GRACE_S = 10.0
