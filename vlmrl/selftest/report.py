@@ -19,9 +19,9 @@ from rich.text import Text
 
 import vlmrl
 from vlmrl import machine, startup
-from vlmrl.startup.driver import has_gpu
 from vlmrl.selftest.outcome import Outcome, Theme
 from vlmrl.selftest.supervision import Supervisor
+from vlmrl.startup.driver import has_gpu
 
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 _NAME_WIDTH = 34

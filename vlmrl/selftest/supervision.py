@@ -20,8 +20,8 @@ import psutil
 
 import vlmrl
 from vlmrl import startup
-from vlmrl.startup.driver import has_gpu
 from vlmrl.selftest.outcome import Check, Outcome, Theme
+from vlmrl.startup.driver import has_gpu
 
 _GRACE_S = 10.0
 """For a process that is told to stop, and what it has started."""
