@@ -17,6 +17,7 @@ from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import shape
 from vlmrl.config.run import RlConfig
 from vlmrl.plugins import name_or_function
+from vlmrl.rewards.failures import count_failures
 from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
 
 
@@ -154,7 +155,7 @@ def numbers(groups: Sequence[Group], scores: Sequence[Sequence[Score]], values: 
     Rewards of single tokens count in `reward/*`, and are not shaped.
     """
     every = [score for group in scores for score in group]
-    metrics = lengths_of(groups) | {"reward/unscored": float((~values.scored).sum())}
+    metrics = lengths_of(groups) | count_failures(every)
     earned = [score.earned for score in every if score.has_reward]
     if earned:
         totals = (values.rewards + values.step_rewards)[values.scored]

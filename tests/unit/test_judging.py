@@ -123,7 +123,7 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     assert metrics["sync/logprob_diff_max"] == 0.0
     shown = numbers([group], scores, worth(settings, [group], scores))
     assert (shown["reward/mean"], shown["reward/std"], shown["reward/shaped_mean"]) == (0.5, 0.5, 0.5)
-    assert shown["reward/unscored"] == 1.0
+    assert shown["reward/failed_infrastructure"] == 1.0
     assert shown["response/tokens_mean"] == 2.0, "it was written all the same"
 
 

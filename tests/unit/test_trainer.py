@@ -511,7 +511,7 @@ def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -
             return {"policy/loss": 0.0}
 
     notebook = run(config(), Exact(ScriptedEngine()), steps=1, rewarder=Down())
-    assert notebook.steps[1]["reward/unscored"] == notebook.steps[1]["reward/failed"] == 4
+    assert notebook.steps[1]["reward/failed_infrastructure"] == notebook.steps[1]["reward/failed"] == 4
     assert "reward/mean" not in notebook.steps[1]
 
 

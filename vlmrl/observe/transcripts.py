@@ -117,7 +117,7 @@ def _records(
                     "text": rollout.text,
                     "score": score.earned if score.has_reward else None,
                     "parts": dict(score.parts),
-                    "failed": score.failed,
+                    "failure": score.failure,
                     **numbers,
                     "tokens": rollout.num_sampled,
                     "finish_reason": rollout.finish_reason,

@@ -75,7 +75,7 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
                 "text": text,
                 "score": score,
                 "parts": {"exact": score},
-                "failed": False,
+                "failure": None,
                 "reward": score,
                 "advantage": advantage,
                 "tokens": 2,
@@ -85,8 +85,8 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
             for text, score, advantage in (("4", 1.0, 0.5), ("5", 0.0, -0.5))
         ],
     }
-    shown = [(a["reward"], a["advantage"], a["failed"]) for a in second["answers"]]  # type: ignore[attr-defined]
-    assert shown == [(-0.5, -0.75, True), (1.0, 0.75, False)]
+    shown = [(a["reward"], a["advantage"], a["failure"]) for a in second["answers"]]  # type: ignore[attr-defined]
+    assert shown == [(-0.5, -0.75, "response"), (1.0, 0.75, None)]
 
 
 def test_groups_that_were_left_out_are_written_and_say_so(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_groups_that_were_left_out_are_written_and_say_so(tmp_path: Path) -> Non
     )
     learnt, dropped = lines(file)
     assert (learnt["left_out"], dropped["left_out"]) == (False, True)
-    shown = [(a["score"], a["reward"], a["failed"]) for a in learnt["answers"]]  # type: ignore[attr-defined]
-    assert shown == [(1.0, 1.0, False), (None, None, True)]
+    shown = [(a["score"], a["reward"], a["failure"]) for a in learnt["answers"]]  # type: ignore[attr-defined]
+    assert shown == [(1.0, 1.0, None), (None, None, "infrastructure")]
     assert [a["reward"] for a in dropped["answers"]] == [1.0, 1.0]  # type: ignore[attr-defined]
     assert "advantage" not in dropped["answers"][0]  # type: ignore[index]
     assert shelf.asked == [("media", ["a"])]
