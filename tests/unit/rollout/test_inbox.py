@@ -1,0 +1,63 @@
+"""A bucket from another machine is laid down once, and each engine of this one opens it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from vlmrl.config.vllm import Vllm
+from vlmrl.errors import SyncError
+from vlmrl.models.transfer import Ticket, opened
+from vlmrl.models.weights import pack_bucket, unpack_bucket
+from vlmrl.rollout.inbox import Inbox
+
+
+class Engine(Inbox):
+    """Its workers note the numbers that they are given."""
+
+    def __init__(self, *, has_begun: bool = True) -> None:
+        super().__init__("vllm", Vllm(bucket_mib=1.0))
+        self.has_begun = has_begun
+        self.loaded: list[list[float]] = []
+
+    def _require_update(self) -> int:
+        if not self.has_begun:
+            raise SyncError("without the beginning of an update")
+        return 1
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        assert method == "vlmrl_load"
+        self.loaded.append([x for _, tensor in unpack_bucket(opened(arguments[0])) for x in tensor.tolist()])
+        return []
+
+
+def bucket(value: float) -> Any:
+    return pack_bucket([("a", torch.full((2,), value))])
+
+
+def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
+    first, second = Engine(), Engine()
+
+    async def publish() -> list[Ticket]:
+        tickets = []
+        for number in range(4):
+            # Three are under way: when the fourth comes, the first has been loaded by both.
+            tickets.append(await first.relay(bucket(float(number)), max(0, number - 2)))
+            for engine in (first, second):
+                await engine.load(tickets[-1])
+        return tickets
+
+    tickets = asyncio.run(publish())
+    assert first.loaded == second.loaded == [[float(n)] * 2 for n in range(4)]
+    assert len({ticket["descriptor"] for ticket in tickets[:3]}) == 3
+    assert tickets[3]["descriptor"] == tickets[0]["descriptor"]
+
+
+def test_nothing_is_taken_before_an_update_has_begun() -> None:
+    engine = Engine(has_begun=False)
+    for coming in (engine.relay(bucket(0.0), 0), engine.load({}), engine.load_bucket(bucket(0.0))):
+        with pytest.raises(SyncError, match="without the beginning of an update"):
+            asyncio.run(coming)
