@@ -149,7 +149,7 @@ class Pair:
         self.engines._device_path = path
         self.version += 1
         max_bytes = 2**20  # several buckets, however small the model is
-        how = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
+        how: dict[str, Any] = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
         sent = self.engines.load(self.policy_group, part="base", **how)
         self.engines.load(self.policy_group, part="adapter", **how)
         return sent
