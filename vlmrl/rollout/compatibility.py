@@ -70,6 +70,10 @@ RELOAD: Needs = {
         "load_numel_total",
         "loaded_weights",
     ),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply": ("layer", "x", "bias"),
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": ("layer", "x", "bias"),
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices.num_org_elements": (),
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices.num_added_elements": (),
 }
 """In the workers."""
 
