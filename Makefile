@@ -24,7 +24,7 @@ test: unit  ## every test: unit, and end to end on the real stack
 	$(BIN)/python -m pytest -q -m "not prove" tests/end_to_end tests/gpu
 
 prove: setup  ## the long proofs that `make test` leaves out: models learn, sweeps of kills, full matrices
-	$(BIN)/python -m pytest -q -m prove tests/end_to_end
+	$(BIN)/python -m pytest -q -m prove tests
 
 check: lint unit  ## what to run before a commit: lint and unit tests, two minutes
 
