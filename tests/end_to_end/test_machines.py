@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -214,25 +213,6 @@ def test_a_machine_that_lacks_what_the_run_needs_is_named_before_anything_starts
 
 
 @pytest.mark.prove
-def test_a_checkpoint_goes_on_where_the_machines_have_changed_places(
-    machines: TwoMachines, spread: tuple[Path, str], words: Callable[..., list[str]], server: str
-) -> None:
-    out, _ = spread
-    unbroken = steps_of(out)
-    for step in range(KEPT + 1, STEPS + 1):
-        shutil.rmtree(out / f"checkpoints/step_{step:06d}", ignore_errors=True)
-    shutil.rmtree(out / "model")
-    # A run's first machine is the one that the command is given on.
-    again = words(out, **{"reward.remote_url": server})
-    command = [sys.executable, "-m", "vlmrl", "rl", *again, "--ckpt.load_enable"]
-    code, output = machines.run(1, command, env=TOKEN, timeout_s=180)
-    assert code == 0, output
-    assert f"continuing after step {KEPT}" in output
-    assert_same_numbers(steps_of(out), unbroken)
-    assert (out / "model/config.json").exists()
-
-
-@pytest.mark.prove
 @pytest.mark.parametrize("death", ["killed", "cut off"])
 def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_goes_on(
     death: str, words: Callable[..., list[str]], tmp_path: Path
@@ -263,9 +243,9 @@ def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_go
         assert "Traceback" not in log.read_text()
         assert "machine 10.77.0.2 died in the middle of the run, and with it actor 1 and vllm 1" in said[-1], said[-1]
         assert not left_by_a_run(machines, 0, running)
-        assert machines.shared_memory(0) <= before
         if death == "cut off":
             return
+        assert machines.shared_memory(0) <= before
 
         done = len(steps_of(out))
         left = words(out, **(flags | {"actor.num_nodes": 1, "actor.num_gpus_per_node": 2, "train.max_steps": done + 2}))

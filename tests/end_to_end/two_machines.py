@@ -42,8 +42,8 @@ def why_not() -> str | None:
 
 
 class TwoMachines:
-    """Both, the first one with the head of the Ray cluster. The names of namespaces and cables are this
-    process's own."""
+    """Both, the first one with the head of the Ray cluster, where drivers run: it sees the processes of both, and Ray
+    takes any driver for one of the head's. The names of namespaces and cables are this process's own."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` has a short name: Ray makes sockets below it, whose paths have room for 107 characters."""
@@ -63,8 +63,6 @@ class TwoMachines:
             _ip("-n", name, "link", "set", end, "name", "eth0")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-            # Programs find out a machine's address by asking which one it would use to reach the world.
-            _ip("-n", name, "route", "add", "default", "dev", "eth0")
         self._start_node(0, "--head", f"--port={PORT}", "--include-dashboard=false")
         self._wait(lambda: self._reaches(PORT), "the first machine's Ray does not answer")
         self._start_node(1, f"--address={ADDRESSES[0]}:{PORT}")
