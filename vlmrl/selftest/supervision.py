@@ -165,11 +165,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         family = []
     if process.poll() is None:
         process.kill()
-    # Those whose parent is gone would be adopted and live on.
+    # Those whose parent is gone would be adopted and live on. Python's resource trackers end last, and by themselves:
+    # they remove what the others have left in shared memory.
+    trackers = [member for member in family if _tracks_resources(member)]
+    _kill([member for member in family if member not in trackers])
+    _kill(psutil.wait_procs(trackers, timeout=_GRACE_S)[1])
+    _wait(process)
+
+
+def _kill(family: Sequence[psutil.Process]) -> None:
     for member in family:
         try:
             member.kill()
         except psutil.Error:  # it has ended by itself
             continue
     psutil.wait_procs(family, timeout=_GRACE_S)
-    _wait(process)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended by itself
+        return False

@@ -29,6 +29,8 @@ def raises(held): raise ValueError("first line\\nsecond line")
 def skipped(held): raise Skipped("one GPU")
 def crashes(held): sys.stderr.write("Illegal instruction\\n"); os.kill(os.getpid(), 11)
 def hangs(held):
+    from multiprocessing.shared_memory import SharedMemory
+    segment = SharedMemory(create=True, size=4096, name=os.environ["SEGMENT"])
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(60)
@@ -53,7 +55,15 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(report.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("SEGMENT", f"vlmrl-test-{os.getpid()}")
     return tmp_path
+
+
+def has_left_shared_memory() -> bool:
+    segment = Path("/dev/shm", os.environ["SEGMENT"])
+    is_left = segment.exists()
+    segment.unlink(missing_ok=True)
+    return is_left
 
 
 def check(function: str, limit_s: float = 60.0, *, needs_gpu: bool = False) -> Check:
@@ -88,6 +98,7 @@ def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
     assert float(found["hangs"]["seconds"]) >= 1.5
     for process in map(int, (planted / "pids").read_text().split()):
         assert not psutil.pid_exists(process)
+    assert not has_left_shared_memory()
 
 
 def test_a_set_up_that_fails_is_told_for_each_of_its_checks_and_not_tried_again(
@@ -142,3 +153,4 @@ def test_an_interrupt_ends_every_process(planted: Path) -> None:
         assert tester.wait(30) != 0
     for process in map(int, (planted / "pids").read_text().split()):
         assert not psutil.pid_exists(process)
+    assert not has_left_shared_memory()
