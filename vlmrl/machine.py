@@ -102,7 +102,7 @@ def disk(folder: Path | None = None) -> Finding:
     """Free space where a run would write, and that it can be written to; by default the folder where the user is."""
     # The run makes the folders that are not there yet.
     folder = (folder or Path.cwd()).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if _is_seen(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         found = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
         mend = "work in a folder of yours, or set --ckpt.output_dir"
@@ -110,6 +110,13 @@ def disk(folder: Path | None = None) -> Finding:
     free = shutil.disk_usage(there).free
     mend = "free some space, or work elsewhere"
     return _enough("disk", free, f"{free / GIB:.1f} GiB free in {there}", mend, wanted=5 * GIB, least=_LEAST_DISK)
+
+
+def _is_seen(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # it lies in somebody else's folder
+        return False
 
 
 def driver() -> Finding:
