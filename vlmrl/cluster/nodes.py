@@ -81,11 +81,15 @@ def local_paths(config: RlConfig | SftConfig | EvalConfig) -> dict[str, str]:
 def differing(facts: Mapping[str, Facts]) -> str | None:
     """The line for the first thing of which two machines have other versions; None where all are alike."""
     (first, wanted), *others = ((address, found["versions"]) for address, found in facts.items())
+    # What the first lacks, as a head without an engine does, the others are compared in among themselves.
+    holders = {name: (first, version) for name, version in wanted.items()}
     for address, versions in others:
-        for name, version in wanted.items():
-            if versions.get(name) != version:
+        for name, version in versions.items():
+            holders.setdefault(name, (address, version))
+        for name, (holder, version) in holders.items():
+            if versions.get(name) != version and (name in versions or name in wanted):
                 return (
-                    f"machine {address} has {_said(name, versions.get(name))}, machine {first} has "
+                    f"machine {address} has {_said(name, versions.get(name))}, machine {holder} has "
                     f"{_said(name, version)}: bring both to the same checkout and run `make setup` on each"
                 )
     return None

@@ -52,6 +52,16 @@ def test_both_machines_and_both_versions_are_named() -> None:
     assert "machine 10.0.0.3 has no vllm" in line
 
 
+def test_what_the_first_machine_lacks_is_compared_among_the_others() -> None:
+    head, one, two = facts(), facts(), facts()
+    head["versions"] = {name: version for name, version in head["versions"].items() if name != "vllm"}
+    assert differing({"10.0.0.1": head, "10.0.0.2": one, "10.0.0.3": two}) is None
+    two["versions"] = two["versions"] | {"vllm": "0.31.0"}
+    line = differing({"10.0.0.1": head, "10.0.0.2": one, "10.0.0.3": two})
+    assert line is not None
+    assert line.startswith("machine 10.0.0.3 has vllm 0.31.0, machine 10.0.0.2 has vllm 0.32.0: ")
+
+
 def test_a_path_that_a_machine_does_not_see_is_named_with_its_setting() -> None:
     paths = {"actor.model_name_or_path": "models/tiny", "ckpt.output_dir": "/runs/a"}
     assert unseen({"10.0.0.2": facts()}, paths, nonce="/runs/a/.seen") is None
