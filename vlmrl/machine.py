@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrl.errors import ClusterError
-from vlmrl.startup.driver import has_gpu, installed_driver, mend_of_gpu, wanted_driver
+from vlmrl.startup.driver import has_gpu, hides_gpus, installed_driver, mend_of_gpu, wanted_driver
 
 GIB = 2**30
 MIB = 2**20
@@ -138,7 +138,7 @@ def devices() -> Finding:
     if not has_gpu():
         return Finding("devices", ok=True, essential=True, detail="no GPU, so that everything runs on CPU")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    if hides_gpus(visible):
         return Finding("devices", ok=True, essential=True, detail="CUDA_VISIBLE_DEVICES hides every GPU")
     import torch
 

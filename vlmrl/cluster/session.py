@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vlmrl import machine, startup
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
-from vlmrl.startup.driver import installed_driver, mend_of_gpu
+from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,9 @@ def _alive_nodes() -> tuple[Node, ...]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
     visible = visible_gpus({node["NodeID"]: node["NodeManagerAddress"] for node in alive if num_gpus[node["NodeID"]]})
+    for node, names in visible.items():
+        if hides_gpus(names):  # Ray counts "-1" as one GPU
+            num_gpus[node] = 0
     here = ray.get_runtime_context().get_node_id()
     nodes = [
         Node(

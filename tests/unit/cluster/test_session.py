@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
+import vlmrl.cluster.session as session_module
 from vlmrl import machine
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
@@ -48,6 +51,17 @@ def test_slots_are_the_gpus_that_the_user_made_visible_on_each_node() -> None:
     assert [seen(0, 0, 1), seen(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
     # A role without a slot, such as the data, sees none.
     assert seen(0) == ""
+
+
+def test_a_node_whose_gpus_are_hidden_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray counts the names in CUDA_VISIBLE_DEVICES, and -1 is one.
+    node = {"NodeID": "a", "Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 7}
+    monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": {"CPU": 4.0, "GPU": 1.0}}])
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(session_module, "visible_gpus", lambda addresses: dict.fromkeys(addresses, "-1"))
+    machines = Session(session_module._alive_nodes())
+    assert not machines.has_gpus
+    assert machines.slots == [4]
 
 
 def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vlmrl.errors import ClusterError
 from vlmrl.selftest import report
 from vlmrl.selftest.outcome import Check, Theme
 
@@ -125,6 +126,19 @@ def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys
     assert "do without it: --train.layout padded" in printed
     logs = Path(printed.split()[-1])
     assert (logs / "three" / "log.txt").exists()
+
+
+def test_the_logs_of_a_failure_are_named_beside_the_json(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(as_json=True, themes=[Theme("three", (check("fails"),))]) == 1
+    printed = capsys.readouterr()
+    assert outcomes(printed.out).keys() >= {"fails"}
+    assert (Path(printed.err.split()[-1]) / "three" / "log.txt").exists()
+
+
+def test_without_a_folder_for_temporary_files_there_is_one_line(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.tempfile, "tempdir", str(planted / "nowhere"))
+    with pytest.raises(ClusterError, match="set TMPDIR"):
+        report.main(themes=[])
 
 
 def test_what_needs_a_gpu_starts_no_process_where_there_is_none(
