@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vlmrl import machine, startup
+from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
@@ -69,6 +70,21 @@ def local_session() -> Session:
     return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=count, gpus=gpus),))
 
 
+def joins_cluster() -> bool:
+    """Whether a run joins the cluster that RAY_ADDRESS names.
+
+    Raises:
+        ClusterError: the address is for Ray's client, with which this machine would be no part of the cluster.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS {address} is for Ray's client, and roles would write to another machine's disk than this "
+            "one: give the command on a machine of the cluster, with RAY_ADDRESS=auto"
+        )
+    return address not in OF_OUR_OWN
+
+
 @contextmanager
 def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; leave, or stop it, at the end.
@@ -82,7 +98,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     Raises:
         ClusterError: no shared memory, or Ray does not start.
     """
-    joins = bool(os.environ.get("RAY_ADDRESS"))
+    joins = joins_cluster()
     if not joins:
         machine.require([machine.shared_memory()])
     import ray

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +19,26 @@ def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
     with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
         pytest.fail("it has begun")
+
+
+def test_a_run_joins_a_cluster_that_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address, joins in (("auto", True), ("10.0.0.1:6379", True), ("local", False), ("", False)):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert session_module.joins_cluster() is joins, address
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ClusterError, match="give the command on a machine of the cluster"), session():
+        pytest.fail("it has begun")
+
+
+@pytest.mark.parametrize(("address", "has_token"), [(None, True), ("", True), ("local", True), ("auto", False)])
+def test_a_cluster_of_our_own_lets_in_only_who_holds_its_token(address: str | None, has_token: bool) -> None:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    given |= {"PYTHONPATH": str(Path(machine.__file__).parents[1])} | (
+        {} if address is None else {"RAY_ADDRESS": address}
+    )
+    code = "import os, vlmrl.cluster; print(os.environ.get('RAY_AUTH_MODE'), len(os.environ.get('RAY_AUTH_TOKEN', '')))"
+    said = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+    assert said.split() == (["token", "64"] if has_token else ["None", "0"])
 
 
 def test_slots_are_gpus_where_there_are_any() -> None:
