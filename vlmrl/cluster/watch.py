@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -97,11 +98,12 @@ class Watch:
             self._look(patience_s=self._patience_s)
 
     def _look(self, *, patience_s: float) -> None:
-        """Ask every machine once."""
-        with self._lock:
-            for node in self._nodes:
-                asked = time.monotonic()
-                sign, now = self._ask(node), time.monotonic()
+        """Ask every machine once, all at the same time: where many are silent, each would wait for those before it."""
+        with self._lock, ThreadPoolExecutor(len(self._nodes)) as pool:
+            asked = time.monotonic()
+            signs = list(pool.map(self._ask, self._nodes))
+            now = time.monotonic()
+            for node, sign in zip(self._nodes, signs, strict=True):
                 # Counted from the first question without an answer, not from the last answer: this process may have
                 # been stopped or busy in between.
                 since = self._silent_since.setdefault(node, asked)

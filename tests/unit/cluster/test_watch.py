@@ -81,6 +81,16 @@ def test_one_question_without_an_answer_is_no_silence_however_long_ago_the_last_
     assert found.lost is None
 
 
+def test_many_silent_machines_do_not_wait_for_each_other() -> None:
+    def ask(node: Node) -> Sign:
+        time.sleep(0.1)
+        return "silent"
+
+    nodes = [Node(f"b{n}", num_cpus=1, num_gpus=0, address=f"10.0.0.{n}", port=7) for n in range(8)]
+    found = Watch(dict.fromkeys(nodes, "actor 1"), ask=ask, interval_s=0.01)
+    assert found.why(limit_s=0.5) is not None
+
+
 def test_workers_that_start_after_the_loss_are_ended_too() -> None:
     found, ended = watch("gone")
     found.begin()
