@@ -81,6 +81,12 @@ def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
     assert (found.ok, found.detail) == (False, f"{tmp_path} cannot be written to")
 
 
+def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
+    assert cli.main(["rl", *words, "~no-such-user/out"]) == 2
+    assert "Give its full path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("version", "cuda", "ok"),
     [
