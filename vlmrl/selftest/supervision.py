@@ -21,10 +21,12 @@ import psutil
 import vlmrl
 from vlmrl import startup
 from vlmrl.selftest.outcome import Check, Outcome, Theme
-from vlmrl.startup.driver import has_gpu
+from vlmrl.startup.driver import has_gpu, shows_gpu
 
 _GRACE_S = 10.0
 """For a process that is told to stop, and what it has started."""
+_NO_GPU = {False: "no NVIDIA device", True: "CUDA_VISIBLE_DEVICES hides every GPU"}
+"""Why what needs a GPU is left out, by whether there is one."""
 
 Tell = Callable[[Outcome], None]
 
@@ -54,10 +56,10 @@ class Supervisor:
 
     def _run_theme(self, theme: Theme) -> None:
         remaining = list(theme.checks)
-        if not has_gpu():
+        if not shows_gpu():
             for check in [check for check in remaining if check.needs_gpu]:
                 remaining.remove(check)
-                self._tell(Outcome(check.name, "skipped", 0.0, "no NVIDIA device"))
+                self._tell(Outcome(check.name, "skipped", 0.0, _NO_GPU[has_gpu()]))
         while remaining and not self._is_stopped.is_set():
             remaining = self._attend(theme, remaining)
 

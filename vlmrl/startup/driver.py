@@ -22,6 +22,11 @@ def hides_gpus(visible: str | None) -> bool:
     return visible is not None and visible.strip() in ("", "-1")
 
 
+def shows_gpu() -> bool:
+    """Whether this process may use one: the driver shows a device, and the user does not hide it."""
+    return has_gpu() and not hides_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
 def installed_driver(file: Path = _VERSION) -> str | None:
     """Version of the kernel's NVIDIA driver, `535.161.08`; None where there is none."""
     try:

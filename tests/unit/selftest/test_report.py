@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from vlmrl.errors import ClusterError
-from vlmrl.selftest import report
+from vlmrl.selftest import report, supervision
 from vlmrl.selftest.outcome import Check, Theme
+from vlmrl.startup import driver
 
 CHECKS = """
 import multiprocessing, os, subprocess, sys, time
@@ -144,10 +145,13 @@ def test_without_a_folder_for_temporary_files_there_is_one_line(planted: Path, m
 def test_what_needs_a_gpu_starts_no_process_where_there_is_none(
     planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vlmrl.selftest.supervision.has_gpu", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     themes = [Theme("four", (check("hangs", needs_gpu=True),), "planted_checks:broken")]
-    assert report.main(as_json=True, themes=themes) == 0
-    assert outcomes(capsys.readouterr().out)["hangs"]["figure"] == "no NVIDIA device"
+    for there, why in ((False, "no NVIDIA device"), (True, "CUDA_VISIBLE_DEVICES hides every GPU")):
+        for module in (supervision, driver):
+            monkeypatch.setattr(module, "has_gpu", lambda there=there: there)
+        assert report.main(as_json=True, themes=themes) == 0
+        assert outcomes(capsys.readouterr().out)["hangs"]["figure"] == why
 
 
 def test_an_interrupt_ends_every_process(planted: Path) -> None:
