@@ -35,6 +35,9 @@ def check_nodes(
     if len(numbers) == 1:
         return
     nodes = [machines.nodes[number] for number in numbers]
+    addresses = [node.address for node in nodes]
+    # Two Ray nodes may share a machine, each with an environment of its own.
+    names = [a if addresses.count(a) == 1 else f"{a} (port {n.port})" for a, n in zip(addresses, nodes, strict=True)]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"
     try:
@@ -42,10 +45,10 @@ def check_nodes(
     except OSError as error:
         raise ClusterError(f"{_FOLDER_FLAG} {folder} cannot be written: {error.strerror}") from error
     try:
-        found = _ask([node.id for node in nodes], [node.address for node in nodes], [*paths.values()], str(nonce))
+        found = _ask([node.id for node in nodes], names, [*paths.values()], str(nonce))
     finally:
         nonce.unlink(missing_ok=True)
-    facts = dict(zip([node.address for node in nodes], found, strict=True))
+    facts = dict(zip(names, found, strict=True))
     for problem in (differing(facts), unseen(facts, paths | {_FOLDER_FLAG: str(folder)}, nonce=str(nonce))):
         if problem is not None:
             raise ClusterError(problem)
