@@ -43,7 +43,8 @@ _NOT_BUILT = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 2 a mistake of the user's, 130 interrupted."""
+    """Run the command line; returns the exit code: 0 done, 1 `doctor` has found something that does not
+    work, 2 a mistake of the user's or of the machine's, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)

@@ -24,7 +24,7 @@ from typing import Any
 import vlmrl
 from vlmrl import machine, startup
 from vlmrl.machine import GIB, Finding
-from vlmrl.startup.driver import has_gpu
+from vlmrl.startup.driver import has_gpu, shows_gpu
 from vlmrl.startup.pins import Version, versions
 
 INSTALL = "run `make setup`, or `pip install 'vlmrl[cpu]'` (`vlmrl[gpu]` where there is a GPU)"
@@ -103,7 +103,7 @@ def deepspeed_works() -> str:
 
     accelerator = get_accelerator()
     found = f"{accelerator.device_name()} over {accelerator.communication_backend_name()}"
-    wanted = "cuda over nccl" if has_gpu() else "cpu over gloo"
+    wanted = "cuda over nccl" if shows_gpu() else "cpu over gloo"
     if found != wanted:
         raise ProbeError(f"{found}, not {wanted}", "unset DS_ACCELERATOR, or correct it")
     return found

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrl.errors import ClusterError
-from vlmrl.startup.driver import has_gpu, installed_driver, mend_of_gpu, wanted_driver
+from vlmrl.startup.driver import has_gpu, hides_gpus, installed_driver, mend_of_gpu, wanted_driver
 
 GIB = 2**30
 MIB = 2**20
@@ -102,7 +102,7 @@ def disk(folder: Path | None = None) -> Finding:
     """Free space where a run would write, and that it can be written to; by default the folder where the user is."""
     # The run makes the folders that are not there yet.
     folder = (folder or Path.cwd()).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if _is_seen(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         found = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
         mend = "work in a folder of yours, or set --ckpt.output_dir"
@@ -110,6 +110,13 @@ def disk(folder: Path | None = None) -> Finding:
     free = shutil.disk_usage(there).free
     mend = "free some space, or work elsewhere"
     return _enough("disk", free, f"{free / GIB:.1f} GiB free in {there}", mend, wanted=5 * GIB, least=_LEAST_DISK)
+
+
+def _is_seen(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:  # it lies in somebody else's folder
+        return False
 
 
 def driver() -> Finding:
@@ -131,7 +138,7 @@ def devices() -> Finding:
     if not has_gpu():
         return Finding("devices", ok=True, essential=True, detail="no GPU, so that everything runs on CPU")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
+    if hides_gpus(visible):
         return Finding("devices", ok=True, essential=True, detail="CUDA_VISIBLE_DEVICES hides every GPU")
     import torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,7 +16,7 @@ from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
 from vlmrl.cluster.publish import check_publication
-from vlmrl.cluster.session import Session, local_session
+from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
@@ -127,7 +126,7 @@ def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
         ClusterError: something is lacking without which nothing runs.
     """
     output = Path(config.ckpt.output_dir).expanduser()
-    return machine.require(machine.examine(output, joins=bool(os.environ.get("RAY_ADDRESS"))))
+    return machine.require(machine.examine(output, joins=joins_cluster()))
 
 
 def check_hardware(

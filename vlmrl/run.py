@@ -21,7 +21,7 @@ from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.errors import VlmrlError
+from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
@@ -284,8 +284,13 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
 
 def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]:
     """What can be checked before anything starts."""
-    # Ranks on a cluster that the user started stand in another folder.
-    folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
+    try:
+        # Ranks on a cluster that the user started stand in another folder.
+        folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
+    except RuntimeError as error:  # no such user, or no home
+        raise ConfigError(
+            f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
+        ) from error
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     check_machine(config)

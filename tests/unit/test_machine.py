@@ -59,6 +59,34 @@ def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeyp
     assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} cannot be written to")
 
 
+@pytest.mark.parametrize("way", [[], ["--dry-run"]])
+def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
+    way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exists = Path.exists
+
+    def closed(path: Path) -> bool:
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", closed)
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: path != tmp_path)
+    words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
+    assert cli.main(["rl", *words, str(tmp_path / "theirs" / "out"), *way]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "Permission denied" in said
+    found = machine.disk(tmp_path / "theirs" / "out")
+    assert (found.ok, found.detail) == (False, f"{tmp_path} cannot be written to")
+
+
+def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
+    assert cli.main(["rl", *words, "~no-such-user/out"]) == 2
+    assert "Give its full path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("version", "cuda", "ok"),
     [

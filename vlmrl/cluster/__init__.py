@@ -3,9 +3,12 @@
 import os
 import secrets
 
+OF_OUR_OWN = ("", "local")
+"""Values of RAY_ADDRESS that name no cluster: a run starts its own. `local` is Ray's word for it."""
+
 # Ray reads these when it is imported, so they are set before anything here imports it. A cluster that the user started
 # (RAY_ADDRESS) has its own settings; one of our own lets in only who holds this run's token.
-if "RAY_ADDRESS" not in os.environ:
+if os.environ.get("RAY_ADDRESS", "") in OF_OUR_OWN:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -18,8 +18,10 @@ def gpu_names(visible: str | None, count: int, *, where: str) -> tuple[str, ...]
     name that it cannot be, and so does this.
 
     Raises:
-        ClusterError: fewer are visible. `where` is the node, for the message.
+        ClusterError: fewer are visible, or one is twice. `where` is the node, for the message.
     """
+    if count == 0:
+        return ()
     if visible is None:
         return tuple(map(str, range(count)))
     names: list[str] = []
@@ -27,6 +29,12 @@ def gpu_names(visible: str | None, count: int, *, where: str) -> tuple[str, ...]
         if not _NAME.fullmatch(name.strip()):
             break
         names.append(name.strip())
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise ClusterError(
+            f"CUDA_VISIBLE_DEVICES of {where} names {twice} twice ({visible!r}), which makes two slots of one GPU: "
+            "correct it, then start Ray again"
+        )
     if len(names) < count:
         raise ClusterError(
             f"{where} has {count} GPUs, says Ray, but CUDA_VISIBLE_DEVICES there shows {len(names)} of them "

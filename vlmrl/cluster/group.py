@@ -160,17 +160,23 @@ class WorkerGroup:
         pids: list[int] = self._get(
             [
                 worker.build.remote(path, world | ({"RANK": str(rank)} if distributed else {}), settings, self._driver)
-                for rank, worker in enumerate(self._workers)
+                for rank, worker in enumerate(self._alive())
             ]
         )
         return pids
+
+    def _alive(self) -> list[Any]:
+        """The workers. A call on none would succeed and do nothing: a model would be told to be saved that is not."""
+        if not self._workers:
+            raise ClusterError(f"the workers of {self.name} have been ended")
+        return self._workers
 
     def __len__(self) -> int:
         return len(self._workers)
 
     def address(self) -> tuple[str, int]:
         """The address of the first worker's node, and a port that is free on it."""
-        address, port = self._get(self._workers[0].address.remote())
+        address, port = self._get(self._alive()[0].address.remote())
         return address, port
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -180,21 +186,20 @@ class WorkerGroup:
 
     def each(self, method: str, arguments: Sequence[Any], **kwargs: Any) -> list[Any]:
         """Call `method` on worker i with `arguments[i]`, and with `kwargs` on all; the answers in order."""
-        if len(arguments) != len(self._workers):
-            raise ValueError(f"{len(arguments)} arguments for {len(self._workers)} workers of {self.name}")
-        calls = [
-            worker.call.remote(method, item, **kwargs) for worker, item in zip(self._workers, arguments, strict=True)
-        ]
+        workers = self._alive()
+        if len(arguments) != len(workers):
+            raise ValueError(f"{len(arguments)} arguments for {len(workers)} workers of {self.name}")
+        calls = [worker.call.remote(method, item, **kwargs) for worker, item in zip(workers, arguments, strict=True)]
         results: list[Any] = self._get(calls)
         return results
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef[Any]]:
         """Start `method` on every worker and return at once. An ObjectRef among `args` arrives as its value."""
-        return [worker.call.remote(method, *args, **kwargs) for worker in self._workers]
+        return [worker.call.remote(method, *args, **kwargs) for worker in self._alive()]
 
     def submit_to(self, worker: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef[Any]:
         """Start `method` on one worker and return at once."""
-        ref: ray.ObjectRef[Any] = self._workers[worker].call.remote(method, *args, **kwargs)
+        ref: ray.ObjectRef[Any] = self._alive()[worker].call.remote(method, *args, **kwargs)
         return ref
 
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:

@@ -35,6 +35,9 @@ def check_nodes(
     if len(numbers) == 1:
         return
     nodes = [machines.nodes[number] for number in numbers]
+    addresses = [node.address for node in nodes]
+    # Two Ray nodes may share a machine, each with an environment of its own.
+    names = [a if addresses.count(a) == 1 else f"{a} (port {n.port})" for a, n in zip(addresses, nodes, strict=True)]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"
     try:
@@ -42,10 +45,10 @@ def check_nodes(
     except OSError as error:
         raise ClusterError(f"{_FOLDER_FLAG} {folder} cannot be written: {error.strerror}") from error
     try:
-        found = _ask([node.id for node in nodes], [node.address for node in nodes], [*paths.values()], str(nonce))
+        found = _ask([node.id for node in nodes], names, [*paths.values()], str(nonce))
     finally:
         nonce.unlink(missing_ok=True)
-    facts = dict(zip([node.address for node in nodes], found, strict=True))
+    facts = dict(zip(names, found, strict=True))
     for problem in (differing(facts), unseen(facts, paths | {_FOLDER_FLAG: str(folder)}, nonce=str(nonce))):
         if problem is not None:
             raise ClusterError(problem)
@@ -81,11 +84,15 @@ def local_paths(config: RlConfig | SftConfig | EvalConfig) -> dict[str, str]:
 def differing(facts: Mapping[str, Facts]) -> str | None:
     """The line for the first thing of which two machines have other versions; None where all are alike."""
     (first, wanted), *others = ((address, found["versions"]) for address, found in facts.items())
+    # What the first lacks, as a head without an engine does, the others are compared in among themselves.
+    holders = {name: (first, version) for name, version in wanted.items()}
     for address, versions in others:
-        for name, version in wanted.items():
-            if versions.get(name) != version:
+        for name, version in versions.items():
+            holders.setdefault(name, (address, version))
+        for name, (holder, version) in holders.items():
+            if versions.get(name) != version and (name in versions or name in wanted):
                 return (
-                    f"machine {address} has {_said(name, versions.get(name))}, machine {first} has "
+                    f"machine {address} has {_said(name, versions.get(name))}, machine {holder} has "
                     f"{_said(name, version)}: bring both to the same checkout and run `make setup` on each"
                 )
     return None

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vlmrl import machine, startup
+from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
-from vlmrl.startup.driver import installed_driver, mend_of_gpu
+from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,21 @@ def local_session() -> Session:
     return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=count, gpus=gpus),))
 
 
+def joins_cluster() -> bool:
+    """Whether a run joins the cluster that RAY_ADDRESS names.
+
+    Raises:
+        ClusterError: the address is for Ray's client, with which this machine would be no part of the cluster.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise ClusterError(
+            f"RAY_ADDRESS {address} is for Ray's client, and roles would write to another machine's disk than this "
+            "one: give the command on a machine of the cluster, with RAY_ADDRESS=auto"
+        )
+    return address not in OF_OUR_OWN
+
+
 @contextmanager
 def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine; leave, or stop it, at the end.
@@ -82,7 +98,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     Raises:
         ClusterError: no shared memory, or Ray does not start.
     """
-    joins = bool(os.environ.get("RAY_ADDRESS"))
+    joins = joins_cluster()
     if not joins:
         machine.require([machine.shared_memory()])
     import ray
@@ -120,6 +136,9 @@ def _alive_nodes() -> tuple[Node, ...]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in alive}
     visible = visible_gpus({node["NodeID"]: node["NodeManagerAddress"] for node in alive if num_gpus[node["NodeID"]]})
+    for node, names in visible.items():
+        if hides_gpus(names):  # Ray counts "-1" as one GPU
+            num_gpus[node] = 0
     here = ray.get_runtime_context().get_node_id()
     nodes = [
         Node(

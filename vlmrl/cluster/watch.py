@@ -6,10 +6,12 @@ more. Meanwhile a collective waits for ever, or breaks with an error that names 
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -26,6 +28,8 @@ _PATIENCE_S = 30.0
 """So long a machine may be silent: one that is short of memory is, for seconds."""
 _DOUBT_S = 6.0
 """The same when something has just gone wrong; and how long the search for the cause takes then at most."""
+_OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors of this machine, which is short of files, memory or ports: they say nothing of the other one."""
 
 
 class Watch:
@@ -47,7 +51,7 @@ class Watch:
         self._nodes = nodes
         self._ask = ask or sign_of
         self._interval_s, self._patience_s = interval_s, patience_s
-        self._last_there = dict.fromkeys(nodes, time.monotonic())
+        self._silent_since: dict[Node, float] = {}
         self._refused = dict.fromkeys(nodes, 0)
         self._ends: list[Callable[[], None]] = []
         self._lost: Node | None = None
@@ -62,8 +66,12 @@ class Watch:
         self._is_over.set()
 
     def at_loss(self, end: Callable[[], None]) -> None:
-        """Have `end` called when a machine has died: it ends the workers of a role, and with them every wait."""
+        """Have `end` called when a machine has died, or has died already: it ends the workers of a role, and with them
+        every wait."""
+        # In this order, so that one of the two threads calls it.
         self._ends.append(end)
+        if self._lost is not None:
+            end()
 
     @property
     def lost(self) -> str | None:
@@ -90,14 +98,19 @@ class Watch:
             self._look(patience_s=self._patience_s)
 
     def _look(self, *, patience_s: float) -> None:
-        """Ask every machine once."""
-        with self._lock:
-            for node in self._nodes:
-                sign, now = self._ask(node), time.monotonic()
-                if sign == "there":
-                    self._last_there[node] = now
+        """Ask every machine once, all at the same time: where many are silent, each would wait for those before it."""
+        with self._lock, ThreadPoolExecutor(len(self._nodes)) as pool:
+            asked = time.monotonic()
+            signs = list(pool.map(self._ask, self._nodes))
+            now = time.monotonic()
+            for node, sign in zip(self._nodes, signs, strict=True):
+                # Counted from the first question without an answer, not from the last answer: this process may have
+                # been stopped or busy in between.
+                since = self._silent_since.setdefault(node, asked)
+                if sign != "silent":
+                    del self._silent_since[node]
                 self._refused[node] = self._refused[node] + 1 if sign == "gone" else 0
-                is_dead = self._refused[node] > 1 or (sign == "silent" and now - self._last_there[node] > patience_s)
+                is_dead = self._refused[node] > 1 or (sign == "silent" and now - since > patience_s)
                 if is_dead and self._lost is None and not self._is_over.is_set():
                     self._lost = node
                     for end in self._ends:
@@ -112,8 +125,8 @@ def sign_of(node: Node) -> Sign:
         socket.create_connection((node.address, node.port), timeout=_ANSWER_S).close()
     except ConnectionRefusedError:
         return "gone"
-    except OSError:  # a time-out, no route, an interface that is down
-        return "silent"
+    except OSError as error:  # a time-out, no route, an interface that is down
+        return "there" if error.errno in _OUR_OWN else "silent"
     return "there"
 
 

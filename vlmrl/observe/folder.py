@@ -88,7 +88,11 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds another run, or there is nothing to continue.
         """
-        if self.root.exists() and not self.root.is_dir():
+        try:
+            is_there = self.root.exists()
+        except PermissionError as error:
+            raise ConfigError(f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder of yours") from error
+        if is_there and not self.root.is_dir():
             raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
         if resume and not has_checkpoint:
             if self.model.exists() or self.adapter.exists():

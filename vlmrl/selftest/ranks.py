@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def rank(number: int, count: int, port: int) -> dict[str, Any]:
     return {"uuid": uuid, "seconds": seconds}
 
 
+def _start(number: int, count: int, port: int, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "vlmrl.selftest.ranks", str(number), str(count), str(port)],
+            env=os.environ | variables | {"PYTHONPATH": os.environ["PYTHONPATH"]},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
 def check(folder: Path) -> str:
     """One process per visible GPU, in the environment that a run would give it."""
     machines = local_session()
@@ -72,15 +83,21 @@ def check(folder: Path) -> str:
     environments = [worker_environment(machines, num_workers=count, slots=[i], node=0) for i in range(count)]
     logs = [folder / f"rank_{i}.txt" for i in range(count)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "vlmrl.selftest.ranks", str(number), str(count), str(port)],
-            env=os.environ | variables | {"PYTHONPATH": os.environ["PYTHONPATH"]},
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-        )
+        _start(number, count, port, variables, log)
         for number, (variables, log) in enumerate(zip(environments, logs, strict=True))
     ]
-    codes = [process.wait(2 * _TIMEOUT_S) for process in ranks]
+    try:
+        codes = [process.wait(2 * _TIMEOUT_S) for process in ranks]
+    except subprocess.TimeoutExpired:
+        waiting = [number for number, process in enumerate(ranks) if process.poll() is None]
+        raise Broken(
+            f"rank {waiting[0]} of {count} is not done after {2 * _TIMEOUT_S} s: collectives or the driver hang"
+        ) from None
+    finally:
+        # One that hangs would live on, and hold its device.
+        for process in ranks:
+            process.kill()
+            process.wait()
     lines = [(log.read_text().strip().splitlines() or ["it said nothing"])[-1] for log in logs]
     bad = [i for i, code in enumerate(codes) if code]
     if bad:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import vlmrl
 from vlmrl import machine, startup
+from vlmrl.errors import ClusterError
 from vlmrl.selftest.outcome import Outcome, Theme
 from vlmrl.selftest.supervision import Supervisor
 from vlmrl.startup.driver import has_gpu
@@ -35,7 +36,10 @@ def main(*, as_json: bool = False, themes: Sequence[Theme] | None = None) -> int
 
         themes = THEMES
     started = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="vlmrl-self-test-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="vlmrl-self-test-"))
+    except OSError as error:
+        raise ClusterError(f"no folder for temporary files ({error.strerror}): set TMPDIR to one of yours") from error
     report = _Report(as_json=as_json)
     is_kept = False
     try:
@@ -120,6 +124,8 @@ class _Report:
 
     def end(self, seconds: float, *, logs: Path | None) -> None:
         if self._as_json:
+            if logs is not None:
+                sys.stderr.write(f"what failed said more in {logs}\n")
             return
         if logs is None:
             self._console.print(f"[green]Everything that can run here works[/green] ({seconds:.0f} s).")

@@ -21,10 +21,12 @@ import psutil
 import vlmrl
 from vlmrl import startup
 from vlmrl.selftest.outcome import Check, Outcome, Theme
-from vlmrl.startup.driver import has_gpu
+from vlmrl.startup.driver import has_gpu, shows_gpu
 
 _GRACE_S = 10.0
 """For a process that is told to stop, and what it has started."""
+_NO_GPU = {False: "no NVIDIA device", True: "CUDA_VISIBLE_DEVICES hides every GPU"}
+"""Why what needs a GPU is left out, by whether there is one."""
 
 Tell = Callable[[Outcome], None]
 
@@ -54,10 +56,10 @@ class Supervisor:
 
     def _run_theme(self, theme: Theme) -> None:
         remaining = list(theme.checks)
-        if not has_gpu():
+        if not shows_gpu():
             for check in [check for check in remaining if check.needs_gpu]:
                 remaining.remove(check)
-                self._tell(Outcome(check.name, "skipped", 0.0, "no NVIDIA device"))
+                self._tell(Outcome(check.name, "skipped", 0.0, _NO_GPU[has_gpu()]))
         while remaining and not self._is_stopped.is_set():
             remaining = self._attend(theme, remaining)
 
@@ -165,11 +167,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         family = []
     if process.poll() is None:
         process.kill()
-    # Those whose parent is gone would be adopted and live on.
+    # Those whose parent is gone would be adopted and live on. Python's resource trackers end last, and by themselves:
+    # they remove what the others have left in shared memory.
+    trackers = [member for member in family if _tracks_resources(member)]
+    _kill([member for member in family if member not in trackers])
+    _kill(psutil.wait_procs(trackers, timeout=_GRACE_S)[1])
+    _wait(process)
+
+
+def _kill(family: Sequence[psutil.Process]) -> None:
     for member in family:
         try:
             member.kill()
         except psutil.Error:  # it has ended by itself
             continue
     psutil.wait_procs(family, timeout=_GRACE_S)
-    _wait(process)
+
+
+def _tracks_resources(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended by itself
+        return False

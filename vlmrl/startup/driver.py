@@ -17,6 +17,16 @@ def has_gpu() -> bool:
     return _DEVICE.exists()
 
 
+def hides_gpus(visible: str | None) -> bool:
+    """Whether a CUDA_VISIBLE_DEVICES hides every GPU on purpose. None: it is not set."""
+    return visible is not None and visible.strip() in ("", "-1")
+
+
+def shows_gpu() -> bool:
+    """Whether this process may use one: the driver shows a device, and the user does not hide it."""
+    return has_gpu() and not hides_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
 def installed_driver(file: Path = _VERSION) -> str | None:
     """Version of the kernel's NVIDIA driver, `535.161.08`; None where there is none."""
     try:
@@ -61,7 +71,8 @@ def problem_of_gpu(
 
     Without it a rank would compute on CPU and never tell. `is_available` is `torch.cuda.is_available()`.
     """
-    if is_available or not environ.get("CUDA_VISIBLE_DEVICES") or not has_gpu():
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if is_available or visible is None or hides_gpus(visible) or not has_gpu():
         return None
     return ": ".join(mend_of_gpu(cuda, installed_driver(file)))
 

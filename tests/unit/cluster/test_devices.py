@@ -28,5 +28,10 @@ def test_cuda_reads_a_list_up_to_its_first_mistake_and_ray_does_not() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_gpu_that_is_named_twice_is_no_second_gpu() -> None:
+    with pytest.raises(ClusterError, match=r"CUDA_VISIBLE_DEVICES of node a names 3 twice \('3, 3'\)"):
+        gpu_names("3, 3", 2, where="node a")
+
+
 def test_nobody_is_asked_where_there_is_no_gpu() -> None:
     assert visible_gpus({}) == {}

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from vlmrl.cluster import nodes
 from vlmrl.cluster.nodes import _PACKAGES, _probe, check_nodes, differing, local_paths, nodes_of, unseen
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
 from vlmrl.config.run import EvalConfig, RlConfig
+from vlmrl.errors import ClusterError
 
 
 def facts(**changed: Any) -> dict[str, Any]:
@@ -39,6 +43,14 @@ def test_a_machine_that_is_alone_is_not_asked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_nodes_of_one_address_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = [Node(name, num_cpus=1, num_gpus=0, address="10.0.0.1", port=port) for name, port in (("a", 7), ("b", 8))]
+    other = facts(versions=facts()["versions"] | {"torch": "2.12.0"})
+    monkeypatch.setattr(nodes, "_ask", lambda *asked: [facts(), other])
+    with pytest.raises(ClusterError, match=r"machine 10\.0\.0\.1 \(port 8\) has torch 2\.12\.0"):
+        check_nodes(config(), Session(tuple(pair)), {"actor": [Place(0, (0,)), Place(1, (0,))]}, tmp_path)
+
+
 def test_both_machines_and_both_versions_are_named() -> None:
     assert differing({"10.0.0.1": facts(), "10.0.0.2": facts()}) is None
     other = facts()
@@ -50,6 +62,16 @@ def test_both_machines_and_both_versions_are_named() -> None:
     line = differing({"10.0.0.1": facts(), "10.0.0.3": other})
     assert line is not None
     assert "machine 10.0.0.3 has no vllm" in line
+
+
+def test_what_the_first_machine_lacks_is_compared_among_the_others() -> None:
+    head, one, two = facts(), facts(), facts()
+    head["versions"] = {name: version for name, version in head["versions"].items() if name != "vllm"}
+    assert differing({"10.0.0.1": head, "10.0.0.2": one, "10.0.0.3": two}) is None
+    two["versions"] = two["versions"] | {"vllm": "0.31.0"}
+    line = differing({"10.0.0.1": head, "10.0.0.2": one, "10.0.0.3": two})
+    assert line is not None
+    assert line.startswith("machine 10.0.0.3 has vllm 0.31.0, machine 10.0.0.2 has vllm 0.32.0: ")
 
 
 def test_a_path_that_a_machine_does_not_see_is_named_with_its_setting() -> None:

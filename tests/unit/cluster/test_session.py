@@ -1,5 +1,12 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+import vlmrl.cluster.session as session_module
 from vlmrl import machine
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
@@ -12,6 +19,26 @@ def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
     with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
         pytest.fail("it has begun")
+
+
+def test_a_run_joins_a_cluster_that_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address, joins in (("auto", True), ("10.0.0.1:6379", True), ("local", False), ("", False)):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert session_module.joins_cluster() is joins, address
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ClusterError, match="give the command on a machine of the cluster"), session():
+        pytest.fail("it has begun")
+
+
+@pytest.mark.parametrize(("address", "has_token"), [(None, True), ("", True), ("local", True), ("auto", False)])
+def test_a_cluster_of_our_own_lets_in_only_who_holds_its_token(address: str | None, has_token: bool) -> None:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    given |= {"PYTHONPATH": str(Path(machine.__file__).parents[1])} | (
+        {} if address is None else {"RAY_ADDRESS": address}
+    )
+    code = "import os, vlmrl.cluster; print(os.environ.get('RAY_AUTH_MODE'), len(os.environ.get('RAY_AUTH_TOKEN', '')))"
+    said = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+    assert said.split() == (["token", "64"] if has_token else ["None", "0"])
 
 
 def test_slots_are_gpus_where_there_are_any() -> None:
@@ -48,6 +75,17 @@ def test_slots_are_the_gpus_that_the_user_made_visible_on_each_node() -> None:
     assert [seen(0, 0, 1), seen(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
     # A role without a slot, such as the data, sees none.
     assert seen(0) == ""
+
+
+def test_a_node_whose_gpus_are_hidden_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray counts the names in CUDA_VISIBLE_DEVICES, and -1 is one.
+    node = {"NodeID": "a", "Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 7}
+    monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": {"CPU": 4.0, "GPU": 1.0}}])
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(session_module, "visible_gpus", lambda addresses: dict.fromkeys(addresses, "-1"))
+    machines = Session(session_module._alive_nodes())
+    assert not machines.has_gpus
+    assert machines.slots == [4]
 
 
 def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -66,6 +69,53 @@ def test_a_machine_is_asked_at_the_port_of_its_ray() -> None:
         node = Node("b", num_cpus=1, num_gpus=0, address="127.0.0.1", port=port)
         assert sign_of(node) == "there"
     assert sign_of(node) == "gone"
+
+
+def test_one_question_without_an_answer_is_no_silence_however_long_ago_the_last_answer_was() -> None:
+    # The driver was stopped for a while, and the first packets after that are lost.
+    found, ended = watch("silent", "there", patience_s=0.05)
+    time.sleep(0.1)
+    found.begin()
+    assert not ended.wait(0.2)
+    found.close()
+    assert found.lost is None
+
+
+def test_many_silent_machines_do_not_wait_for_each_other() -> None:
+    def ask(node: Node) -> Sign:
+        time.sleep(0.1)
+        return "silent"
+
+    nodes = [Node(f"b{n}", num_cpus=1, num_gpus=0, address=f"10.0.0.{n}", port=7) for n in range(8)]
+    found = Watch(dict.fromkeys(nodes, "actor 1"), ask=ask, interval_s=0.01)
+    assert found.why(limit_s=0.5) is not None
+
+
+def test_workers_that_start_after_the_loss_are_ended_too() -> None:
+    found, ended = watch("gone")
+    found.begin()
+    assert ended.wait(5)
+    late = threading.Event()
+    found.at_loss(late.set)
+    assert late.is_set()
+
+
+def test_a_machine_is_not_blamed_for_what_this_one_lacks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = Node("b", num_cpus=1, num_gpus=0, address="127.0.0.1", port=server.getsockname()[1])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (server.fileno() + 1, hard))
+        held = []
+        try:
+            with suppress(OSError):  # until all numbers below the limit are taken
+                while True:
+                    held.append(os.dup(server.fileno()))
+            sign = sign_of(node)
+        finally:
+            for file in held:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sign == "there"
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from vlmrl.selftest import layers, training
+from vlmrl.selftest import layers, ranks, training
 from vlmrl.selftest.outcome import Broken
 from vlmrl.selftest.themes import THEMES
 
@@ -24,6 +25,15 @@ def test_every_check_names_a_function_that_is_there_and_settings_to_do_without_i
         path = Path(training.__file__).parent / f"{module.rpartition('.')[2]}.py"
         assert f"def {function}(" in path.read_text(), name
     assert all(check.avoid for check in checks)
+
+
+def test_ranks_that_hang_are_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(ranks.__file__).parents[2]))
+    # They are still importing torch then.
+    monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
+    with pytest.raises(Broken, match=r"rank 0 of 2 is not done after 0\.4 s"):
+        ranks.check(tmp_path)
+    assert not [one for one in psutil.Process().children() if "vlmrl.selftest.ranks" in one.cmdline()]
 
 
 def test_four_bit_layers_compute_with_the_numbers_that_their_bits_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:

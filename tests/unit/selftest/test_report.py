@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vlmrl.selftest import report
+from vlmrl.errors import ClusterError
+from vlmrl.selftest import report, supervision
 from vlmrl.selftest.outcome import Check, Theme
+from vlmrl.startup import driver
 
 CHECKS = """
 import multiprocessing, os, subprocess, sys, time
@@ -29,6 +31,8 @@ def raises(held): raise ValueError("first line\\nsecond line")
 def skipped(held): raise Skipped("one GPU")
 def crashes(held): sys.stderr.write("Illegal instruction\\n"); os.kill(os.getpid(), 11)
 def hangs(held):
+    from multiprocessing.shared_memory import SharedMemory
+    segment = SharedMemory(create=True, size=4096, name=os.environ["SEGMENT"])
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(os.environ["PIDS"]).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(60)
@@ -53,7 +57,15 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(report.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("SEGMENT", f"vlmrl-test-{os.getpid()}")
     return tmp_path
+
+
+def has_left_shared_memory() -> bool:
+    segment = Path("/dev/shm", os.environ["SEGMENT"])
+    is_left = segment.exists()
+    segment.unlink(missing_ok=True)
+    return is_left
 
 
 def check(function: str, limit_s: float = 60.0, *, needs_gpu: bool = False) -> Check:
@@ -88,6 +100,7 @@ def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
     assert float(found["hangs"]["seconds"]) >= 1.5
     for process in map(int, (planted / "pids").read_text().split()):
         assert not psutil.pid_exists(process)
+    assert not has_left_shared_memory()
 
 
 def test_a_set_up_that_fails_is_told_for_each_of_its_checks_and_not_tried_again(
@@ -116,13 +129,29 @@ def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys
     assert (logs / "three" / "log.txt").exists()
 
 
+def test_the_logs_of_a_failure_are_named_beside_the_json(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(as_json=True, themes=[Theme("three", (check("fails"),))]) == 1
+    printed = capsys.readouterr()
+    assert outcomes(printed.out).keys() >= {"fails"}
+    assert (Path(printed.err.split()[-1]) / "three" / "log.txt").exists()
+
+
+def test_without_a_folder_for_temporary_files_there_is_one_line(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.tempfile, "tempdir", str(planted / "nowhere"))
+    with pytest.raises(ClusterError, match="set TMPDIR"):
+        report.main(themes=[])
+
+
 def test_what_needs_a_gpu_starts_no_process_where_there_is_none(
     planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vlmrl.selftest.supervision.has_gpu", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     themes = [Theme("four", (check("hangs", needs_gpu=True),), "planted_checks:broken")]
-    assert report.main(as_json=True, themes=themes) == 0
-    assert outcomes(capsys.readouterr().out)["hangs"]["figure"] == "no NVIDIA device"
+    for there, why in ((False, "no NVIDIA device"), (True, "CUDA_VISIBLE_DEVICES hides every GPU")):
+        for module in (supervision, driver):
+            monkeypatch.setattr(module, "has_gpu", lambda there=there: there)
+        assert report.main(as_json=True, themes=themes) == 0
+        assert outcomes(capsys.readouterr().out)["hangs"]["figure"] == why
 
 
 def test_an_interrupt_ends_every_process(planted: Path) -> None:
@@ -142,3 +171,4 @@ def test_an_interrupt_ends_every_process(planted: Path) -> None:
         assert tester.wait(30) != 0
     for process in map(int, (planted / "pids").read_text().split()):
         assert not psutil.pid_exists(process)
+    assert not has_left_shared_memory()

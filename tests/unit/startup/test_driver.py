@@ -51,5 +51,18 @@ def test_a_process_that_was_given_a_gpu_never_computes_on_the_cpu_instead(
     assert driver.problem_of_gpu("13.0", is_available=True, environ=given, file=file) is None
     # The data's process is given none.
     assert driver.problem_of_gpu("13.0", is_available=False, environ={"CUDA_VISIBLE_DEVICES": ""}, file=file) is None
+    # Nobody is, where the user says so.
+    assert driver.problem_of_gpu("13.0", is_available=False, environ={"CUDA_VISIBLE_DEVICES": "-1"}, file=file) is None
     monkeypatch.setattr(driver, "has_gpu", lambda: False)
     assert driver.problem_of_gpu("13.0", is_available=False, environ=given, file=file) is None
+
+
+@pytest.mark.parametrize(("visible", "shown"), [(None, True), ("0", True), ("", False), ("-1", False)])
+def test_a_gpu_that_the_user_hides_is_not_for_us(
+    visible: str | None, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "has_gpu", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert driver.shows_gpu() is shown
