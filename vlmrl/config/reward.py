@@ -127,8 +127,8 @@ class Reward(Scoring):
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
     """The soft over-long penalty at its largest."""
     stop_properly_penalty_coef: float | None = Field(default=None, le=1.0)
-    """Truncated responses: c in [0, 1] leaves the smaller of their reward r and c r, so that they never gain; below 0
-    it replaces the reward (ProRL)."""
+    """Truncated responses: c in [0, 1] leaves the smaller of their reward r and c r, c below 0 the smaller of r and c
+    (ProRL), so that they never gain."""
 
     @property
     def has_model(self) -> bool:
