@@ -77,8 +77,9 @@ class Judges:
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
 
-        An answer that could not be scored by its own doing gets 0, or the lowest score of its group if that is less:
-        beside others it does not pay to break a reward. One that the infrastructure failed gets 0, which nobody uses.
+        An answer that could not be scored by its own doing gets 0, or the lowest score of its group if that is less; in
+        a group without a score, the lowest of all groups: it does not pay to break a reward. One that the
+        infrastructure failed gets 0, which nobody uses.
 
         Raises RewardError when a model's score is not a number.
         """
@@ -92,12 +93,13 @@ class Judges:
             found = zip(scores, source.ask(samples), samples, strict=True)
             scores = [_with(score, source, said, sample.source) for score, said, sample in found]
         ahead = iter(scores)
-        return [_with_lowest([next(ahead) for _ in group.rollouts]) for group in groups]
+        return [_with_lowest([next(ahead) for _ in group.rollouts], every=scores) for group in groups]
 
 
-def _with_lowest(scores: list[Score]) -> list[Score]:
-    """The scores of a group, none that failed by the response's doing above another."""
-    lowest = min([0.0, *(score.earned for score in scores if not score.failed)])
+def _with_lowest(scores: list[Score], *, every: Sequence[Score]) -> list[Score]:
+    """The scores of a group, none that failed by the response's doing above another; `every` is of all groups."""
+    known = [score.earned for score in scores if not score.failed]
+    lowest = min([0.0, *(known or [score.earned for score in every if not score.failed])])
     return [replace(score, total=lowest) if score.failure == "response" else score for score in scores]
 
 

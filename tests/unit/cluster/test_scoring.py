@@ -72,7 +72,15 @@ def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_i
     )
     model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
     found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [0.0, 0.0]]
+    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [-3.0, -3.0]]
+
+
+def test_without_a_group_to_compare_with_it_does_not_pay_to_break_a_reward_either() -> None:
+    alone = [Group(group.prompt, group.rollouts[:1]) for group in groups()]
+    for other, worth in ((-1.0, -1.0), (1.0, 0.0)):
+        functions = Functions([[Score(other)], [Score(0.0, failure="response")]])
+        found = Judges(functions, []).score(alone)  # type: ignore[arg-type]
+        assert [score.total for group in found for score in group] == [other, worth]
 
 
 def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> None:
@@ -80,7 +88,7 @@ def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> 
     functions = Functions([[Score(-1.0), lost], [Score(0.0, failure="response"), lost]])
     model = source({0: -4.0, 1: -99.0, 2: -7.0, 3: 1.0}, weight=0.5)
     found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [0.0, 0.0]]
+    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [-3.0, 0.0]]
     assert [[score.failure for score in group] for group in found] == [
         [None, "infrastructure"],
         ["response", "infrastructure"],
