@@ -27,7 +27,7 @@ from vlmrl.judging import Judged
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.sifting import Seen
 from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, progress
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Score
+from vlmrl.types import Experience, Failure, Floats, Group, Metrics, Prompt, Sample, Score
 
 
 def test_a_step_goes_through_its_phases_and_every_publish_has_the_next_version() -> None:
@@ -275,7 +275,8 @@ def test_the_bound_of_filtering_counts_prompts_and_not_how_often_some_were_drawn
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=PickyRewarder())
 
 
-def test_failures_add_up_over_the_refills_of_a_step() -> None:
+@pytest.mark.parametrize("kind", ["infrastructure", "response"])
+def test_failures_add_up_over_the_refills_of_a_step(kind: Failure) -> None:
     told: list[tuple[int | None, int]] = []
 
     class Breaking(PickyRewarder):
@@ -284,13 +285,12 @@ def test_failures_add_up_over_the_refills_of_a_step() -> None:
         def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
             told.append((out_of, failed))
             pairs = super().score(groups)
-            return [
-                [replace(one, failure="response" if one.total == other.total else None), other] for one, other in pairs
-            ]
+            return [[replace(one, failure=kind if one.total == other.total else None), other] for one, other in pairs]
 
     notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Breaking())
     # Draws of 2, 2, 1, 1 and 1 prompts with 2 answers each; of the seven prompts, 2 and 6 teach.
-    assert told == [(4, 0), (8, 2), (10, 3), (12, 4), (14, 5)]
+    lost = [0, 2, 3, 4, 5] if kind == "infrastructure" else [0] * 5
+    assert told == list(zip([4, 8, 10, 12, 14], lost, strict=True)), "the bound is on what the infrastructure failed"
     assert notebook.steps[1]["reward/failed"] == 5
 
 

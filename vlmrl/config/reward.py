@@ -38,7 +38,9 @@ class Scoring(Section):
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     max_failed_fraction: Fraction = 0.1
-    """The run stops when more than this share of a step's answers could not be scored."""
+    """The run stops when the infrastructure (servers, network, machine) failed more than this share of a step's
+    answers. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no answer at
+    all. 1: neither stops it."""
 
     @field_validator("functions")
     @classmethod
