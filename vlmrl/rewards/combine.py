@@ -220,7 +220,7 @@ class _Failures:
         if self._own_has_scored or self._most >= 1:
             return
         # Each that hangs takes twice the time limit: nobody waits for all of them.
-        hangs = self._num_retried > max(self._most * self._num_answers, _MOST_HUNG)
+        hangs = self._num_retried > _MOST_HUNG and len(self._broken) > self._most * self._num_answers
         if hangs or len(self._broken) == self._num_answers:
             raise RewardError(
                 f"{self._own} of reward.remote_url scored none of the first {len(self._broken)} of {self._num_answers} "

@@ -181,6 +181,14 @@ def test_a_call_that_went_wrong_once_is_made_again_in_a_fresh_process(file: Path
     assert (before.retried, after.retried) == (None, None)
 
 
+def test_many_calls_that_never_end_are_not_all_made_again(file: Path) -> None:
+    with own(file, "hangs", max_failed_fraction=0.0, time_limit_s=0.1, num_workers=2) as rewarder:
+        for _ in range(2):
+            scores = rewarder.score([group("good", *["bad"] * 20, "good")])[0]
+            assert [score.failure for score in scores] == [None, *["response"] * 20, None]
+            assert [score.retried for score in scores[1:-1]] == ["timeout"] * 16 + [None] * 4
+
+
 def test_what_never_ends_is_the_responses_doing_after_the_second_time(file: Path) -> None:
     with own(file, "dies", max_failed_fraction=0.0) as rewarder, pytest.raises(RewardError) as error:
         rewarder.score([group("bad")])
