@@ -100,16 +100,20 @@ def _with_lowest(scores: list[Score], *, every: Sequence[Score]) -> list[Score]:
     """The scores of a group, none that failed by the response's doing above another; `every` is of all groups."""
     known = [score.earned for score in scores if not score.failed]
     lowest = min([0.0, *(known or [score.earned for score in every if not score.failed])])
-    return [replace(score, total=lowest) if score.failure == "response" else score for score in scores]
+    # Its steps are compared with those of others all the same: without any it would be spared what poor ones cost.
+    return [
+        replace(score, total=score.total + lowest - score.earned) if score.failure == "response" else score
+        for score in scores
+    ]
 
 
 def _with(score: Score, source: RewardModel, found: float | Floats, where: str) -> Score:
-    """The score with what one more source says; one that another source could not give stays as it is."""
+    """The score with what one more source says; of one that another source could not give the total stays as it is."""
     total = float(found.sum()) if source.is_process else float(found)  # type: ignore[union-attr]
     if not math.isfinite(total):
         raise RewardError(f"the {source.name} reward of an answer to {where} is {total}: the model is broken")
     score = replace(score, parts={**score.parts, source.name: total})
-    if score.failed:
+    if not score.has_reward or (score.failed and not source.is_process):
         return score
     if not source.is_process:
         return replace(score, total=score.total + source.weight * total)
