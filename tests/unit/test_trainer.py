@@ -404,6 +404,8 @@ class Constant(LabelRewarder):
         ({"remote_url": "mine.py:reward"}, lambda index: 1.0, True),
         ({"remote_url": "mine.py:reward"}, lambda index: 0.5, False),
         ({"remote_url": "mine.py:reward"}, lambda index: 0.0, False),
+        # The draws that end the run show more than all before: half of them are below it.
+        ({"remote_url": "mine.py:reward"}, lambda index: 1.0 + index % 2, False),
     ],
 )
 def test_exhaustion_is_a_good_end_only_where_most_prompts_are_solved(
@@ -537,6 +539,7 @@ def test_a_filtering_run_that_goes_on_after_a_kill_makes_the_steps_of_an_unbroke
     assert unbroken.ending is not None
     assert unbroken.ending.step == 5
     carried, drawn = states[2]
+    assert carried.seen == Seen(0.0, 1.0), "the lowest and the highest reward of the steps before"
     again = RememberingPolicy(ScriptedEngine())
     again.engine.version = 2
     resumed = run(
