@@ -105,7 +105,8 @@ class Course:
 
     @property
     def left(self) -> int:
-        return self.total - self.drawn
+        # A run may go on with fewer episodes than it has made.
+        return max(self.total - self.drawn, 0)
 
 
 class Collected(NamedTuple):

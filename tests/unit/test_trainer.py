@@ -477,6 +477,14 @@ def test_a_run_that_goes_on_draws_what_is_left() -> None:
     assert (notebook.ending.step, notebook.ending.left_out) == (1, 2)
 
 
+def test_a_run_that_goes_on_with_fewer_episodes_than_it_has_made_is_over_and_leaves_nothing_out() -> None:
+    course, policy = Course(10, drawn=16), RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=5, first_step=3, course=course)
+    assert notebook.ending is not None
+    assert (notebook.ending.step, notebook.ending.left_out) == (2, 0)
+    assert (notebook.ending.why or "").endswith("the 10 prompts of its episodes are drawn")
+
+
 def test_prompts_that_do_not_fill_one_batch_are_refused() -> None:
     hopeless = Constant(lambda index: 0.0, first=0)
     with pytest.raises(RewardError, match=r"of the run's 8 prompts .* too few teach for one batch of 2"):

@@ -9,9 +9,10 @@ It is called once per answer with keyword arguments, of which it gets those that
 text), `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's
 other columns). It returns one number, or a dict of numbers with one named `total`, the others being for the metrics. It
 is never called with a batch, and a list is not an answer. An error of the network or the operating system that it
-raises is the infrastructure's doing, and leaves the answer without a reward; any other is the answer's own, and so is a
-call that twice runs too long or ends its process. What it may hold on to (a model, a connection) is loaded at
-the top of the file: that happens once per process and outside the time limit.
+raises, TimeoutError included, is the infrastructure's doing, and leaves the answer without a reward; any other is the
+answer's own, and so is a server's refusal of what it was sent (status 400, 413, 422), and a call that twice runs too
+long or ends its process. What it may hold on to (a model, a connection) is loaded at the top of the file: that happens
+once per process and outside the time limit.
 """
 
 from __future__ import annotations
