@@ -21,7 +21,7 @@ from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.errors import ConfigError, RewardError, VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
@@ -50,7 +50,7 @@ from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves
 from vlmrl.stage import Stage
 from vlmrl.supervised import fit
-from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, train
+from vlmrl.trainer import Carried, Course, Ending, train
 from vlmrl.types import Metrics, Prompt
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
@@ -121,8 +121,8 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 course=course,
                 carried=carried or Carried(config.algo.kl.init_coef),
             )
-        except ExhaustedError as error:
-            raise evaluations.exhausted(error) from None
+        except RewardError as error:
+            raise evaluations.stopped(error) from None
         evaluations.end(ending, has_adapter=adapter is not None)
         saves.finish(has_adapter=adapter is not None)
 
@@ -176,12 +176,15 @@ class Evaluations:
             self.saves.finish(has_adapter=has_adapter)
             raise self.failed
 
-    def exhausted(self, error: ExhaustedError) -> ExhaustedError:
-        """The error, with the checkpoint from which another run can go on; nothing that was learnt is lost."""
-        saved = self.saves.save_finished()
+    def stopped(self, error: RewardError) -> RewardError:
+        """The error, with the checkpoint from which another run can go on; nothing that was learnt is lost.
+
+        Of an evaluation that failed the step is saved already.
+        """
+        saved = None if error is self.failed else self.saves.save_finished()
         if saved is None:
             return error
-        return ExhaustedError(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
+        return type(error)(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
 
     def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
         """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all

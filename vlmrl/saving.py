@@ -80,7 +80,7 @@ class Saves:
         """A checkpoint, if one is due or `must` be; `carried` is what the next step is given."""
         every = self.config.ckpt.save_steps
         is_due = must or (every > 0 and step % every == 0)
-        may_be_last = isinstance(self.config, RlConfig) and self.config.algo.dynamic_filtering_enable
+        may_be_last = isinstance(self.config, RlConfig)
         if not is_due and not may_be_last:
             return
         extra = self._extra(step, carried)

@@ -47,7 +47,7 @@ class Rewarder(Protocol):
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group. They are some of a step's `out_of` answers, None: all; of the others
-        `failed` could not be scored."""
+        the infrastructure failed `failed`."""
 
 
 class Reference(Protocol):
@@ -105,7 +105,8 @@ class Course:
 
     @property
     def left(self) -> int:
-        return self.total - self.drawn
+        # A run may go on with fewer episodes than it has made.
+        return max(self.total - self.drawn, 0)
 
 
 class Collected(NamedTuple):
@@ -274,7 +275,8 @@ def collect(
         seed=config.train.seed,
     )
     sifted: list[Sifted] = []
-    missing, left_out, num_failed = size, course.left, 0
+    missing, left_out = size, course.left
+    num_failed, num_lost = 0, 0
     drawing: Metrics = {}
     while missing:
         if course.left < missing:
@@ -289,8 +291,9 @@ def collect(
             check_versions(found, version=step - 1)
         with report.phase("reward"):
             num_answers = sampling.n * max(size, len(sifted) + len(found))
-            scored = rewarder.score(found, out_of=num_answers, failed=num_failed)
+            scored = rewarder.score(found, out_of=num_answers, failed=num_lost)
             num_failed += sum(score.failed for group_scores in scored for score in group_scores)
+            num_lost += sum(not score.has_reward for group_scores in scored for score in group_scores)
         moved = drawing.get("media/bytes_moved", 0.0) + spent["media/bytes_moved"]
         drawing = spent | {"media/bytes_moved": moved}
         sifted += sift(config, found, scored)

@@ -26,7 +26,8 @@ FinishReason = Literal["stop", "length"]
 Failure = Literal["infrastructure", "response"]
 """Why a response could not be scored. `infrastructure`: a server, the network or the machine failed, so nobody knows
 what it is worth, and it is in no baseline and in no loss. `response`: its own doing (its scorer raised, twice hung
-or died), and it is worth the smaller of 0 and the lowest scored reward of its group."""
+or died), and it is worth the smaller of 0 and the lowest scored reward of its group, or of all groups where its own has
+none."""
 Retry = Literal["timeout", "death"]
 """Why a response was scored a second time: its scorer ran too long, or its process died."""
 

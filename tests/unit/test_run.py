@@ -100,8 +100,21 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
 
 def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) -> None:
     error = ExhaustedError("kept 0 of 60 groups")
-    assert evaluations(Log()).exhausted(error) is error, "nothing was learnt"
+    assert evaluations(Log()).stopped(error) is error, "nothing was learnt"
     folder = tmp_path / "checkpoints/step_000007"
-    found = evaluations(Log(folder)).exhausted(error)
+    found = evaluations(Log(folder)).stopped(error)
     assert str(found) == f"kept 0 of 60 groups; all before it is in {folder}: go on from there with --ckpt.load_enable"
     assert isinstance(found, ExhaustedError)
+
+
+def test_a_run_whose_rewards_fail_names_the_checkpoint_that_it_leaves_too(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    found = evaluations(log).stopped(RewardError("7 of 64 answers could not be scored"))
+    assert type(found) is RewardError
+    assert str(found) == (
+        f"7 of 64 answers could not be scored; all before it is in {tmp_path}: go on from there with --ckpt.load_enable"
+    )
+    run = evaluations(log)
+    run.failed = RewardError("evaluation after step 7, which is saved for --ckpt.load_enable: nobody listens")
+    assert run.stopped(run.failed) is run.failed
+    assert log.lines == ["checkpoint"]

@@ -161,11 +161,12 @@ def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_pat
     assert log.count("policy step_000001") == 1, "it is there already"
 
 
-def test_without_filtering_nobody_asks_where_the_data_stand(tmp_path: Path, log: list[str]) -> None:
+def test_without_filtering_too_the_last_step_can_be_saved_when_rewards_fail(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
-    run.prompts.state = None  # type: ignore[method-assign,assignment]
     run.save(1, Carried(0.5))
-    assert run.save_finished() is None
+    assert log == [], "ckpt.save_steps is 2"
+    assert run.save_finished() == tmp_path / "checkpoints/step_000001"
+    assert log == ["critic step_000001", "policy step_000001"]
 
 
 def test_a_metric_that_nobody_could_score_leaves_the_best_model_alone(tmp_path: Path, log: list[str]) -> None:

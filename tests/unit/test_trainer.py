@@ -27,7 +27,7 @@ from vlmrl.judging import Judged
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.sifting import Seen
 from vlmrl.trainer import Carried, Course, Ending, ExhaustedError, progress
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Score
+from vlmrl.types import Experience, Failure, Floats, Group, Metrics, Prompt, Sample, Score
 
 
 def test_a_step_goes_through_its_phases_and_every_publish_has_the_next_version() -> None:
@@ -275,7 +275,8 @@ def test_the_bound_of_filtering_counts_prompts_and_not_how_often_some_were_drawn
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=PickyRewarder())
 
 
-def test_failures_add_up_over_the_refills_of_a_step() -> None:
+@pytest.mark.parametrize("kind", ["infrastructure", "response"])
+def test_failures_add_up_over_the_refills_of_a_step(kind: Failure) -> None:
     told: list[tuple[int | None, int]] = []
 
     class Breaking(PickyRewarder):
@@ -284,13 +285,12 @@ def test_failures_add_up_over_the_refills_of_a_step() -> None:
         def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
             told.append((out_of, failed))
             pairs = super().score(groups)
-            return [
-                [replace(one, failure="response" if one.total == other.total else None), other] for one, other in pairs
-            ]
+            return [[replace(one, failure=kind if one.total == other.total else None), other] for one, other in pairs]
 
     notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Breaking())
     # Draws of 2, 2, 1, 1 and 1 prompts with 2 answers each; of the seven prompts, 2 and 6 teach.
-    assert told == [(4, 0), (8, 2), (10, 3), (12, 4), (14, 5)]
+    lost = [0, 2, 3, 4, 5] if kind == "infrastructure" else [0] * 5
+    assert told == list(zip([4, 8, 10, 12, 14], lost, strict=True)), "the bound is on what the infrastructure failed"
     assert notebook.steps[1]["reward/failed"] == 5
 
 
@@ -404,6 +404,8 @@ class Constant(LabelRewarder):
         ({"remote_url": "mine.py:reward"}, lambda index: 1.0, True),
         ({"remote_url": "mine.py:reward"}, lambda index: 0.5, False),
         ({"remote_url": "mine.py:reward"}, lambda index: 0.0, False),
+        # The draws that end the run show more than all before: half of them are below it.
+        ({"remote_url": "mine.py:reward"}, lambda index: 1.0 + index % 2, False),
     ],
 )
 def test_exhaustion_is_a_good_end_only_where_most_prompts_are_solved(
@@ -475,6 +477,14 @@ def test_a_run_that_goes_on_draws_what_is_left() -> None:
     assert (notebook.ending.step, notebook.ending.left_out) == (1, 2)
 
 
+def test_a_run_that_goes_on_with_fewer_episodes_than_it_has_made_is_over_and_leaves_nothing_out() -> None:
+    course, policy = Course(10, drawn=16), RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=5, first_step=3, course=course)
+    assert notebook.ending is not None
+    assert (notebook.ending.step, notebook.ending.left_out) == (2, 0)
+    assert (notebook.ending.why or "").endswith("the 10 prompts of its episodes are drawn")
+
+
 def test_prompts_that_do_not_fill_one_batch_are_refused() -> None:
     hopeless = Constant(lambda index: 0.0, first=0)
     with pytest.raises(RewardError, match=r"of the run's 8 prompts .* too few teach for one batch of 2"):
@@ -537,6 +547,7 @@ def test_a_filtering_run_that_goes_on_after_a_kill_makes_the_steps_of_an_unbroke
     assert unbroken.ending is not None
     assert unbroken.ending.step == 5
     carried, drawn = states[2]
+    assert carried.seen == Seen(0.0, 1.0), "the lowest and the highest reward of the steps before"
     again = RememberingPolicy(ScriptedEngine())
     again.engine.version = 2
     resumed = run(

@@ -27,13 +27,10 @@ def punish_truncation(
     """ProRL's treatment of truncated responses (arXiv:2505.24864).
 
     In [0, 1] the coefficient c scales their reward where that takes something from them: `min(r, c r)`, because a
-    negative reward must not shrink by being cut off. Below 0 it replaces the reward.
+    negative reward must not shrink by being cut off. Below 0 it replaces the reward, unless that is lower still.
     """
-    if coefficient >= 0:
-        punished = torch.minimum(rewards, rewards * coefficient)
-    else:
-        punished = torch.full_like(rewards, coefficient)
-    return torch.where(is_truncated, punished, rewards)
+    instead = rewards * coefficient if coefficient >= 0 else torch.full_like(rewards, coefficient)
+    return torch.where(is_truncated, torch.minimum(rewards, instead), rewards)
 
 
 def shape(

@@ -77,8 +77,9 @@ class Judges:
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """One score per answer, group by group: the weighted sum over all sources. See `trainer.Rewarder`.
 
-        An answer that could not be scored by its own doing gets 0, or the lowest score of its group if that is less:
-        beside others it does not pay to break a reward. One that the infrastructure failed gets 0, which nobody uses.
+        An answer that could not be scored by its own doing gets 0, or the lowest score of its group if that is less; in
+        a group without a score, the lowest of all groups: it does not pay to break a reward. One that the
+        infrastructure failed gets 0, which nobody uses.
 
         Raises RewardError when a model's score is not a number.
         """
@@ -92,22 +93,27 @@ class Judges:
             found = zip(scores, source.ask(samples), samples, strict=True)
             scores = [_with(score, source, said, sample.source) for score, said, sample in found]
         ahead = iter(scores)
-        return [_with_lowest([next(ahead) for _ in group.rollouts]) for group in groups]
+        return [_with_lowest([next(ahead) for _ in group.rollouts], every=scores) for group in groups]
 
 
-def _with_lowest(scores: list[Score]) -> list[Score]:
-    """The scores of a group, none that failed by the response's doing above another."""
-    lowest = min([0.0, *(score.earned for score in scores if not score.failed)])
-    return [replace(score, total=lowest) if score.failure == "response" else score for score in scores]
+def _with_lowest(scores: list[Score], *, every: Sequence[Score]) -> list[Score]:
+    """The scores of a group, none that failed by the response's doing above another; `every` is of all groups."""
+    known = [score.earned for score in scores if not score.failed]
+    lowest = min([0.0, *(known or [score.earned for score in every if not score.failed])])
+    # Its steps are compared with those of others all the same: without any it would be spared what poor ones cost.
+    return [
+        replace(score, total=score.total + lowest - score.earned) if score.failure == "response" else score
+        for score in scores
+    ]
 
 
 def _with(score: Score, source: RewardModel, found: float | Floats, where: str) -> Score:
-    """The score with what one more source says; one that another source could not give stays as it is."""
+    """The score with what one more source says; of one that another source could not give the total stays as it is."""
     total = float(found.sum()) if source.is_process else float(found)  # type: ignore[union-attr]
     if not math.isfinite(total):
         raise RewardError(f"the {source.name} reward of an answer to {where} is {total}: the model is broken")
     score = replace(score, parts={**score.parts, source.name: total})
-    if score.failed:
+    if not score.has_reward or (score.failed and not source.is_process):
         return score
     if not source.is_process:
         return replace(score, total=score.total + source.weight * total)

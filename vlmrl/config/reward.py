@@ -38,7 +38,9 @@ class Scoring(Section):
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     max_failed_fraction: Fraction = 0.1
-    """The run stops when more than this share of a step's answers could not be scored."""
+    """The run stops when the infrastructure (servers, network, machine) failed more than this share of a step's
+    answers. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no answer at
+    all. 1: neither stops it."""
 
     @field_validator("functions")
     @classmethod
@@ -127,8 +129,8 @@ class Reward(Scoring):
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
     """The soft over-long penalty at its largest."""
     stop_properly_penalty_coef: float | None = Field(default=None, le=1.0)
-    """Truncated responses: c in [0, 1] leaves the smaller of their reward r and c r, so that they never gain; below 0
-    it replaces the reward (ProRL)."""
+    """Truncated responses: c in [0, 1] leaves the smaller of their reward r and c r, c below 0 the smaller of r and c
+    (ProRL), so that they never gain."""
 
     @property
     def has_model(self) -> bool:

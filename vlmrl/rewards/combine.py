@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 REMOTE = "remote"
 """What the metrics call the reward of a server."""
 
+_MOST_HUNG = 8
+"""Answers that a user's function must be given, at least, before one that hangs or dies at each of them ends a run."""
+
 _Answer = tuple[int, int]
 """(number of its group, number of the answer in it)"""
 
@@ -57,6 +60,7 @@ class Rewarder:
         server answers, and when one refuses the token.
         """
         self._max_failed_fraction = reward.max_failed_fraction
+        self._own = reward.user_function.rpartition(":")[2] if reward.user_function else REMOTE
         self._weights = dict(reward.functions)
         self._functions: Functions | None = None
         self._servers: Servers | None = None
@@ -103,14 +107,14 @@ class Rewarder:
         `reward.remote_retries`. Errors of the network and the operating system are the infrastructure's doing, all
         others the response's.
 
-        Raises RewardError when a prompt has no label and a function needs one, and when more than
-        `reward.max_failed_fraction` of the answers failed: of these, or of the `out_of` of which they are some and
-        `failed` others have failed.
+        Raises RewardError when a prompt has no label and a function needs one, when the infrastructure failed more than
+        `reward.max_failed_fraction` of the answers (of these, or of the `out_of` of which they are some and of whose
+        others it failed `failed`), and when `reward.remote_url` gave none of them a score.
         """
         begun: list[_Begun] = []
         verdicts: dict[_Answer, dict[str, Verdict]] = defaultdict(dict)
         num_answers = sum(len(group.rollouts) for group in groups)
-        failures = _Failures(max(num_answers, out_of or 0), self._max_failed_fraction, before=failed)
+        failures = _Failures(max(num_answers, out_of or 0), self._max_failed_fraction, before=failed, own=self._own)
         try:
             for asked in groups:
                 begun.append(self._take(asked))
@@ -118,12 +122,12 @@ class Rewarder:
                 with closing(self._functions.collect([one.calls for one in begun if one.calls is not None])) as found:
                     for group, answer, name, verdict in found:
                         verdicts[group, answer][name] = verdict
-                        failures.see((group, answer), verdict, groups[group].prompt.source)
+                        failures.see((group, answer), name, verdict, groups[group].prompt.source)
             for group, one in enumerate(begun):
                 for answer, future in enumerate(one.asked):
                     verdict = future.result()
                     verdicts[group, answer][REMOTE] = verdict
-                    failures.see((group, answer), verdict, groups[group].prompt.source)
+                    failures.see((group, answer), REMOTE, verdict, groups[group].prompt.source)
         except BaseException:
             for one in begun:
                 one.end()
@@ -170,25 +174,57 @@ class Rewarder:
 
 
 class _Failures:
-    """Counts the answers that could not be scored, and stops at too many."""
+    """Stops at too many answers that the infrastructure failed, and at a source of the user's that scores none.
 
-    def __init__(self, num_answers: int, most: float, *, before: int) -> None:
-        """`most` is the share of them that may fail; so many have failed `before`."""
+    What the responses do themselves stops nothing otherwise: a policy may write what is too hard for `math`, or what a
+    function cannot read, for as long as it learns not to.
+    """
+
+    def __init__(self, num_answers: int, most: float, *, before: int, own: str) -> None:
+        """`most` is the share that the infrastructure may fail, of which it failed so many `before`; `own` is the name
+        of the user's source."""
         self._before = before
         self._num_answers = num_answers
         self._most = most
-        self._reasons: dict[_Answer, str] = {}
+        self._own = own
+        self._own_has_scored = False
+        self._lost: dict[_Answer, str] = {}
+        """What the infrastructure failed, and why."""
+        self._broken: list[str] = []
+        """Why the user's source could not score an answer."""
+        self._num_retried = 0
 
-    def see(self, answer: _Answer, verdict: Verdict, source: str) -> None:
-        """Raises RewardError as soon as too many have failed, not after waiting for the others."""
+    def see(self, answer: _Answer, name: str, verdict: Verdict, source: str) -> None:
+        """Raises RewardError as soon as it is clear, not after waiting for the others."""
         if verdict.problem is None:
+            self._own_has_scored |= name == self._own
             return
-        self._reasons.setdefault(answer, f"{verdict.problem}, on {source}")
-        num_failed = self._before + len(self._reasons)
-        if num_failed > self._most * self._num_answers:
+        reason = f"{verdict.problem}, on {source}"
+        if verdict.failure == "infrastructure":
+            self._lost.setdefault(answer, reason)
+        if name == self._own:
+            self._broken.append(reason)
+            self._num_retried += verdict.retried is not None
+        self._check_lost()
+        self._check_own()
+
+    def _check_lost(self) -> None:
+        num_lost = self._before + len(self._lost)
+        if self._lost and num_lost > self._most * self._num_answers:
             raise RewardError(
-                f"{num_failed} of {self._num_answers} answers could not be scored, more than "
-                f"reward.max_failed_fraction {self._most:g}; the first: {next(iter(self._reasons.values()))}"
+                f"{num_lost} of {self._num_answers} answers could not be scored, more than "
+                f"reward.max_failed_fraction {self._most:g}; the first: {next(iter(self._lost.values()))}"
+            )
+
+    def _check_own(self) -> None:
+        if self._own_has_scored or self._most >= 1:
+            return
+        # Each that hangs takes twice the time limit: nobody waits for all of them.
+        hangs = self._num_retried > _MOST_HUNG and len(self._broken) > self._most * self._num_answers
+        if hangs or len(self._broken) == self._num_answers:
+            raise RewardError(
+                f"{self._own} of reward.remote_url scored none of the first {len(self._broken)} of {self._num_answers} "
+                f"answers: mend it, or let it return a number for what it cannot read; the first: {self._broken[0]}"
             )
 
 

@@ -1,5 +1,6 @@
 """Says whose doing it is that a response could not be scored, and counts such responses for the metrics."""
 
+import errno
 from collections.abc import Sequence
 
 from vlmrl.types import Failure, Metrics, Score
@@ -21,6 +22,10 @@ _NETWORK = {
     ("websockets", "WebSocketException"),
 }
 """(package, class) of errors of the network that are no OSError; none of the packages is imported for that."""
+_UNFIT = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
+"""Errors of the operating system about what it was given: a text as the name of a file, or as a command's argument."""
+_REFUSALS = frozenset({400, 413, 422})
+"""Statuses of a server that works and refuses what it was sent: too long for the judge, or not what it reads."""
 _MOST_CAUSES = 10
 
 
@@ -30,13 +35,14 @@ class TooHardError(Exception):
 
 def doing_of(error: BaseException) -> Failure:
     """`infrastructure` for errors of the network and the operating system, also where they are the cause (`raise ...
-    from`) of what was raised; `response` for all others."""
+    from`) of what was raised; `response` for all others, and where these say that what they were given is unfit: a
+    response must not get out of the loss by being too long for its judge."""
     seen: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if seen is None:
             break
         if isinstance(seen, OSError) or any(_is_of_network(kind) for kind in type(seen).__mro__):
-            return "infrastructure"
+            return "response" if _is_about_content(seen) else "infrastructure"
         seen = seen.__cause__
     return "response"
 
@@ -49,6 +55,15 @@ def count_failures(scores: Sequence[Score]) -> Metrics:
         "reward/retried_timeouts": float(sum(score.retried == "timeout" for score in scores)),
         "reward/retried_deaths": float(sum(score.retried == "death" for score in scores)),
     }
+
+
+def _is_about_content(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _UNFIT:
+        return True
+    # By these names requests, httpx, openai and anthropic (with or without a response), aiohttp and urllib tell it.
+    answered = getattr(error, "response", None)
+    told = [getattr(one, name, None) for one in (answered, error) for name in ("status_code", "status", "code")]
+    return next((one for one in told if isinstance(one, int)), None) in _REFUSALS
 
 
 def _is_of_network(kind: type) -> bool:

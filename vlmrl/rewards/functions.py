@@ -9,9 +9,10 @@ It is called once per answer with keyword arguments, of which it gets those that
 text), `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's
 other columns). It returns one number, or a dict of numbers with one named `total`, the others being for the metrics. It
 is never called with a batch, and a list is not an answer. An error of the network or the operating system that it
-raises is the infrastructure's doing, and leaves the answer without a reward; any other is the answer's own, and so is a
-call that twice runs too long or ends its process. What it may hold on to (a model, a connection) is loaded at
-the top of the file: that happens once per process and outside the time limit.
+raises, TimeoutError included, is the infrastructure's doing, and leaves the answer without a reward; any other is the
+answer's own, and so is a server's refusal of what it was sent (status 400, 413, 422), and a call that twice runs too
+long or ends its process. What it may hold on to (a model, a connection) is loaded at the top of the file: that happens
+once per process and outside the time limit.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import SETTING, Declared, Verdict
 
 _MOST_RESTARTS = 3
+_MOST_IN_VAIN = 16
+"""Second tries in a row that went no better than the first, after which it is not the machine: no more are made."""
 
 
 class _Call(NamedTuple):
@@ -88,6 +91,7 @@ class Functions:
         self._last_end = 0.0
         self._is_closed = False
         self._alone: ProcessPool | None = None
+        self._in_vain = 0
         self._pool = self._start_pool()
         try:
             self._declared = {name: self._describe(name) for name in self.names}
@@ -124,10 +128,12 @@ class Functions:
         """(number of the `begin`, number of the answer in it, function, verdict), each as soon as it is there.
 
         A call that ran too long or ended its process is made once more, alone in a fresh process; if that is no
-        better, it is the response's doing. Calls that were still waiting when their pool broke are made again. A reader
+        better, it is the response's doing, and so it is after many such calls in a row, which take too long to be made
+        again one by one. Calls that were still waiting when their pool broke are made again. A reader
         who has seen enough closes the iterator, which takes back what is still waiting. Raises RewardError when
         processes keep dying.
         """
+        self._in_vain = 0
         left = {(i, j) for i, calls in enumerate(begun) for j in range(len(calls.all))}
         try:
             for _ in range(_MOST_RESTARTS):
@@ -227,6 +233,8 @@ class Functions:
 
     def _once_more(self, call: _Call, trouble: Trouble) -> Verdict:
         """The verdict of a second try: the machine may have stood still, or another call have taken the memory."""
+        if self._in_vain >= _MOST_IN_VAIN:
+            return Verdict(problem=trouble.problem)
         if self._alone is None or not self._alone.active:
             self._end_alone()
             self._alone = start_pool(self._built_in, self._spec, num_workers=1, max_tasks=1)
@@ -235,6 +243,7 @@ class Functions:
         future.add_done_callback(self._note_end)
         self._wait(future, self._alone, call.function)
         found: Verdict | Trouble | None = outcome(future, call.function, self._time_limit_s)
+        self._in_vain = self._in_vain + 1 if isinstance(found, Trouble) else 0
         if isinstance(found, Verdict):
             return replace(found, retried=trouble.kind)
         if found is None:

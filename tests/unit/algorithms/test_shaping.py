@@ -36,7 +36,7 @@ def test_the_order_is_overlong_then_truncated_then_clip() -> None:
     assert found.tolist() == [1.5, 3.0, -0.25, 3.0]
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("coefficient", [-0.5, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("buffer", [None, 200])
 def test_a_truncated_response_never_gains_by_it(coefficient: float, buffer: int | None) -> None:
     rewards = torch.tensor([-2.0, -0.5, 0.0, 0.5, 1.0])

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scripted_loop import make_prompt, make_rollout
 
+from vlmrl.algorithms.advantages import advantages
 from vlmrl.cluster.scoring import Judges, RewardModel
 from vlmrl.errors import RewardError
 from vlmrl.types import Group, Sample, Score
@@ -72,7 +74,33 @@ def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_i
     )
     model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
     found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [0.0, 0.0]]
+    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [-3.0, -3.0]]
+
+
+def test_without_a_group_to_compare_with_it_does_not_pay_to_break_a_reward_either() -> None:
+    alone = [Group(group.prompt, group.rollouts[:1]) for group in groups()]
+    for other, worth in ((-1.0, -1.0), (1.0, 0.0)):
+        functions = Functions([[Score(other)], [Score(0.0, failure="response")]])
+        found = Judges(functions, []).score(alone)  # type: ignore[arg-type]
+        assert [score.total for group in found for score in group] == [other, worth]
+
+
+def test_an_answer_that_could_not_be_scored_has_steps_like_others_and_the_worth_of_the_worst() -> None:
+    """Rewards of 1 (good steps), 0 (poor ones), and one that broke its reward (poor ones)."""
+    prompt = make_prompt(0)
+    group = Group(prompt, tuple(make_rollout(prompt, text, version=0) for text in "abc"))
+    functions = Functions([[Score(1.0), Score(0.0), Score(0.0, failure="response")]])
+    steps = [np.array([0.0, 0.0, paid], np.float32) for paid in (0.75, 0.25, 0.25)]
+    model = source(dict(enumerate(steps)), weight=1.0, is_process=True)
+    (scores,) = Judges(functions, [model]).score([group])  # type: ignore[arg-type]
+    assert [score.earned for score in scores] == [1.75, 0.25, 0.0]
+    found = advantages(
+        torch.tensor([[score.total for score in scores]]),
+        torch.tensor([[False, False, True]] * 3),
+        estimator="group_norm",
+        token_rewards=torch.tensor(np.stack([score.token_rewards for score in scores])),  # type: ignore[arg-type]
+    ).advantages[:, -1]
+    assert found[2] < found[1] < found[0], "it does not pay to break a reward"
 
 
 def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> None:
@@ -80,7 +108,7 @@ def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> 
     functions = Functions([[Score(-1.0), lost], [Score(0.0, failure="response"), lost]])
     model = source({0: -4.0, 1: -99.0, 2: -7.0, 3: 1.0}, weight=0.5)
     found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [0.0, 0.0]]
+    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [-3.0, 0.0]]
     assert [[score.failure for score in group] for group in found] == [
         [None, "infrastructure"],
         ["response", "infrastructure"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import socket
 import ssl
@@ -15,6 +16,14 @@ import urllib3
 
 from vlmrl.rewards.failures import TooHardError, count_failures, doing_of
 from vlmrl.types import Score
+
+ASKED = httpx.Request("POST", "http://judge")
+
+
+def answered(status: int) -> requests.Response:
+    response = requests.Response()
+    response.status_code = status
+    return response
 
 
 def caused(cause: BaseException) -> BaseException:
@@ -41,6 +50,10 @@ def caused(cause: BaseException) -> BaseException:
         httpx.ReadTimeout("slow"),
         httpx.HTTPStatusError("500", request=None, response=None),  # type: ignore[arg-type]
         urllib3.exceptions.ProtocolError(),
+        OSError(errno.ENOSPC, "No space left on device"),
+        urllib.error.HTTPError("http://judge", 503, "busy", http.client.HTTPMessage(), None),
+        *(requests.HTTPError("not now", response=answered(status)) for status in (401, 404, 429, 500)),
+        httpx.HTTPStatusError("down", request=ASKED, response=httpx.Response(502)),
         caused(httpx.ConnectError("no route")),
         caused(caused(ConnectionResetError())),
     ],
@@ -63,6 +76,12 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
         subprocess.TimeoutExpired("python", 1),
         httpx.InvalidURL("what the response calls a URL"),
         caused(ValueError()),
+        OSError(errno.ENAMETOOLONG, "File name too long"),
+        OSError(errno.E2BIG, "Argument list too long"),
+        urllib.error.HTTPError("http://judge", 413, "too long", http.client.HTTPMessage(), None),
+        requests.HTTPError("too long for the judge", response=answered(400)),
+        caused(requests.HTTPError("no text", response=answered(422))),
+        httpx.HTTPStatusError("too long", request=ASKED, response=httpx.Response(400)),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -292,7 +292,7 @@ def test_what_is_no_number_fails_that_answer_alone(number: str, said: str) -> No
             (scores,) = scoring.score([one])
         assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
         with rewarder(seen.url, max_failed_fraction=0.0) as scoring, pytest.raises(RewardError, match=said):
-            scoring.score([one])
+            scoring.score([group("bad", "bad")])
 
 
 def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_numbers() -> None:
