@@ -1,9 +1,9 @@
 """How far engine and trainer may be apart, measured on a few responses of every step.
 
 Two sound implementations differ by rounding, which depends on type, model and policy. So rounding is measured, where no
-fault of the other side can hide in it: the trainer's `padded` pass against the same in fp32, and what the engine said
-when it sampled a token (decode) against what it says when it reads it (prefill). What is judged never enters it: engine
-against trainer, and the run's layout against `padded`.
+fault of the other side can hide in it: the trainer's `padded` pass against the same in a wider type, and what the
+engine said when it sampled a token (decode) against what it says when it reads it (prefill). What is judged never
+enters it: engine against trainer, and the run's layout against `padded`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Paths(NamedTuple):
     padded: Path
     """The trainer, one sample to a row."""
     exact: Path | None
-    """The same in fp32; None where it is fp32 already."""
+    """The same in a wider type; None where there is none."""
     layout: Path | None
     """The trainer in the run's layout; None where that is `padded`."""
 
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
 
     num_tokens: int
     rounding: float
-    """Trainer: `padded` against fp32; 0 where it is fp32."""
+    """Trainer: `padded` against a wider type; 0 where there is none."""
     decode: float
     """Engine: decode against prefill."""
     engine: float

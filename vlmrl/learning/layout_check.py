@@ -4,7 +4,7 @@ In half precision, rounding is as large as what wrong positions or a leak betwee
 vision tower and the first layers are copied in fp32, and `shared` and `packed` are held against `padded`, values and
 gradients. This proves who looks at whom and from which position, which the kernels of every precision are told alike.
 
-Rounding in fp32 is not small in every model: the keys of Qwen2.5's first layers have biases in the hundreds, and gradients
+Rounding in fp32 is not small in every model: where keys have large biases, as in Qwen2.5's first layers, the gradients
 of what feeds them are differences of large numbers. So what looks wrong in fp32 is computed again in double precision.
 """
 
