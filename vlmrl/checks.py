@@ -106,7 +106,9 @@ def noise_check(
         prefill=engines.score,
         padded=padded,
         exact=partial(padded, exact=True) if is_measured else None,
-        layout=None if policy.layout == "padded" else lambda groups: policy.logprobs(to_samples(groups)),
+        layout=None
+        if policy.layout == "padded"
+        else lambda groups: policy.logprobs(to_samples(groups), undivided=True),
     )
     return NoiseCheck(
         paths,
