@@ -19,7 +19,7 @@ from vlmrl.observe.report import RunReport
 from vlmrl.plugins import Processor
 from vlmrl.probe import Probe, question, sampling_of
 from vlmrl.sight import SightCheck
-from vlmrl.types import Group, Metrics
+from vlmrl.types import Floats, Group, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,19 @@ def noise_check(
     """The comparison of engine and trainer by measured noise; None where they differ by choice."""
     if not are_alike(config):
         return None
-    is_half = config.ds.param_dtype == "bf16"
+    # In fp32 on GPUs the ceiling holds alone (see `noise_floor`), and layers in 4 bits do not multiply in fp64.
+    is_measured = config.ds.param_dtype == "bf16" or not (on_gpu or config.ds.load_in_4bit)
+
+    def padded(groups: Sequence[Group], **how: bool) -> list[Floats]:
+        return policy.logprobs(to_samples(groups), layout="padded", **how)
+
     paths = Paths(
         prefill=engines.score,
-        padded=lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
-        exact=(lambda groups: policy.logprobs(to_samples(groups), layout="padded", exact=True)) if is_half else None,
-        layout=None if policy.layout == "padded" else lambda groups: policy.logprobs(to_samples(groups)),
+        padded=padded,
+        exact=partial(padded, exact=True) if is_measured else None,
+        layout=None
+        if policy.layout == "padded"
+        else lambda groups: policy.logprobs(to_samples(groups), undivided=True),
     )
     return NoiseCheck(
         paths,

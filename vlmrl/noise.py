@@ -1,9 +1,9 @@
 """How far engine and trainer may be apart, measured on a few responses of every step.
 
 Two sound implementations differ by rounding, which depends on type, model and policy. So rounding is measured, where no
-fault of the other side can hide in it: the trainer's `padded` pass against the same in fp32, and what the engine said
-when it sampled a token (decode) against what it says when it reads it (prefill). What is judged never enters it: engine
-against trainer, and the run's layout against `padded`.
+fault of the other side can hide in it: the trainer's `padded` pass against the same in a wider type, and what the
+engine said when it sampled a token (decode) against what it says when it reads it (prefill). What is judged never
+enters it: engine against trainer, and the run's layout against `padded`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _NUM_TOKENS = 256
 _FEWEST_TOKENS = 64
 _MOST_GROUPS = 4
 """Short responses come from more groups, until they have so many tokens."""
-_MOST_AGAIN = 4
-"""Responses of a group that a suspicion is asked again with."""
+_NUM_AGAIN = 3
+"""How often a suspicion is asked again, with other responses each time. One token may hold most of what a few responses
+are off by; by chance it is then rounded hardly at all in the pass that says how large rounding is. Several small
+questions in a row are hardly ever all that unlucky, one large question may be.
+"""
 
 _WARN, _STOP = 5.0, 20.0
 """Multiples of the noise."""
@@ -48,7 +51,7 @@ class Paths(NamedTuple):
     padded: Path
     """The trainer, one sample to a row."""
     exact: Path | None
-    """The same in fp32; None where it is fp32 already."""
+    """The same in a wider type; None where there is none."""
     layout: Path | None
     """The trainer in the run's layout; None where that is `padded`."""
 
@@ -58,7 +61,7 @@ class Measured(NamedTuple):
 
     num_tokens: int
     rounding: float
-    """Trainer: `padded` against fp32; 0 where it is fp32."""
+    """Trainer: `padded` against a wider type; 0 where there is none."""
     decode: float
     """Engine: decode against prefill."""
     engine: float
@@ -101,10 +104,7 @@ class NoiseCheck:
         measured = self._measure(first)
         name, ratio = self._largest(measured)
         if not ratio <= _STOP and self._stops:
-            again = self._measure(others)
-            name, least = self._largest(again)
-            if not least <= _STOP:
-                raise SyncError(self._disagreement(name, again))
+            self._ask_again(others)
         if not ratio <= self._worst:
             self._worst = ratio
             self._say(f"step {step}: {self._disagreement(name, measured)}")
@@ -113,6 +113,15 @@ class NoiseCheck:
             "sync/gap": measured.engine,
             "sync/decode_gap": measured.decode,
         } | ({} if self._paths.layout is None else {"sync/layout_gap": measured.layout})
+
+    def _ask_again(self, others: Sequence[Sequence[Group]]) -> None:
+        """Raises SyncError when each of these looks wrong."""
+        for groups in others:
+            measured = self._measure(groups)
+            name, ratio = self._largest(measured)
+            if ratio <= _STOP:
+                return
+        raise SyncError(self._disagreement(name, measured))
 
     def _measure(self, groups: Sequence[Group]) -> Measured:
         calls: list[Callable[[], Any]] = [partial(self._paths.prefill, groups), partial(self._trainer, groups)]
@@ -186,21 +195,25 @@ _MEANING = {
 _Values = NDArray[np.float64]
 
 
-def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[Group]]:
-    """A few responses; and others of the same groups, by the same engines, where there are any."""
+def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
+    """A few responses; and as often as a suspicion is asked again others of the same groups, by the same engines, where
+    there are any.
+    """
     first: list[Group] = []
-    others: list[Group] = []
+    others: list[list[Group]] = [[] for _ in range(_NUM_AGAIN)]
     num_tokens = 0
-    for number in rng.permutation(len(groups)):
-        group = groups[int(number)]
+    for place in rng.permutation(len(groups)):
+        group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
         # A single token cannot be shortened, and behind a prompt of the greatest length no engine has room to read it.
         rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
         if not rollouts:
             continue
-        chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES : _NUM_RESPONSES + _MOST_AGAIN]
+        chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES:]
         first.append(Group(group.prompt, tuple(chosen)))
-        others.append(Group(group.prompt, tuple(rest or chosen)))
+        for number, others_of_group in enumerate(others):
+            own = rest[number::_NUM_AGAIN][:_NUM_RESPONSES]
+            others_of_group.append(Group(group.prompt, tuple(own or rest[:_NUM_RESPONSES] or chosen)))
         num_tokens += sum(rollout.num_sampled for rollout in chosen)
         if len(first) >= _NUM_GROUPS and (num_tokens >= _FEWEST_TOKENS or len(first) == _MOST_GROUPS):
             break

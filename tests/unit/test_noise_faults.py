@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.data.answers import to_samples
 from vlmrl.errors import SyncError
-from vlmrl.learning.exact import in_fp32
+from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward
 from vlmrl.models import attention, inputs, tiny
 from vlmrl.models.attention import implementation
@@ -31,14 +31,14 @@ FLOORS = {torch.float32: 2e-6, torch.bfloat16: 1e-3}
 class Both:
     """A trainer, and an engine that is a copy of it: it decodes in packs and reads prompts one by one."""
 
-    def __init__(self, net: PreTrainedModel, read: Processor, dtype: torch.dtype) -> None:
-        self.net, self.read, self.dtype = net, read, dtype
+    def __init__(self, net: PreTrainedModel, read: Processor, dtype: torch.dtype, *, temperature: float = 0.7) -> None:
+        self.net, self.read, self.dtype, self.temperature = net, read, dtype, temperature
         self.trainer = self.forward(net)
         self.copy = copy.deepcopy(net)
         self.engine = self.forward(self.copy)
 
     def forward(self, net: PreTrainedModel) -> Forward:
-        return Forward(Scorer(net), self.read, temperature=0.7, bans=True, device=CPU, cache_bytes=0)
+        return Forward(Scorer(net), self.read, temperature=self.temperature, bans=True, device=CPU, cache_bytes=0)
 
     def path(self, passes: Forward, layout: Layout) -> Callable[[Sequence[Group]], list[Floats]]:
         def logprobs(groups: Sequence[Group]) -> list[Floats]:
@@ -48,7 +48,7 @@ class Both:
         return logprobs
 
     def exact(self, groups: Sequence[Group]) -> list[Floats]:
-        with in_fp32(self.net):
+        with widened(self.net, torch.float32 if self.dtype == torch.bfloat16 else torch.float64):
             return self.path(self.trainer, "padded")(groups)
 
     def responses(self) -> list[Group]:
@@ -74,7 +74,7 @@ class Both:
         paths = Paths(
             prefill=self.path(self.engine, "padded"),
             padded=self.path(self.trainer, "padded"),
-            exact=self.exact if self.dtype == torch.bfloat16 else None,
+            exact=self.exact,
             layout=self.path(self.trainer, "shared"),
         )
         said: list[str] = []
@@ -103,6 +103,22 @@ def test_sound_sides_are_within_a_few_times_the_noise(make: Any, dtype: torch.dt
     found = make(dtype).check()
     assert max(found["sync/gap"], found["sync/layout_gap"]) < 3 * found["sync/noise"]
     assert (found["sync/noise"] == FLOORS[dtype]) == (dtype == torch.float32)
+
+
+def test_a_sound_model_that_rounds_a_lot_is_no_fault_at_a_low_temperature(make: Any) -> None:
+    """Keys with large biases, as in Qwen2.5's first layers, and large logits."""
+    net = make(torch.float32).net
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith(".k_proj.bias"):
+                parameter.copy_(150 * torch.randn(parameter.shape, generator=draw))
+            elif name.endswith(".q_proj.weight"):
+                parameter.mul_(5)
+            elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                parameter.mul_(4)
+    found = Both(net, make(torch.float32).read, torch.float32, temperature=0.1).check()
+    assert found["sync/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
 
 
 def test_a_layer_of_the_engine_that_is_scaled_is_found(make: Any) -> None:

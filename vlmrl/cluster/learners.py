@@ -16,7 +16,7 @@ from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import Publication
 from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.data.balance import spread
-from vlmrl.data.packing import ImageCost, Pack
+from vlmrl.data.packing import FILLER, ImageCost, Pack
 from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.types import Experience, Floats, Layout, Metrics, Sample, Totals
 
@@ -82,10 +82,23 @@ class Ranks:
     tally: Tally
 
     def ask(
-        self, method: str, samples: Sequence[Sample], *, layout: Layout | None = None, **how: bool
+        self,
+        method: str,
+        samples: Sequence[Sample],
+        *,
+        layout: Layout | None = None,
+        undivided: bool = False,
+        **how: bool,
     ) -> dict[int, Any]:
-        """What the ranks answer to each sample, by its number; `layout` is the run's unless another is asked for."""
-        packs = self.cut.spread(samples, len(self.group), max_tokens=self.max_tokens, layout=layout)
+        """What the ranks answer to each sample, by its number; `layout` is the run's unless another is asked for.
+
+        With `undivided` the samples are not dealt out: every rank makes the same passes, those of one rank alone. Few
+        samples on many ranks would lie one by one, and share nothing that a layout shares.
+        """
+        packs = self.cut.spread(samples, 1 if undivided else len(self.group), max_tokens=self.max_tokens, layout=layout)
+        if undivided:
+            same = [replace(pack, ids=(FILLER,) * len(pack.ids)) for pack in packs[0]]
+            packs += [same] * (len(self.group) - 1)
         found: dict[int, Any] = {}
         for answers, counts in self.group.each(method, packs, **how):
             found.update(answers)
@@ -140,7 +153,7 @@ class RemoteReference:
         self._how = how
 
     def logprobs(self, samples: Sequence[Sample], *, layout: Layout | None = None, **how: bool) -> list[Floats]:
-        """One array of [T] per sample; `layout` is that of the run unless another is asked for."""
+        """One array of [T] per sample; `layout` is that of the run unless another is asked for. See `Ranks.ask`."""
         found = self._ranks.ask("logprobs", samples, layout=layout, **(self._how | how))
         return [found[number] for number in range(len(samples))]
 

@@ -181,23 +181,23 @@ def through_memory(engines: WorkerGroup, learner: WorkerGroup, num_buckets: int,
     ahead = min(NUM_UNDER_WAY, num_buckets)
     shared = [learner.submit("share", number, 0) for number in range(ahead)]
     begin()
-    loading = [_load(engines, learner, tickets, 0) for tickets in shared]
+    loading = [_load(engines, learner, tickets, number, 0) for number, tickets in enumerate(shared)]
     for number in range(num_buckets):
         learner.wait(shared[number])
         engines.wait(loading[number])
         if (later := number + ahead) < num_buckets:
             shared.append(learner.submit("share", later, number + 1))
-            loading.append(_load(engines, learner, shared[later], number + 1))
+            loading.append(_load(engines, learner, shared[later], later, number + 1))
 
 
-def _load(engines: WorkerGroup, learner: WorkerGroup, tickets: list[Any], num_loaded: int) -> list[Any]:
-    """Let every engine load what the learner's rank 0 shares."""
+def _load(engines: WorkerGroup, learner: WorkerGroup, tickets: list[Any], number: int, num_loaded: int) -> list[Any]:
+    """Let every engine load bucket `number`, which the learner's rank 0 shares."""
     ticket_on = {learner.nodes[0]: tickets[0]}
     for engine, node in enumerate(engines.nodes):
         if node not in ticket_on:
             # The first engine of a machine receives for all of them.
             bucket = learner.submit_to(0, "bucket", tickets[0])
-            ticket_on[node] = engines.submit_to(engine, "relay", bucket, num_loaded)
+            ticket_on[node] = engines.submit_to(engine, "relay", bucket, number, num_loaded)
     return [engines.submit_to(engine, "load", ticket_on[node]) for engine, node in enumerate(engines.nodes)]
 
 

@@ -23,7 +23,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.exact import in_fp32
+from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.layout_check import compare_layouts
 from vlmrl.learning.learner import Learner, Share
@@ -92,11 +92,12 @@ class Policy(Learner, Publisher):
 
         With `gradient` they come from the passes that an update makes, which change nothing. Without `adapter` they are
         those of the base: the reference of a policy that is nothing but an adapter on it. With `exact` the passes
-        compute in fp32, whatever the weights are in.
+        compute in a wider type than the run's: fp32 in a run in bf16, else fp64.
         """
+        wide = torch.float32 if self._ds.param_dtype == "bf16" else torch.float64
         with (
             nullcontext() if adapter else adapters_off(self._net),
-            in_fp32(self._net) if exact else nullcontext(),
+            widened(self._net, wide) if exact else nullcontext(),
             self._forward.looking_anew() if exact else nullcontext(),
         ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._free: list[_Block] = []
-        self._held: deque[_Block] = deque()
-        self._num_released = 0
+        self._held: dict[int, _Block] = {}
+        """By the number of the bucket since `begin`."""
+        self._num_put = 0
 
     def put(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Ticket, dict[str, str]]:
         """Copy the named tensors, once, from whatever device they are on; how to open them, and a digest of each.
@@ -52,7 +52,8 @@ class Outbox:
         Raises ClusterError when the machine has no memory for them.
         """
         offsets, size = layout([tensor for _, tensor in tensors])
-        block = self._block(size)
+        block = self._block(self._num_put, size)
+        self._num_put += 1
         digests: dict[str, str] = {}
         for (name, tensor), offset in zip(tensors, offsets, strict=True):
             source = tensor.detach()
@@ -68,9 +69,12 @@ class Outbox:
         }
         return block.ticket(size) | described, digests
 
-    def put_bucket(self, bucket: Bucket) -> Ticket:
-        """Copy a bucket that came from another machine. Raises ClusterError as `put` does."""
-        block = self._block(bucket.num_bytes)
+    def put_bucket(self, bucket: Bucket, number: int) -> Ticket:
+        """Copy bucket `number`, which came from another machine: they may come in any order.
+
+        Raises ClusterError as `put` does.
+        """
+        block = self._block(number, bucket.num_bytes)
         np.copyto(block.bytes[: bucket.num_bytes], bucket.data)
         return block.ticket(bucket.num_bytes) | {
             "names": list(bucket.names),
@@ -81,20 +85,18 @@ class Outbox:
 
     def release(self, count: int) -> None:
         """Say that nobody reads the first `count` buckets since `begin` any more."""
-        while self._held and self._num_released < count:
-            self._free.append(self._held.popleft())
-            self._num_released += 1
+        self._free += [self._held.pop(number) for number in sorted(self._held) if number < count]
 
     def begin(self, *, keep_bytes: int = 0) -> None:
         """Release all buckets, and give back the memory of those that are larger than `keep_bytes`."""
-        blocks, self._held, self._num_released = [*self._free, *self._held], deque(), 0
+        blocks, self._held, self._num_put = [*self._free, *self._held.values()], {}, 0
         self._free = [block for block in blocks if block.num_bytes <= keep_bytes]
         for block in blocks:
             if block.num_bytes > keep_bytes:
                 block.close()
 
-    def _block(self, num_bytes: int) -> _Block:
-        """A free block, as small as will do; without one, a new one in the place of the largest."""
+    def _block(self, number: int, num_bytes: int) -> _Block:
+        """For bucket `number` a free block, as small as will do; without one, a new one in the place of the largest."""
         self._free.sort(key=lambda block: block.num_bytes)
         fitting = [n for n, block in enumerate(self._free) if block.num_bytes >= num_bytes]
         if fitting:
@@ -103,7 +105,7 @@ class Outbox:
             if self._free:
                 self._free.pop().close()
             block = _Block(num_bytes)
-        self._held.append(block)
+        self._held[number] = block
         return block
 
 

@@ -46,19 +46,20 @@ class Inbox:
         self._require_update()
         await self._call("vlmrl_load", ticket)
 
-    async def relay(self, bucket: Bucket, num_loaded: int) -> Ticket:
-        """Lay a bucket that came from another machine into memory of this one, where all engines of it can `load` it.
+    async def relay(self, bucket: Bucket, number: int, num_loaded: int) -> Ticket:
+        """Lay bucket `number` of the update, which came from another machine, into memory of this one, where all
+        engines of it can `load` it. Buckets may overtake one another: Ray calls an engine as arguments arrive.
 
         They must have loaded the first `num_loaded` buckets of the update: their memory is used again. Raises
         ClusterError when the machine has no memory for it.
         """
         self._require_update()
         self._outbox.release(num_loaded)
-        return self._outbox.put_bucket(bucket)
+        return self._outbox.put_bucket(bucket, number)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Load a bucket that lies in this process alone."""
-        await self.load(await self.relay(bucket, 0))
+        await self.load(await self.relay(bucket, 0, 0))
         self._release_all()
 
     async def receive(self, offer: Offer) -> None:

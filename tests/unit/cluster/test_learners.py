@@ -107,6 +107,21 @@ def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
     assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_samples_that_are_not_dealt_out_share_their_prompts_on_every_rank(num_ranks: int) -> None:
+    samples = [sample(group, 5) for group in (0, 0, 1, 1)]
+    group = Echo(num_ranks)
+    found = remote(group, Tally()).logprobs(samples, undivided=True)
+    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
+    assert len({str(packs[0].rows) for _, packs, _ in group.asked}) == 1, "collectives stay in step"
+    assert [[branch.members for row in packs[0].rows for branch in row] for _, packs, _ in group.asked] == [
+        [(0, 1), (2, 3)]
+    ] * num_ranks
+    assert [[i >= 0 for pack in packs for i in pack.ids] for _, packs, _ in group.asked] == [
+        [rank == 0] * 4 for rank in range(num_ranks)
+    ]
+
+
 def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
     group = Echo(1)
     ask = remote(group, Tally())

@@ -207,7 +207,12 @@ def test_a_bucket_crosses_to_another_machine_once_however_many_engines_it_has() 
     sent(log, part="whole", held=["abc"] * 5, nodes=[1, 0, 1, 2, 1], num_buckets=1)
     first = [step[0] for step in log].index("begin_update") + 1
     assert log[first : log.index(("published",))] == [
-        *[("bucket by 0", "ticket"), ("relay by 0", "bytes", 0), ("bucket by 0", "ticket"), ("relay by 3", "bytes", 0)],
+        *[
+            ("bucket by 0", "ticket"),
+            ("relay by 0", "bytes", 0, 0),
+            ("bucket by 0", "ticket"),
+            ("relay by 3", "bytes", 0, 0),
+        ],
         *[("load by 0", "another"), ("load by 1", "ticket"), ("load by 2", "another")],
         *[("load by 3", "another"), ("load by 4", "another")],
     ]

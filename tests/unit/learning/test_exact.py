@@ -1,4 +1,4 @@
-"""Passes in fp32 through weights in half precision."""
+"""Passes in a wider type than the weights are in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from sample_batches import batch, packs
 
-from vlmrl.learning.exact import in_fp32
+from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
@@ -52,7 +52,7 @@ def test_half_of_a_model_says_in_fp32_what_the_whole_says(
         return np.concatenate([found[i][sample.sampled] for i, sample in enumerate(samples)])
 
     before = said(half)
-    with in_fp32(half):
+    with widened(half):
         exact = said(half)
     rounding = np.abs(before - said(whole)).mean()
     assert rounding > 1e-3
@@ -63,10 +63,33 @@ def test_half_of_a_model_says_in_fp32_what_the_whole_says(
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
+def test_a_whole_model_says_in_double_precision_what_a_double_one_says(tmp_path: Path) -> None:
+    folder = str(tiny.build("qwen2_5_vl", tmp_path / "model", size="micro"))
+    read = processor(folder, min_pixels=3136, max_pixels=100_000)
+    net = load_model(folder, dtype=torch.float32, attn_implementation=implementation("auto", CPU))
+    double = copy.deepcopy(net)
+    for parameter in double.parameters():
+        parameter.data = parameter.data.double()
+    samples = batch(read)
+
+    def said(model: torch.nn.Module) -> torch.Tensor:
+        # As `Forward` does, without its rounding of what was said to fp32.
+        passes = Forward(Scorer(model), read, temperature=0.1, bans=True, device=CPU, cache_bytes=0)  # type: ignore[arg-type]
+        with torch.no_grad():
+            return torch.cat([passes(pack).logprobs.double().flatten() for pack in packs(samples, "padded")])
+
+    with widened(net, torch.float64):
+        exact = said(net)
+    rounding = (said(net) - exact).abs().mean()
+    assert rounding > 1e-7
+    assert (exact - said(double)).abs().mean() < rounding / 5
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+
+
 def test_a_pass_that_fails_leaves_the_weights_as_they_were() -> None:
     layer = torch.nn.Linear(2, 3, dtype=torch.bfloat16)
     weight = layer.weight.data
-    with in_fp32(layer), pytest.raises(RuntimeError):
+    with widened(layer), pytest.raises(RuntimeError):
         layer(torch.zeros(1, 5))
     assert layer.weight.data_ptr() == weight.data_ptr()
     assert layer.weight.dtype == torch.bfloat16

@@ -154,7 +154,7 @@ def test_a_reader_sees_what_is_written_later_and_lets_go_of_what_is_old_or_large
 
 
 def test_what_came_from_another_machine_is_the_same_bucket() -> None:
-    ticket = Outbox().put_bucket(pack_bucket(TENSORS.items()))
+    ticket = Outbox().put_bucket(pack_bucket(TENSORS.items()), 0)
     assert {name: digest(name, tensor) for name, tensor in unpack_bucket(opened(ticket))} == digests()
 
 

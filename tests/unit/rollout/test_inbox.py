@@ -45,7 +45,7 @@ def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
         tickets = []
         for number in range(4):
             # Three are under way: when the fourth comes, the first has been loaded by both.
-            tickets.append(await first.relay(bucket(float(number)), max(0, number - 2)))
+            tickets.append(await first.relay(bucket(float(number)), number, max(0, number - 2)))
             for engine in (first, second):
                 await engine.load(tickets[-1])
         return tickets
@@ -56,8 +56,24 @@ def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
     assert tickets[3]["descriptor"] == tickets[0]["descriptor"]
 
 
+def test_a_bucket_that_overtakes_another_is_not_written_over_before_it_is_loaded() -> None:
+    engine = Engine()
+
+    async def publish() -> None:
+        tickets = {number: await engine.relay(bucket(float(number)), number, 0) for number in (0, 2, 1)}
+        await engine.load(tickets[0])
+        await engine.load(tickets[1])
+        tickets[3] = await engine.relay(bucket(3.0), 3, 1)
+        tickets[4] = await engine.relay(bucket(4.0), 4, 2)
+        for number in (2, 3, 4):
+            await engine.load(tickets[number])
+
+    asyncio.run(publish())
+    assert engine.loaded == [[float(n)] * 2 for n in range(5)]
+
+
 def test_nothing_is_taken_before_an_update_has_begun() -> None:
     engine = Engine(has_begun=False)
-    for coming in (engine.relay(bucket(0.0), 0), engine.load({}), engine.load_bucket(bucket(0.0))):
+    for coming in (engine.relay(bucket(0.0), 0, 0), engine.load({}), engine.load_bucket(bucket(0.0))):
         with pytest.raises(SyncError, match="without the beginning of an update"):
             asyncio.run(coming)
