@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from numpy.typing import NDArray
 from scripted_loop import config, make_prompt, make_rollout
 
 from vlmrl.agreement import are_alike, noise_floor
+from vlmrl.checks import noise_check
 from vlmrl.errors import SyncError
 from vlmrl.noise import NoiseCheck, Paths
-from vlmrl.types import Floats, Group, Rollout
+from vlmrl.types import Floats, Group, Rollout, Sample
 
 FP32, BF16 = 2e-6, 1e-3
 Values = NDArray[np.float64]
@@ -192,6 +195,28 @@ def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses
     told = [run.step(step, sharpness=1.0) for step in range(1, 10_001)]
     ratios = [max(found["sync/gap"], found["sync/layout_gap"]) / found["sync/noise"] for found in told]
     assert np.mean(np.array(ratios) > 20) > 1e-3, "one question alone would stop it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "is_measured"),
+    [("bf16", False, True), ("bf16", True, True), ("fp32", False, True), ("fp32", True, False)],
+)
+def test_rounding_is_measured_where_a_wider_type_is_at_hand(dtype: str, on_gpu: bool, is_measured: bool) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def logprobs(samples: Sequence[Sample], **how: Any) -> list[Floats]:
+        asked.append(how)
+        return [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
+
+    engines = SimpleNamespace(score=lambda groups: [r.logprobs for group in groups for r in group.rollouts])
+    policy = SimpleNamespace(layout="shared", logprobs=logprobs)
+    said: list[str] = []
+    check = noise_check(config(ds={"param_dtype": dtype}), engines, policy, on_gpu=on_gpu, say=said.append)  # type: ignore[arg-type]
+    assert check is not None
+    check._stops = False
+    check.check(1, responses(40, 40))
+    exact = [{"layout": "padded", "exact": True}] * is_measured
+    assert asked == [{"layout": "padded"}, *exact, {"undivided": True}]
 
 
 def test_floors_follow_type_and_device() -> None:

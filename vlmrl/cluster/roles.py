@@ -98,6 +98,8 @@ class RemoteEngines:
         self.neighbours: list[WorkerGroup] = []
         """Who else is on the engines' GPUs; set once they have started."""
         self._awake: set[str] = set(_ALL)
+        self._answered_by: dict[int, int] = {}
+        """Index of a prompt -> the engine that answered it last, since the weights changed."""
         group.call("start")
         # Others load their models onto the same GPUs now.
         self._sleep()
@@ -111,9 +113,14 @@ class RemoteEngines:
         return groups
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
-        """Log-probs of answers that are there already, [T] each, group by group (see `RolloutEngine.score`)."""
+        """Log-probs of answers that are there already, [T] each, group by group (see `RolloutEngine.score`): by the
+        engine that gave them, where that is known.
+        """
         self._wake(*_ALL)
-        asked = [self._group.submit_to(n % len(self._group), "score", group) for n, group in enumerate(groups)]
+        asked = [
+            self._group.submit_to(self._answered_by.get(group.prompt.index, n % len(self._group)), "score", group)
+            for n, group in enumerate(groups)
+        ]
         answers: list[list[Floats]] = self._group.wait(asked, self._timeout_s)
         self._sleep()
         return [row for rows in answers for row in rows]
@@ -142,6 +149,7 @@ class RemoteEngines:
                 number = waiting.pop()
                 ref = self._group.submit_to(engine, "generate", prompts[number], sampling)
                 under_way[ref] = (number, engine)
+                self._answered_by[prompts[number].index] = engine
                 load[engine] += 1
             done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
             if not done:
@@ -174,6 +182,7 @@ class RemoteEngines:
 
         Of engines that sleep the weights wake, and the KV cache sleeps on.
         """
+        self._answered_by.clear()
         self._wake("weights")
         return send(
             self._group,
