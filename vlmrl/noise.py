@@ -1,4 +1,4 @@
-"""How far engine and trainer may be apart, measured on a few responses of every step.
+"""How far engine and trainer may be apart, measured on a few responses of a step.
 
 Two sound implementations differ by rounding, which depends on type, model and policy. So rounding is measured, where no
 fault of the other side can hide in it: the trainer's `padded` pass against the same in a wider type, and what the
@@ -39,6 +39,8 @@ questions in a row are hardly ever all that unlucky, one large question may be.
 
 _WARN, _STOP = 5.0, 20.0
 """Multiples of the noise."""
+_REFRESH = 10
+"""Rounding follows a policy that sharpens, in so many steps by less than what is told of."""
 _TRUST = 4.0
 """The engine's own noise counts up to so many times the trainer's: a stale prefix cache would pass for noise."""
 
@@ -68,10 +70,17 @@ class Measured(NamedTuple):
     """Engine's decode against trainer's `padded`."""
     layout: float
     """Trainer: the run's layout against `padded`."""
+    run: float
+    """Engine's decode against the trainer in the run's layout: whatever is wrong shows in it."""
 
 
 class NoiseCheck:
-    """Compares engine and trainer on a few responses of each step."""
+    """Compares engine and trainer on a few responses of each step.
+
+    In most steps the trainer alone is asked, in the run's layout, and compared with what the engine said when it
+    sampled. Noise is measured in the first step, in every tenth, and as soon as that gap is more than the noise of
+    before explains: only then do engines that sleep have to wake.
+    """
 
     def __init__(
         self,
@@ -89,11 +98,12 @@ class NoiseCheck:
         self._paths, self._floor, self._stops = paths, floor, stops
         self._in_turn, self._seed, self._say = in_turn, seed, say
         self._worst = _WARN
+        self._noise_before: float | None = None
 
     def check(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """Returns `sync/noise`, what rounding does to a log-prob on average; and, over the same tokens, `sync/gap` of
-        engine and trainer, `sync/layout_gap` of the run's layout and `padded`, `sync/decode_gap` of the engine's decode
-        and prefill.
+        """Returns `sync/gap` of engine and trainer, on average over the sampled tokens of a few responses. Where noise
+        is measured, also `sync/noise`, what rounding does to a log-prob; and, over the same tokens, `sync/layout_gap`
+        of the run's layout and `padded`, and `sync/decode_gap` of the engine's decode and prefill.
 
         Raises SyncError when one of these is more than 20 times the noise, for these responses and for others.
         """
@@ -101,7 +111,12 @@ class NoiseCheck:
         first, others = _choose(groups, rng)
         if not first:
             return {}
+        if self._noise_before is not None and step % _REFRESH:
+            gap = self._gap_of_run(first)
+            if gap <= _WARN * self._noise_before:
+                return {"sync/gap": gap}
         measured = self._measure(first)
+        self._noise_before = self._noise(measured)
         name, ratio = self._largest(measured)
         if not ratio <= _STOP and self._stops:
             self._ask_again(others)
@@ -110,7 +125,7 @@ class NoiseCheck:
             self._say(f"step {step}: {self._disagreement(name, measured)}")
         return {
             "sync/noise": self._noise(measured),
-            "sync/gap": measured.engine,
+            "sync/gap": measured.run,
             "sync/decode_gap": measured.decode,
         } | ({} if self._paths.layout is None else {"sync/layout_gap": measured.layout})
 
@@ -123,17 +138,21 @@ class NoiseCheck:
                 return
         raise SyncError(self._disagreement(name, measured))
 
+    def _gap_of_run(self, groups: Sequence[Group]) -> float:
+        trainer = self._paths.layout or self._paths.padded
+        return _gap(_decoded(groups), _sampled(groups, trainer(groups)))
+
     def _measure(self, groups: Sequence[Group]) -> Measured:
         calls: list[Callable[[], Any]] = [partial(self._paths.prefill, groups), partial(self._trainer, groups)]
         prefill, (padded, exact, layout) = [call() for call in calls] if self._in_turn else together(*calls)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        decode = _sampled(groups, [rollout.logprobs for rollout in rollouts])
+        decode = _decoded(groups)
         return Measured(
             num_tokens=len(decode),
             rounding=_gap(padded, exact),
             decode=_gap(decode, _sampled(groups, prefill)),
             engine=_gap(decode, padded),
             layout=_gap(layout, padded),
+            run=_gap(decode, layout),
         )
 
     def _trainer(self, groups: Sequence[Group]) -> tuple[_Values, _Values, _Values]:
@@ -218,6 +237,11 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
         if len(first) >= _NUM_GROUPS and (num_tokens >= _FEWEST_TOKENS or len(first) == _MOST_GROUPS):
             break
     return first, others
+
+
+def _decoded(groups: Sequence[Group]) -> _Values:
+    """What the engine said of the tokens when it sampled them, end to end."""
+    return _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:

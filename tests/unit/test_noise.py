@@ -60,7 +60,7 @@ def test_the_figures_by_hand() -> None:
     found = Sides(half=True, floor=BF16, prefill=0.03, padded=0.02, exact=0.04, layout=0.01).check(1, responses(40, 40))
     # Rounding is 0.04 - 0.02 = 0.02; the engine's own 0.03 is more, and within four times that.
     assert found == pytest.approx(
-        {"sync/noise": 0.03, "sync/gap": 0.02, "sync/decode_gap": 0.03, "sync/layout_gap": 0.01}, rel=1e-4
+        {"sync/noise": 0.03, "sync/gap": 0.01, "sync/decode_gap": 0.03, "sync/layout_gap": 0.01}, rel=1e-4
     )
 
 
@@ -90,6 +90,32 @@ def test_a_gap_of_a_few_times_the_noise_is_told_once() -> None:
         sides.check(step, responses(40, 40))
     assert len(sides.said) == 1
     assert sides.said[0].startswith("step 1: engine and trainer disagree: their log-probs differ by 2e-05 on average")
+
+
+def test_noise_is_measured_again_every_tenth_step_and_when_the_gap_outgrows_it() -> None:
+    sides = Sides(half=True, floor=BF16, exact=4e-3, layout=8e-3)
+    assert sides.check(1, responses(40, 40))["sync/noise"] == pytest.approx(4e-3, rel=1e-3)
+    measured = len(sides.asked)
+    for step in range(2, 10):
+        # The run's layout alone is asked: neither the engine nor `padded`.
+        assert sides.check(step, responses(40, 40)) == pytest.approx({"sync/gap": 8e-3}, rel=1e-3)
+    assert len(sides.asked) == measured
+    assert "sync/noise" in sides.check(10, responses(40, 40))
+    sides.off["layout"] = 2.1e-2  # more than five times the noise
+    assert "sync/noise" in sides.check(11, responses(40, 40))
+    sides.off["layout"] = 8.1e-2  # more than twenty times
+    with pytest.raises(SyncError, match="the trainer disagrees with itself"):
+        sides.check(12, responses(40, 40))
+
+
+@pytest.mark.parametrize("off", [{"padded": 1.4e-4, "layout": 1.4e-4}, {"layout": 3.8e-4}, {"layout": np.nan}])
+def test_a_fault_of_any_later_step_is_found_in_that_step(off: dict[str, float]) -> None:
+    sides = Sides()
+    for step in (1, 2, 3):
+        sides.check(step, responses(40, 40))
+    sides.off.update(off)
+    with pytest.raises(SyncError):
+        sides.check(4, responses(40, 40))
 
 
 def test_few_responses_are_asked_and_others_of_the_same_prompts_before_a_run_stops() -> None:
@@ -123,8 +149,11 @@ class Rounding:
     drawn for each step; the engine's is that of the trainer, up to twice as much.
     """
 
-    def __init__(self, seed: int, *, length: int, number: int = 3, spread: float = 0.0) -> None:
-        """`spread` is the standard deviation of the logarithm of what some tokens are more off by than others."""
+    def __init__(self, seed: int, *, length: int, number: int = 3, spread: float = 0.0, apart: int = 10) -> None:
+        """`spread` is the standard deviation of the logarithm of what some tokens are more off by than others. Of steps
+        that are ten `apart` the noise is always measured.
+        """
+        self.apart = apart
         self.rng = np.random.default_rng(seed)
         self.spread = spread
         self.groups = responses(length, length, number=number)
@@ -150,7 +179,7 @@ class Rounding:
         for group in self.groups:
             rollouts = [self.named(rollout, next(rows)) for rollout in group.rollouts]
             groups.append(Group(group.prompt, tuple(rollouts)))
-        return self.check.check(number, groups)
+        return self.check.check(self.apart * number, groups)
 
     def named(self, rollout: Rollout, row: Values) -> Rollout:
         """The response with these log-probs, and with its number for a first token."""
@@ -188,6 +217,16 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
     usual, worst = np.median(ratios, axis=0), np.max(ratios, axis=0)
     assert usual.max() < 2
     assert worst.max() < most, "20 times the noise stops a run, and only where other responses say so too"
+
+
+def test_noise_that_was_measured_some_steps_before_stops_no_sound_run_either() -> None:
+    run = Rounding(0, length=30, apart=1)
+    told = [
+        run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
+    ]
+    measured = sum("sync/noise" in found for found in told)
+    # Twice as often as every tenth step: here the noise of one step may be twenty times that of another.
+    assert 1000 <= measured < 4000
 
 
 def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses() -> None:
