@@ -82,7 +82,7 @@ def test_engine_and_trainer_agree_before_and_after_each_of_five_publishes(
     assert status["num_groups"] == num_asked
     (read,) = each.run(each.engine.readback())
     assert (read["unread"], read["wrong"]) == ([], [])
-    assert read["layers"] > 20
+    assert read["layers"] >= 18, "all of the smallest model"
     if tied:
         check_faults(each, [("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from before$")])
 
