@@ -156,7 +156,8 @@ def test_what_needs_a_gpu_starts_no_process_where_there_is_none(
 
 def test_an_interrupt_ends_every_process(planted: Path) -> None:
     code = f"""if True:
-        import sys
+        import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
         sys.path.insert(0, {str(Path(report.__file__).parents[2])!r})
         from vlmrl.selftest import report
         from vlmrl.selftest.outcome import Check, Theme
