@@ -28,7 +28,11 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 @pytest.mark.parametrize(
-    ("family", "example"), [("qwen3", "arithmetic_tiny.yaml"), ("qwen3_vl", "mixed_qwen3_vl_tiny.yaml")]
+    ("family", "example"),
+    [
+        ("qwen3_vl", "mixed_qwen3_vl_tiny.yaml"),
+        pytest.param("qwen3", "arithmetic_tiny.yaml", marks=pytest.mark.prove),
+    ],
 )
 def test_the_reward_rises_on_two_ranks_and_two_engines(
     family: str, example: str, tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str
