@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -210,6 +211,24 @@ def test_a_machine_that_lacks_what_the_run_needs_is_named_before_anything_starts
     assert (code, said.count("\n")) == (2, 1), said
     assert said.count(f"has vlmrl {vlmrl.__version__} (code ") == 2
     assert not (tmp_path / "run/config.yaml").exists()
+
+
+@pytest.mark.prove
+def test_a_checkpoint_goes_on_where_the_machines_have_changed_places(
+    spread: tuple[Path, str], words: Callable[..., list[str]]
+) -> None:
+    out, _ = spread
+    unbroken = steps_of(out)
+    for step in range(KEPT + 1, STEPS + 1):
+        shutil.rmtree(out / f"checkpoints/step_{step:06d}", ignore_errors=True)
+    shutil.rmtree(out / "model")
+    command = [sys.executable, "-m", "vlmrl", "rl", *words(out), "--ckpt.load_enable"]
+    with two_machines(head=1) as swapped:
+        code, output = swapped.run(1, command)
+    assert code == 0, output
+    assert f"continuing after step {KEPT}" in output
+    assert_same_numbers(steps_of(out), unbroken)
+    assert (out / "model/config.json").exists()
 
 
 @pytest.mark.prove

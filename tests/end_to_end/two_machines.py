@@ -42,15 +42,17 @@ def why_not() -> str | None:
 
 
 class TwoMachines:
-    """Both, the first one with the head of the Ray cluster, where drivers run: it sees the processes of both, and Ray
+    """Both, one with the head of the Ray cluster, which is where drivers run: with the processes of both in sight, Ray
     takes any driver for one of the head's. The names of namespaces and cables are this process's own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, head: int) -> None:
         """`folder` has a short name: Ray makes sockets below it, whose paths have room for 107 characters."""
         self.folder = folder
+        self.head = head
+        self._ray = f"{ADDRESSES[head]}:{PORT}"
         self._tag = f"{os.getpid()}-{next(_count)}"
         self._names = [f"{_PREFIX}{self._tag}{letter}" for letter in "ab"]
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         for name in self._names:
@@ -63,15 +65,15 @@ class TwoMachines:
             _ip("-n", name, "link", "set", end, "name", "eth0")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-        self._start_node(0, "--head", f"--port={PORT}", "--include-dashboard=false")
-        self._wait(lambda: self._reaches(PORT), "the first machine's Ray does not answer")
-        self._start_node(1, f"--address={ADDRESSES[0]}:{PORT}")
-        self._wait(lambda: self._num_nodes() == 2, "the second machine did not join")
+        self._start_node(self.head, "--head", f"--port={PORT}", "--include-dashboard=false")
+        self._wait(lambda: self._reaches(self._ray), "the head does not answer")
+        self._start_node(1 - self.head, f"--address={self._ray}")
+        self._wait(self._has_joined, "the other machine did not join")
 
     def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **how: Any) -> Any:
         """A process on a machine, which finds the Ray cluster."""
         inside = ["nsenter", "-t", str(self._nodes[machine].pid), "-n", "-m", f"--wd={Path.cwd()}"]
-        variables = os.environ | {"RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}"} | dict(env or {})
+        variables = os.environ | {"RAY_ADDRESS": self._ray} | dict(env or {})
         return subprocess.Popen([*inside, *words], env=variables, **how)
 
     def run(self, machine: int, words: Sequence[str], *, timeout_s: float = 240, **how: Any) -> tuple[int, str]:
@@ -131,10 +133,10 @@ class TwoMachines:
             while (pids := [*self.processes(0), *self.processes(1)]) and time.monotonic() < end:
                 for pid in pids:
                     _signal(pid, number)
-                for node in self._nodes:
+                for node in self._nodes.values():
                     node.poll()
                 time.sleep(0.2)
-        for node in self._nodes:
+        for node in self._nodes.values():
             node.wait()
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -146,22 +148,22 @@ class TwoMachines:
         room = ["--num-cpus=1", "--object-store-memory=300000000", f"--temp-dir={self.folder / str(machine)}"]
         log = (self.folder / f"{machine}.log").open("wb")
         with log:
-            self._nodes.append(subprocess.Popen([*node, *ray, *room], stdout=log, stderr=log, env=_plain()))
+            self._nodes[machine] = subprocess.Popen([*node, *ray, *room], stdout=log, stderr=log, env=_plain())
 
     def _wait(self, is_there: Any, what: str) -> None:
         end = time.monotonic() + 90
         while not is_there():
-            dead = [node for node in self._nodes if node.poll() is not None]
+            dead = [node for node in self._nodes.values() if node.poll() is not None]
             if dead or time.monotonic() > end:
                 logs = "\n".join(log.read_text()[-1500:] for log in sorted(self.folder.glob("*.log")))
                 raise RuntimeError(f"{what}:\n{logs}")
             time.sleep(0.3)
 
-    def _reaches(self, port: int) -> bool:
-        return self.run(0, ["bash", "-c", f"exec 3<>/dev/tcp/{ADDRESSES[0]}/{port}"])[0] == 0
+    def _reaches(self, address: str) -> bool:
+        return self.run(self.head, ["bash", "-c", f"exec 3<>/dev/tcp/{address.replace(':', '/')}"])[0] == 0
 
-    def _num_nodes(self) -> int:
-        return (self.folder / "1.log").read_text().count("Ray runtime started.") + 1
+    def _has_joined(self) -> bool:
+        return "Ray runtime started." in (self.folder / f"{1 - self.head}.log").read_text()
 
 
 def remove_left_behind() -> None:
@@ -196,10 +198,10 @@ def _signal(pid: int, number: int) -> None:
 
 
 @contextmanager
-def two_machines() -> Iterator[TwoMachines]:
+def two_machines(*, head: int = 0) -> Iterator[TwoMachines]:
     remove_left_behind()
     folder = Path(tempfile.mkdtemp(prefix="vl", dir="/tmp"))
-    machines = TwoMachines(folder)
+    machines = TwoMachines(folder, head=head)
     try:
         machines.start()
         yield machines
