@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from vlmrl.config.base import Section
 from vlmrl.config.lora import Lora
-from vlmrl.startup.driver import has_gpu
+from vlmrl.startup.driver import shows_gpu
 
 
 class Ds(Section):
@@ -15,7 +15,7 @@ class Ds(Section):
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is sharded over ranks: 1 optimizer state, 2 and gradients, 3 and weights."""
     param_dtype: Literal["auto", "bf16", "fp32"] = "bf16"
-    """Precision of weights and activations; auto is bf16 on a machine with an NVIDIA GPU and fp32 elsewhere."""
+    """Precision of weights and activations; auto is bf16 where an NVIDIA GPU is there and visible, else fp32."""
     lora: Lora = Lora()
     """Low-rank adapters."""
     load_in_4bit: bool = False
@@ -42,5 +42,5 @@ class Ds(Section):
         """Let nobody who reads the settings meet auto."""
         if self.param_dtype == "auto":
             # Frozen is for those who read the settings; here they are still being made.
-            self.__dict__["param_dtype"] = "bf16" if has_gpu() else "fp32"
+            self.__dict__["param_dtype"] = "bf16" if shows_gpu() else "fp32"
         return self

@@ -1,14 +1,17 @@
 import pytest
 
-from vlmrl.config import ds
 from vlmrl.config.ds import Ds
+from vlmrl.startup import driver
 
 
-@pytest.mark.parametrize(("has_gpu", "dtype"), [(True, "bf16"), (False, "fp32")])
+@pytest.mark.parametrize(
+    ("has_gpu", "visible", "dtype"), [(True, "0", "bf16"), (True, "", "fp32"), (False, "0", "fp32")]
+)
 def test_the_automatic_precision_is_that_of_the_machine_and_nobody_meets_auto(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, dtype: str
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, visible: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(ds, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(driver, "has_gpu", lambda: has_gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert Ds(param_dtype="auto").param_dtype == dtype
     assert Ds(param_dtype="auto").model_dump()["param_dtype"] == dtype
     assert Ds(param_dtype="fp32").param_dtype == "fp32"
