@@ -14,7 +14,16 @@ from vlmrl.rewards.exact import number, same
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.rewards.final import Final, final_answer
 from vlmrl.rewards.labels import spellings
-from vlmrl.rewards.plain import bracket_of, is_clock, is_words, needs_no_parser, plain, same_clock, same_words
+from vlmrl.rewards.plain import (
+    bracket_of,
+    is_clock,
+    is_words,
+    needs_no_parser,
+    option_of,
+    plain,
+    same_clock,
+    same_words,
+)
 from vlmrl.rewards.units import agree, last_unit, measure
 
 WANTS_LABEL = True
@@ -25,6 +34,7 @@ _LONGEST_FORMULA = 1000
 # math-verify stops itself by SIGALRM, which needs the main thread; the pool's own limit covers the rest.
 _STEP_LIMIT_S = 2
 _IN_MATH_MODE = ("\\boxed", "$", "\\(", "\\[")
+_LETTER = re.compile(r"[A-Z]|\([A-Z]\)")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 
 for _name in ("math_verify", "latex2sympy2_extended"):
@@ -41,9 +51,9 @@ def score(response: str, label: str) -> float:
 
     What is compared is the response's final answer (`final_answer`); without box or tags, the last formula near its
     end. `1/2`, `0.5` and `\\frac{1}{2}` are equal, and so are `x = 4` and `4`. Words, names such as `ab` and clock
-    times are compared as such, ignoring case and leading zeros. Where both sides carry a unit or a bracket around a
-    list, these agree: `12 m` is not `12 cm`, nor `\\{1, 2\\}` `(1, 2)`. `spellings` says what a label that is a list
-    asks for. An answer that cannot be read or is too long scores 0.
+    times are compared as such, ignoring case and leading zeros. An option may be written out: `B. 12 cm` for `B`. Where
+    both sides carry a unit or a bracket around a list, these agree: `12 m` is not `12 cm`, nor `\\{1, 2\\}` `(1, 2)`.
+    `spellings` says what a label that is a list asks for. An answer that cannot be read or is too long scores 0.
 
     Raises TooHardError when an answer takes too long to parse or to compare.
     """
@@ -66,6 +76,8 @@ def _equals(final: Final, wanted: str) -> bool:
             return False
         found = found[-_LONGEST_FORMULA:]
     found, wanted = plain(found), plain(wanted)
+    if final.place != "whole" and _LETTER.fullmatch(wanted) and option_of(found) == wanted.strip("()"):
+        return True
     value, unit = measure(found)
     wanted_value, wanted_unit = measure(wanted)
     if unit is None and final.place != "box":

@@ -30,6 +30,7 @@ _IDENTIFIER = re.compile(r"(?!(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi)[0-9])[A-Za
 _LATEX = re.compile(r"[\\^{}]")
 _SHORT = 200
 _CLOCK = re.compile(r"[0-9]{1,4}(?::[0-9]{2})+")
+_OPTION = re.compile(r"(?:\(([A-Z])\)|([A-Z])\)|([A-Z])[.:])\s*(?=\S)")
 _BETWEEN_LETTERS = re.compile(r"\s|\\cdot|\\times|\\[,;:! ]|[*~{}]")
 
 
@@ -51,6 +52,14 @@ def plain(text: str) -> str:
         text = _POWERS.sub(lambda power: f"^{{{power.group().translate(_DIGITS)}}}", text)
         text = text.translate(_CHARACTERS).strip()
     return _CONSTANTS.get(text, text)
+
+
+def option_of(text: str) -> str | None:
+    """The letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None for all else, as for two."""
+    found = _OPTION.match(text)
+    if found is None or _OPTION.search(text, found.end()) or re.fullmatch("[A-Z]", text[found.end() :]):
+        return None
+    return next(letter for letter in found.groups() if letter)
 
 
 def is_words(text: str) -> bool:

@@ -1,6 +1,6 @@
 import pytest
 
-from vlmrl.rewards.plain import bracket_of, is_words, plain, same_words
+from vlmrl.rewards.plain import bracket_of, is_words, option_of, plain, same_words
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,14 @@ def test_words_are_compared_letter_by_letter() -> None:
 )
 def test_the_bracket_around_a_list(text: str, bracket: str | None) -> None:
     assert bracket_of(text) == bracket
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *[("B. 12 cm", "B"), ("(B) 12 cm", "B"), ("B) 12", "B"), ("B: the red one", "B"), ("B", None)],
+        *[("A. 5 or B. 6", None), ("A. B", None), ("A:B", None), ("(A)", None), ("A and B", None), ("x. 5", None)],
+    ],
+)
+def test_an_option_that_is_written_out(text: str, letter: str | None) -> None:
+    assert option_of(text) == letter
