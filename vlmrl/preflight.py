@@ -220,6 +220,8 @@ def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console:
         table.add_row("training", str(source.num_rows()), str(count), *_extent(prompts))
         first = f"first prompt ({prompts[0].source}): {prompts[0].text!r} -> {prompts[0].label!r}"
         print_line(console, first)
+        for line in source.look_at_repeats().lines():
+            print_line(console, line)
     for name, prompts in source.evaluation().items():
         table.add_row(Text(one_line(f"evaluation: {name}")), str(len(prompts)), str(len(prompts)), *_extent(prompts))
     console.print(table)

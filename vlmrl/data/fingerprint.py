@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlmrl.data.marks import FileMark, mark_file, mark_row, spread
-from vlmrl.data.rows import Generated, Rows
+from vlmrl.data.marks import FileMark, Marked, mark_file, spread
 
 _ROWS_LOOKED_AT = 256
 _ROWS_OF_GENERATED = 16
-"""All rows of generated data follow from a seed and a few options."""
+"""They follow from a seed and a few options."""
 _LOOK_LIMIT_S = 3.0
 """For the rows of one dataset: some are drawn when they are asked for, or have their images on another machine."""
 _MOST_NAMED = 3
@@ -22,13 +20,14 @@ Fingerprint = dict[str, Any]
 """As JSON: the dataset's name, its number of rows, the marks of its files and of some of its rows."""
 
 
-def fingerprint(source: Rows, keys: Mapping[str, str], root: Path | None) -> Fingerprint:
-    """By what this dataset is known again. `keys` and `root` as in `marks.mark_row`."""
-    most = _ROWS_OF_GENERATED if isinstance(source.rows, Generated) else _ROWS_LOOKED_AT
+def fingerprint(marked: Marked) -> Fingerprint:
+    """By what this dataset is known again."""
+    source = marked.rows
+    most = _ROWS_OF_GENERATED if source.is_generated else _ROWS_LOOKED_AT
     deadline = time.monotonic() + _LOOK_LIMIT_S
     rows: dict[str, list[str] | None] = {}
     for row in spread(len(source), most):
-        mark = mark_row(source, row, keys, root)
+        mark = marked.mark(row)
         rows[str(row)] = None if mark is None else list(mark)
         if time.monotonic() > deadline:
             break

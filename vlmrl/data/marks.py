@@ -33,21 +33,27 @@ class RowMark(NamedTuple):
     """Of the images' content; of one behind a URL, of the URL."""
 
 
-def mark_row(source: Rows, row: int, keys: Mapping[str, str], root: Path | None) -> RowMark | None:
-    """The marks of one row; None when it cannot be read.
+class Marked(NamedTuple):
+    """Rows, and what is needed to mark them."""
 
-    `keys` are the columns of question, label and images (`input_key`, ...), `root` is where relative paths start.
-    """
-    with suppress(Exception):  # a damaged row may raise anything; it is dropped where prompts are made
-        values = source[row]
-        question, label, images = (values.get(keys[key]) for key in ("input_key", "label_key", "image_key"))
-        listed = images if isinstance(images, list | tuple) else [images]
-        return RowMark(
-            _digest(_canonical(question)),
-            _digest(_canonical(label)),
-            _digest(*(_of_image(image, root) for image in listed if image is not None)),
-        )
-    return None
+    rows: Rows
+    keys: Mapping[str, str]
+    """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
+    root: Path | None
+    """Where relative image paths start."""
+
+    def mark(self, row: int) -> RowMark | None:
+        """The marks of one row; None when it cannot be read."""
+        with suppress(Exception):  # a damaged row may raise anything; it is dropped where prompts are made
+            values = self.rows[row]
+            question, label, images = (values.get(self.keys[key]) for key in ("input_key", "label_key", "image_key"))
+            listed = images if isinstance(images, list | tuple) else [images]
+            return RowMark(
+                _digest(_canonical(question)),
+                _digest(_canonical(label)),
+                _digest(*(_of_image(image, self.root) for image in listed if image is not None)),
+            )
+        return None
 
 
 class FileMark(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any
 from vlmrl.config.data import Columns
 from vlmrl.data.fingerprint import differences, fingerprint
 from vlmrl.data.labels import label_text
+from vlmrl.data.marks import Marked
 from vlmrl.data.media import InlineMedia, make_media
 from vlmrl.data.order import Order, Place
 from vlmrl.data.rows import Rows
@@ -105,6 +106,13 @@ class PromptStream:
     def num_rows(self) -> int:
         """Rows of all sources: the length of an episode."""
         return sum(map(len, self._sources))
+
+    @property
+    def marked(self) -> list[Marked]:
+        """What marks are made from: each source with its columns and the folder of its images."""
+        return [
+            Marked(source, keys, self._root(source)) for source, keys in zip(self._sources, self._keys, strict=True)
+        ]
 
     @property
     def position(self) -> int:
@@ -312,10 +320,7 @@ class PromptStream:
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "datasets": [
-                fingerprint(source, keys, self._root(source))
-                for source, keys in zip(self._sources, self._keys, strict=True)
-            ],
+            "datasets": [fingerprint(marked) for marked in self.marked],
             "shares and seed": self._order.settings(),
         }
 

@@ -43,6 +43,11 @@ class Rows(Sequence[dict[str, Any]]):
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
 
+    @property
+    def is_generated(self) -> bool:
+        """All rows follow from a seed and a few options."""
+        return isinstance(self.rows.rows if isinstance(self.rows, _First) else self.rows, Generated)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -130,7 +135,7 @@ class _First(Sequence[Mapping[str, Any]]):
     """The first `size` rows of a sequence."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], size: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self._size = size
 
     def __len__(self) -> int:
@@ -142,10 +147,10 @@ class _First(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
         if isinstance(index, slice):
-            return [self._rows[i] for i in range(*index.indices(self._size))]
+            return [self.rows[i] for i in range(*index.indices(self._size))]
         if not 0 <= index < self._size:
             raise IndexError(index)
-        return self._rows[index]
+        return self.rows[index]
 
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
