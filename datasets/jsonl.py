@@ -7,20 +7,19 @@ An image is a path (relative ones start from the file's folder), base64 text, a 
 
 from __future__ import annotations
 
+import glob
 import json
 import mmap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from vlmrl.data.rows import FILE_SUFFIXES, Rows, from_hugging_face
+from vlmrl.data.rows import FILE_SUFFIXES, Rows, columns_of, from_hugging_face
 from vlmrl.errors import DataError
 from vlmrl.plugins import first_line
-
-_ROWS_LOOKED_AT = 100
-"""Rows whose keys are taken for the file's columns."""
 
 
 def rows(*, path: str, split: str, seed: int) -> Rows:
@@ -41,14 +40,8 @@ def rows(*, path: str, split: str, seed: int) -> Rows:
     found: Sequence[Mapping[str, Any]] = _Lines(file) if file.suffix == ".jsonl" else _json(file, split)
     if len(found) == 0:
         raise DataError(f"dataset file {path} has no rows")
-    columns: dict[str, None] = {}
-    for i in range(min(_ROWS_LOOKED_AT, len(found))):
-        try:
-            columns |= dict.fromkeys(found[i])
-        except DataError:
-            if i == 0:
-                raise
-    return Rows(name=file.stem, rows=found, columns=tuple(columns), root=file.parent)
+    columns = columns_of(found, f"dataset file {path}")
+    return Rows(name=file.stem, rows=found, columns=columns, root=file.parent, files=(file,))
 
 
 class _Lines(Sequence[dict[str, Any]]):
@@ -83,7 +76,7 @@ class _Lines(Sequence[dict[str, Any]]):
             line = handle.read(end - start)
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self._file}, row {index}: not JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise DataError(f"{self._file}, row {index}: a JSON object is expected, not {type(row).__name__}")
@@ -93,7 +86,7 @@ class _Lines(Sequence[dict[str, Any]]):
 def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if file.read_bytes().lstrip().startswith(b"{") and "Extra data" in str(error):
             return _Lines(file)  # one object per line, under the other name that such files go by
         raise DataError(f"dataset file {file} is not JSON: {first_line(error)}") from error
@@ -102,7 +95,8 @@ def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
         if split not in splits:
             raise DataError(f"dataset file {file} has no split {split!r}; it has: {', '.join(splits) or 'none'}")
         content = content[split]
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+    # One row that is none is dropped when it is drawn.
+    if not isinstance(content, list) or (content and not any(isinstance(row, dict) for row in content)):
         raise DataError(f"dataset file {file}: a list of JSON objects is expected")
     return content
 
@@ -111,12 +105,12 @@ def _parquet(file: Path) -> Rows:
     import datasets
 
     try:
-        data = datasets.load_dataset("parquet", data_files=str(file.resolve()), split="train")
+        # The library takes a name for a pattern: a[1].parquet would be a1.parquet.
+        pattern = glob.escape(str(file.resolve()))
+        data = datasets.load_dataset("parquet", data_files=pattern, split="train")
     except Exception as error:  # whatever the library and Arrow raise on a file that is none of theirs
         raise DataError(f"dataset file {file} is not a parquet file that can be read: {first_line(error)}") from error
     found = from_hugging_face(file.stem, data)
     if len(found) == 0:
         raise DataError(f"dataset file {file} has no rows")
-    return Rows(
-        name=file.stem, rows=found.rows, columns=found.columns, image_columns=found.image_columns, root=file.parent
-    )
+    return replace(found, root=file.parent, files=(file,))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlmrl.config.data import Columns
+from vlmrl.data.deadline import OverdueError, call_within
 from vlmrl.errors import ConfigError, DataError
+from vlmrl.lines import one_line
 from vlmrl.types import Ints, Media, Sample
 
 if TYPE_CHECKING:
@@ -28,6 +30,12 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _WITHOUT_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in a row's messages. A template writes the role between its control tokens as it is."""
+
+_MOST_OVERDUE = 3
+"""Rows at which a chat template may hang before it is the template's fault."""
+
 Message = dict[str, Any]
 """{"role": ..., "content": list of {"type": "text", "text": ...} and {"type": "image"}}"""
 
@@ -40,6 +48,8 @@ class TextProcessor:
     min_pixels: int = 0
     max_pixels: int = 0
     resize_settings: str = ""
+    template_limit_s: float = 10.0
+    """For the chat template and one row; it is a program that came with the model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
@@ -50,6 +60,7 @@ class TextProcessor:
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = one_of(special)
         self._vision: re.Pattern[str] | None = None
+        self._num_overdue = 0
         encoded = tokenizer("").input_ids
         self._bos = tokenizer.bos_token if encoded and encoded[0] == tokenizer.bos_token_id else ""
 
@@ -123,10 +134,25 @@ class TextProcessor:
                 "data.input_template how a question is wrapped"
             )
         marked = [
-            m | {"content": _content([self._mark(part, self._special) for part in m["content"]])} for m in messages
+            self._mark_all({key: value for key, value in m.items() if key not in ("role", "content")})
+            | {"role": m["role"], "content": _content([self._mark(part, self._special) for part in m["content"]])}
+            for m in messages
         ]
         try:
-            return str(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
+            return str(
+                call_within(
+                    self.template_limit_s,
+                    lambda: self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True),
+                )
+            )
+        except OverdueError as error:
+            self._num_overdue += 1
+            message = f"the model's chat template is {error}"
+            if self._num_overdue >= _MOST_OVERDUE:
+                raise ConfigError(
+                    f"{message}, at {self._num_overdue} rows: mend it, or set data.apply_chat_template to false"
+                ) from error
+            raise DataError(message) from error
         except Exception as error:  # jinja's own errors, and whatever a template raises about roles it does not like
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
 
@@ -153,10 +179,17 @@ class TextProcessor:
     def _mark(self, part: Mapping[str, Any], pattern: re.Pattern[str] | None) -> dict[str, Any]:
         if part["type"] != "text":
             return dict(part)
-        text = part["text"].translate(_WITHOUT_MARKS)
-        if pattern is not None:
-            text = pattern.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", text)
-        return {"type": "text", "text": text}
+        return {"type": "text", "text": _mark_text(part["text"], pattern)}
+
+    def _mark_all(self, value: Any) -> Any:
+        """The same, every text in it marked: names, tool calls, reasoning, whatever a template may write."""
+        if isinstance(value, str):
+            return _mark_text(value, self._special)
+        if isinstance(value, Mapping):
+            return {self._mark_all(key): self._mark_all(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark_all(inner) for inner in value]
+        return value
 
 
 def load(
@@ -215,6 +248,9 @@ def _message(message: Mapping[str, Any]) -> Message:
         )
     # Arrow fills the keys that other rows have with None: they were never said.
     given = {key: value for key, value in message.items() if value is not None}
+    role = given.get("role")
+    if role not in ROLES:
+        raise DataError(f"a chat message has the role {one_line(repr(role), most=80)}; there are {', '.join(ROLES)}")
     return given | {"content": [_part(part) for part in parts]}
 
 
@@ -227,6 +263,12 @@ def _part(part: object) -> dict[str, Any]:
     if kind == "image":
         return {"type": "image"}
     raise DataError(f"a chat message has a part of kind {kind!r}; there are text and image")
+
+
+def _mark_text(text: str, pattern: re.Pattern[str] | None) -> str:
+    """Marks around whatever the pattern finds; marks of the text's own go."""
+    text = text.translate(_WITHOUT_MARKS)
+    return text if pattern is None else pattern.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", text)
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -1,19 +1,26 @@
 """The errors a user may meet. Each is one line that names the thing, where it came from and what to do.
 
 The command line prints the line and exits with code 2, without a traceback. Every class takes exactly one argument,
-so that an error raised in a Ray actor is pickled and raised again in the driver as itself.
+so that an error raised in a Ray actor is pickled and raised again in the driver as itself. Whatever of the data a
+message quotes, it is plain text (`one_line`).
 """
+
+from vlmrl.lines import one_line
 
 
 class VlmrlError(Exception):
     """A mistake in what vlmrl was given, never a bug of vlmrl's own."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
 
 
 class ConfigError(VlmrlError):
-    """A setting that is unknown, malformed, or at odds with another."""
+    """A setting that is unknown, malformed, or at odds with another. Several mistakes are a line each."""
+
+    def __init__(self, message: str) -> None:
+        # Not super(): that would join the lines.
+        Exception.__init__(self, "\n".join(map(one_line, message.split("\n"))))
 
 
 class DataError(VlmrlError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vlmrl import machine
 from vlmrl.algorithms import advantages, losses
@@ -24,6 +25,7 @@ from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
+from vlmrl.lines import one_line, print_line
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
 from vlmrl.rewards.label_check import LabelCheck
@@ -188,7 +190,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
         check_devices(config.vllm, machines, places)
     console.print(describe(places, machines))
     for line in check_machine(config):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
     functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
     with closing(LabelCheck(functions)) as label_problems:
         source = Source(
@@ -206,7 +208,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
 def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
     """Read the first training rows and all evaluation rows, and print what they are like."""
     if isinstance(config, RlConfig) and config.reward.functions:
-        console.print(str(source.look_at_labels()), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, source.look_at_labels())
     table = Table(title="data")
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
@@ -217,12 +219,14 @@ def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console:
             source.draw_samples(1)
         table.add_row("training", str(source.num_rows()), str(count), *_extent(prompts))
         first = f"first prompt ({prompts[0].source}): {prompts[0].text!r} -> {prompts[0].label!r}"
-        console.print(first, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, first)
+        for line in source.look_at_repeats().lines():
+            print_line(console, line)
     for name, prompts in source.evaluation().items():
-        table.add_row(f"evaluation: {name}", str(len(prompts)), str(len(prompts)), *_extent(prompts))
+        table.add_row(Text(one_line(f"evaluation: {name}")), str(len(prompts)), str(len(prompts)), *_extent(prompts))
     console.print(table)
     for line in source.take_notes():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _extent(prompts: Sequence[Any]) -> tuple[str, str]:

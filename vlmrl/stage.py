@@ -86,6 +86,8 @@ class Stage:
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
             prompts.look_at_labels()
+        if isinstance(config, RlConfig | SftConfig):
+            prompts.look_at_repeats()
         return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder | None:

@@ -12,6 +12,7 @@ import ray
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import send
+from vlmrl.data.repeats import Repeats
 from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
@@ -37,6 +38,12 @@ class RemotePrompts:
         found: BadLabels = self._group.call("look_at_labels")[0]
         if found.problems:
             self._say(str(found))
+
+    def look_at_repeats(self) -> None:
+        """Tell people how many rows come twice, or are in an evaluation set too, if there are any."""
+        found: Repeats = self._group.call("look_at_repeats")[0]
+        for line in found.lines():
+            self._say(line)
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
         prompts, metrics = self._group.call("draw", count)[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import time
@@ -17,13 +15,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vlmrl.config.data import Columns
+from vlmrl.data.fingerprint import differences, fingerprint
+from vlmrl.data.labels import label_text
+from vlmrl.data.marks import Marked
 from vlmrl.data.media import InlineMedia, make_media
 from vlmrl.data.order import Order, Place
 from vlmrl.data.rows import Rows
+from vlmrl.data.unusable import UnusableError, blamed_on_row, check_depth, metadata_of
 from vlmrl.errors import ConfigError, DataError
+from vlmrl.lines import one_line
 from vlmrl.plugins import Processor
 from vlmrl.types import Ints, Media, Prompt
 
@@ -34,6 +35,8 @@ _FEWEST_ROWS_TO_JUDGE = 1000
 """The share of unusable rows is judged over at least so many rows, or over all where there are fewer."""
 _LONGEST_SHOWN = 80
 """Characters of a label in a warning."""
+_LONGEST_DETAIL = 500
+"""Characters of what is said of a dropped row."""
 _DECODERS = min(8, os.cpu_count() or 1)
 
 
@@ -57,15 +60,6 @@ class _Question:
     label: str | None
     images: Sequence[Any]
     metadata: Mapping[str, Any]
-
-
-class _UnusableError(Exception):
-    """This row becomes no prompt. `kind` is what is counted, `detail` what is told."""
-
-    def __init__(self, kind: str, detail: object) -> None:
-        super().__init__(kind, detail)
-        self.kind = kind
-        self.detail = detail
 
 
 class PromptStream:
@@ -114,6 +108,13 @@ class PromptStream:
         return sum(map(len, self._sources))
 
     @property
+    def marked(self) -> list[Marked]:
+        """What marks are made from: each source with its columns and the folder of its images."""
+        return [
+            Marked(source, keys, self._root(source)) for source, keys in zip(self._sources, self._keys, strict=True)
+        ]
+
+    @property
     def position(self) -> int:
         """Prompts handed out so far; the index of the next one."""
         return self._position
@@ -150,7 +151,7 @@ class PromptStream:
         deadline = time.monotonic() + limit_s
         for k in range(min(limit, self.num_rows)):
             place = self._order.place(self._drawn + k)
-            with suppress(_UnusableError):
+            with suppress(UnusableError):
                 label = self._read(place).label
                 if label is not None:
                     found[f"{self._sources[place.source].name}:{place.row}"] = label
@@ -168,14 +169,17 @@ class PromptStream:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where another stream over the same data stood. DataError when the data are not the same."""
-        mine = self._fingerprint
-        different = [key for key in mine if state.get("data", {}).get(key) != mine[key]]
+        """Continue where another stream over the same data stood. DataError, with names, when the data are others."""
+        saved, mine = state["data"], self._fingerprint
+        found = differences(saved["datasets"], mine["datasets"])
+        different = found.sure + ["shares and seed"] * (saved["shares and seed"] != mine["shares and seed"])
         if different:
             raise DataError(
-                f"the checkpoint was made with other data ({', '.join(different)} differ): give the same datasets, "
-                "shares and seed, or start in a new output folder"
+                f"the checkpoint was made with other data ({'; '.join(different)}): give the same datasets, shares and "
+                "seed, or start in a new output folder"
             )
+        for path in found.doubtful:
+            logger.warning("%s was written since the checkpoint; what was read of it is as before", one_line(path))
         self._drawn = state["drawn"]
         self._position = state["position"]
         self._bad = dict(state["dropped"])
@@ -190,7 +194,7 @@ class PromptStream:
                 continue
             try:
                 question = self._read(place)
-            except _UnusableError as error:
+            except UnusableError as error:
                 self._drop(name, error)
             else:
                 questions.append((name, self._root(source), question))
@@ -198,10 +202,10 @@ class PromptStream:
         prompts: list[Prompt] = []
         for (name, _, question), media in zip(questions, self._open_all(questions), strict=True):
             try:
-                if isinstance(media, _UnusableError):
+                if isinstance(media, UnusableError):
                     raise media
                 text, tokens, request = self._tokenize(question, media)
-            except _UnusableError as error:
+            except UnusableError as error:
                 self._drop(name, error)
                 continue
             prompts.append(
@@ -220,24 +224,27 @@ class PromptStream:
 
     def _read(self, place: Place) -> _Question:
         """The columns of a row, before any image is opened."""
-        keys = self._keys[place.source]
-        try:
+        with blamed_on_row("row unreadable"):
             row = self._sources[place.source][place.row]
-        except DataError as error:
-            raise _UnusableError("row unreadable", error) from error
+            check_depth(row)
+            return self._question(place, row)
+
+    def _question(self, place: Place, row: Mapping[str, Any]) -> _Question:
+        keys = self._keys[place.source]
         text = row.get(keys["input_key"])
         if not text:
-            raise _UnusableError("no question", f"column {keys['input_key']!r} is empty")
+            raise UnusableError("no question", f"column {keys['input_key']!r} is empty")
         images = _as_list(row.get(keys["image_key"]))
         if len(images) > self._columns.max_images_per_prompt:
             bound = self._columns.max_images_per_prompt
-            raise _UnusableError("too many images", f"{len(images)} images, data.max_images_per_prompt is {bound}")
+            raise UnusableError("too many images", f"{len(images)} images, data.max_images_per_prompt is {bound}")
         if images and self._processor.resize_factor is None:
-            raise _UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
-        used = set(keys.values())
-        metadata = {key: value for key, value in row.items() if key not in used and _is_json(value)}
-        label = row.get(keys["label_key"])
-        return _Question(text=text, label=_label(label), images=images, metadata=metadata)
+            raise UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
+        column = keys["label_key"]
+        with blamed_on_row("label unusable"):
+            label = label_text(row.get(column), precision=self._sources[place.source].precisions.get(column))
+            (label or "").encode()
+        return _Question(text=text, label=label, images=images, metadata=metadata_of(row, set(keys.values())))
 
     def _with_usable_labels(
         self, questions: Sequence[tuple[str, Path | None, _Question]]
@@ -252,12 +259,12 @@ class PromptStream:
             if problem is None:
                 usable.append(entry)
             else:
-                self._drop(entry[0], _UnusableError("label unusable", f"{shown(label)}: {problem}"))
+                self._drop(entry[0], UnusableError("label unusable", f"{shown(label)}: {problem}"))
         return usable
 
     def _open_all(
         self, questions: Sequence[tuple[str, Path | None, _Question]]
-    ) -> Iterator[tuple[InlineMedia, ...] | _UnusableError]:
+    ) -> Iterator[tuple[InlineMedia, ...] | UnusableError]:
         """The images of each question, or why they cannot be used. Decoding runs on several threads."""
         if sum(len(question.images) for _, _, question in questions) < 2:
             yield from (self._open(root, question) for _, root, question in questions)
@@ -265,23 +272,25 @@ class PromptStream:
         with ThreadPoolExecutor(_DECODERS, thread_name_prefix="vlmrl-decode") as pool:
             yield from pool.map(lambda entry: self._open(entry[1], entry[2]), questions)
 
-    def _open(self, root: Path | None, question: _Question) -> tuple[InlineMedia, ...] | _UnusableError:
+    def _open(self, root: Path | None, question: _Question) -> tuple[InlineMedia, ...] | UnusableError:
         try:
-            return tuple(
-                make_media(image, processor=self._processor, columns=self._columns, root=root)
-                for image in question.images
-            )
-        except DataError as error:
-            return _UnusableError("image unusable", error)
+            with blamed_on_row("image unusable"):
+                return tuple(
+                    make_media(image, processor=self._processor, columns=self._columns, root=root)
+                    for image in question.images
+                )
+        except UnusableError as error:  # a result, since one thread of several ends here
+            return error
 
     def _tokenize(self, question: _Question, media: Sequence[InlineMedia]) -> tuple[str, Ints, Ints]:
-        try:
+        with blamed_on_row("question and images do not fit" if media else "question unusable"):
             rendered = self._processor.render(question.text, num_images=len(media), columns=self._columns)
+            rendered.encode()  # half of a surrogate pair is no text
             tokens, request = self._processor.encode(rendered, [item.size for item in media])
-        except DataError as error:
-            raise _UnusableError("question and images do not fit" if media else "question unusable", error) from error
+        if not len(tokens):
+            raise UnusableError("question unusable", "it is no token long")
         if len(tokens) > self._columns.max_len:
-            raise _UnusableError("too long", f"{len(tokens)} tokens, data.max_len is {self._columns.max_len}")
+            raise UnusableError("too long", f"{len(tokens)} tokens, data.max_len is {self._columns.max_len}")
         return self._processor.readable(rendered), tokens, request
 
     def _shared(self, media: InlineMedia, shared: dict[str, Media]) -> Media:
@@ -292,10 +301,11 @@ class PromptStream:
     def _root(self, source: Rows) -> Path | None:
         return source.root if self._columns.image_root is None else Path(self._columns.image_root)
 
-    def _drop(self, name: str, error: _UnusableError) -> None:
+    def _drop(self, name: str, error: UnusableError) -> None:
         self._bad[name] = error.kind
-        logger.warning("row %s dropped, %s: %s", name, error.kind, error.detail)
-        self._last_dropped = f"{name} ({error.detail})"
+        detail = one_line(error.detail, most=_LONGEST_DETAIL)
+        logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
+        self._last_dropped = one_line(f"{name} ({detail})")
 
     def _check_dropped(self, num_seen: int) -> None:
         judged = min(self.num_rows, max(num_seen, _FEWEST_ROWS_TO_JUDGE))
@@ -310,9 +320,7 @@ class PromptStream:
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "datasets": [source.name for source in self._sources],
-            "rows": [len(source) for source in self._sources],
-            "content": [_digest(source, keys) for source, keys in zip(self._sources, self._keys, strict=True)],
+            "datasets": [fingerprint(marked) for marked in self.marked],
             "shares and seed": self._order.settings(),
         }
 
@@ -356,33 +364,7 @@ def _as_list(images: Any) -> Sequence[Any]:
     return [images]
 
 
-def _label(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, default=str)
-
-
 def shown(label: object) -> str:
     """A label for a message, cut where it is long."""
     text = repr(label)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _digest(source: Rows, keys: Mapping[str, str]) -> str:
-    """A digest of the questions and labels of a few rows, from first to last."""
-    digest = hashlib.blake2b(digest_size=8)
-    for row in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=8)}):
-        try:
-            values = source[row]
-        except DataError:  # a row that cannot be read is as good a mark as any
-            values = {}
-        digest.update(repr((values.get(keys["input_key"]), values.get(keys["label_key"]))).encode())
-    return digest.hexdigest()

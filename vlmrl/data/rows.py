@@ -8,7 +8,7 @@ import inspect
 import random
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -20,6 +20,8 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
 """Which hundredths of all possible questions a generated split draws from."""
 _MAX_TRIES = 20_000
+_ROWS_LOOKED_AT = 100
+"""Rows whose keys are taken for the columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,17 @@ class Rows(Sequence[dict[str, Any]]):
     """The columns that are known to hold images."""
     root: Path | None = None
     """Where relative image paths start; None: the working directory."""
+    files: tuple[Path, ...] = ()
+    """What the rows are read from, where that is known: by their content a resumed run knows them again."""
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    """Columns of numbers with fewer bits than Python's: `{"label": "float32"}`."""
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
+
+    @property
+    def is_generated(self) -> bool:
+        """All rows follow from a seed and a few options."""
+        return isinstance(self.rows.rows if isinstance(self.rows, _First) else self.rows, Generated)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,7 +135,7 @@ class _First(Sequence[Mapping[str, Any]]):
     """The first `size` rows of a sequence."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], size: int) -> None:
-        self._rows = rows
+        self.rows = rows
         self._size = size
 
     def __len__(self) -> int:
@@ -136,10 +147,10 @@ class _First(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
         if isinstance(index, slice):
-            return [self._rows[i] for i in range(*index.indices(self._size))]
+            return [self.rows[i] for i in range(*index.indices(self._size))]
         if not 0 <= index < self._size:
             raise IndexError(index)
-        return self._rows[index]
+        return self.rows[index]
 
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
@@ -197,17 +208,73 @@ def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
 
 
 def from_hugging_face(name: str, data: Any) -> Rows:
-    """A `datasets.Dataset` as rows. Images stay encoded, so that they are opened by us, within our bounds."""
+    """A `datasets.Dataset` as rows. Images stay encoded, so that they are opened by us, within our bounds; also those
+    inside of lists and structs."""
     import datasets
 
-    image_columns = []
-    for column, feature in data.features.items():
-        inner = getattr(feature, "feature", feature)
-        if isinstance(inner, datasets.Image):
-            image_columns.append(column)
-            encoded: Any = datasets.Image(decode=False)
-            data = data.cast_column(column, encoded if inner is feature else datasets.List(encoded))
-    return Rows(name=name, rows=data, columns=tuple(data.column_names), image_columns=tuple(image_columns))
+    encoded = datasets.Features({column: _encoded(feature) for column, feature in data.features.items()})
+    if encoded != data.features:
+        # The same tables, read in another way. `cast` would copy all images that are inside of something.
+        info = data.info.copy()
+        info.features = encoded
+        data = datasets.Dataset(data.data, info=info, indices_table=data._indices, fingerprint="vlmrl")
+    return Rows(
+        name=name,
+        rows=data,
+        columns=tuple(data.column_names),
+        image_columns=tuple(column for column, feature in encoded.items() if _is_image(feature)),
+        files=tuple(Path(file["filename"]) for file in data.cache_files),
+        precisions={column: bits for column, feature in encoded.items() if (bits := _precision(feature))},
+    )
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[str, ...]:
+    """The keys of the first rows of data that do not say themselves which columns they have.
+
+    Raises:
+        DataError: none of these rows can be read. `what` they are, for the message.
+    """
+    columns: dict[Any, None] = {}
+    reason: Exception | None = None
+    for i in range(min(_ROWS_LOOKED_AT, len(rows))):
+        try:
+            columns |= dict.fromkeys(dict(rows[i]))
+        except Exception as error:  # whatever a row or its conversion raises: the row is dropped when it is drawn
+            reason = reason or error
+    if not columns and reason is not None:
+        said = first_line(reason) if isinstance(reason, DataError) else f"{type(reason).__name__}: {first_line(reason)}"
+        raise DataError(said if isinstance(reason, DataError) else f"{what}, row 0: {said}") from reason
+    return tuple(column for column in columns if isinstance(column, str))
+
+
+def _encoded(feature: Any) -> Any:
+    """The same feature, with nothing in it that the library would decode when a row is read."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return {key: _encoded(inner) for key, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    return replace(feature, decode=False) if getattr(feature, "decode", False) else feature
+
+
+def _is_image(feature: Any) -> bool:
+    """An image or a list of images."""
+    import datasets
+
+    return isinstance(getattr(feature, "feature", feature), datasets.Image)
+
+
+def _precision(feature: Any) -> str | None:
+    """`float32` or `float16`, when numbers in the column have so many bits."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return next((bits for inner in feature.values() if (bits := _precision(inner))), None)
+    if isinstance(feature, datasets.Value):
+        return feature.dtype if feature.dtype in ("float16", "float32") else None
+    inner = getattr(feature, "feature", None)
+    return None if inner is None else _precision(inner)
 
 
 def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int) -> Rows:
@@ -230,7 +297,7 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
         return found
     if len(found) == 0:
         raise DataError(f"dataset {name}: split {split!r} has no rows")
-    columns = tuple(found[0])
+    columns = columns_of(found, f"dataset {name}")
     images = tuple(column for column in columns if column == "images")
     return Rows(name=name, rows=found, columns=columns, image_columns=images, has_own_columns=True)
 

@@ -14,6 +14,7 @@ from vlmrl.config.rollout import Held
 from vlmrl.data.answers import sft_sample
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream, shown
+from vlmrl.data.repeats import Repeats, find_repeats
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
 from vlmrl.plugins import processor_of
@@ -125,21 +126,20 @@ class Source:
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Every prompt of each evaluation set, by the set's name."""
-        if self._evaluation is None or self._evaluation.dataset is None:
-            return {}
         sets: dict[str, list[Prompt]] = {}
-        for rows in load_all(
-            self._evaluation.dataset,
-            split=self._evaluation.split,
-            max_samples=self._evaluation.max_samples,
-            seed=self._seed,
-        ):
+        for rows in self._evaluation_rows():
             stream = self._stream([rows])
             name, number = rows.name, 2
             while name in sets:
                 name, number = f"{rows.name}-{number}", number + 1
             sets[name] = stream.all_prompts(len(rows))
         return sets
+
+    def _evaluation_rows(self) -> list[Rows]:
+        held = self._evaluation
+        if held is None or held.dataset is None:
+            return []
+        return load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
 
     def num_rows(self) -> int:
         """Training rows."""
@@ -155,6 +155,11 @@ class Source:
             if problem is not None
         ]
         return BadLabels(len(labels), dict(told))
+
+    def look_at_repeats(self) -> Repeats:
+        """Count rows that come twice and evaluation rows among the training rows, by their content, as far as
+        there is time (`repeats`); nothing is drawn."""
+        return find_repeats(self._training.marked, [self._stream([rows]).marked[0] for rows in self._evaluation_rows()])
 
     def take_notes(self) -> list[str]:
         """One line for each row that was dropped since the last call: which, and why."""

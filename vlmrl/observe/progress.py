@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vlmrl.lines import print_line
 from vlmrl.observe.metrics import evaluated_sets
 from vlmrl.types import Metrics
 
@@ -78,8 +79,11 @@ class Progress:
             self._live = None
 
     def say(self, what: RenderableType) -> None:
-        """Print something that stays, above the lines that change."""
-        self._console.print(what, soft_wrap=isinstance(what, str))
+        """Print something that stays, above the lines that change; text on one line, as it is."""
+        if isinstance(what, str):
+            print_line(self._console, what)
+        else:
+            self._console.print(what)
 
     def begin(self, *, total_steps: int, done: int = 0) -> None:
         """The first step starts now; `done` steps were made by the run that this one continues."""
@@ -123,7 +127,7 @@ class Progress:
         self._remember(step, metrics)
         if self._live is None:
             parts = [f"step {step}/{self._total_steps}", *self._numbers()]
-            self._print("  ".join(parts + self._left()))
+            print_line(self._console, "  ".join(parts + self._left()))
         self._print_evaluations(metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
@@ -139,11 +143,7 @@ class Progress:
     def _print_evaluations(self, metrics: Metrics) -> None:
         if self._live is None:
             for name in evaluated_sets(metrics):
-                self._print(self._history(name))
-
-    def _print(self, line: str) -> None:
-        # No wrapping, colours or markup: these lines are for log files.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                print_line(self._console, self._history(name))
 
     def _history(self, name: str) -> str:
         """`eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`: the first and the newest, and its parts."""

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from vlmrl.rewards.boxed import last_boxed
+from vlmrl.rewards.characters import same_characters
 
 OPEN, CLOSE = "<answer>", "</answer>"
 
@@ -11,7 +12,7 @@ class Final(NamedTuple):
     """The part of a text that counts as its answer."""
 
     text: str
-    """Trimmed."""
+    """Trimmed, characters that mean the same as one (`same_characters`)."""
     place: Literal["box", "tags", "whole"]
     """Where it stands; `whole`: nothing marks it, and it is the text itself."""
 
@@ -25,8 +26,8 @@ def final_answer(text: str) -> Final:
     tagged = last_tagged(text)
     boxed = last_boxed(text if tagged is None else tagged)
     if boxed is not None:
-        return Final(boxed, "box")
-    return Final(text.strip(), "whole") if tagged is None else Final(tagged, "tags")
+        return Final(same_characters(boxed), "box")
+    return Final(same_characters(text).strip(), "whole") if tagged is None else Final(same_characters(tagged), "tags")
 
 
 def last_tagged(text: str) -> str | None:

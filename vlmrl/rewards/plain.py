@@ -2,6 +2,7 @@
 
 import re
 
+from vlmrl.rewards.characters import same_characters
 from vlmrl.rewards.exact import number
 from vlmrl.rewards.final import final_answer
 from vlmrl.rewards.units import measure
@@ -48,6 +49,8 @@ def plain(text: str) -> str:
             break
         text = bare
     if not text.isascii():
+        # Again: a long text was cut to its end since.
+        text = same_characters(text)
         text = _ROOT.sub(lambda root: f"\\sqrt{{{root.group(1) or root.group(2) or root.group(3)}}}", text)
         text = _POWERS.sub(lambda power: f"^{{{power.group().translate(_DIGITS)}}}", text)
         text = text.translate(_CHARACTERS).strip()

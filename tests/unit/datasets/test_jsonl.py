@@ -89,3 +89,14 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("a,b")
     with pytest.raises(DataError, match=r"its name should end in .jsonl, .json, .parquet"):
         load_rows(f"jsonl?path={tmp_path}/mine.csv", split="train", max_samples=9, seed=0)
+
+
+@pytest.mark.parametrize("name", ["a[1].parquet", "a*.parquet", "a{1,2}.parquet", "[a].parquet"])
+def test_a_name_is_a_name_and_no_pattern(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for a pattern it is another file's, `a1.parquet`."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for file in (name, "a1.parquet", "a.parquet"):
+        datasets.Dataset.from_dict({"input": [file]}).to_parquet(tmp_path / file)
+    rows = load(tmp_path / name)
+    assert [row["input"] for row in rows] == [name]
+    assert rows.files == (tmp_path / name,)

@@ -125,3 +125,10 @@ def test_a_terminal_shows_the_phase_and_how_far_it_is() -> None:
 )
 def test_durations_are_for_people(seconds: float, said: str) -> None:
     assert _duration(seconds) == said
+
+
+def test_what_is_said_of_data_is_plain_text_on_one_line() -> None:
+    for is_terminal in (False, True):
+        progress, _, out = made(is_terminal=is_terminal)
+        progress.say("row a dropped: img[/x].png [bold]\n\x1b[31m :smile: 7")
+        assert out.getvalue() == "row a dropped: img[/x].png [bold]\\n\\x1b[31m :smile: 7\n"

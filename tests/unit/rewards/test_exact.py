@@ -48,6 +48,13 @@ from vlmrl.rewards.exact import number, score, unusable
         ("1, 2", "[1, 2]", 1.0),
         ("1", "[1, 2]", 0.0),
         ("[", "[", 1.0),
+        ("cafe\u0301", "café", 1.0),
+        ("\\boxed{café}", "cafe\u0301", 1.0),
+        ("<answer>４２</answer>", "42", 1.0),
+        ("-1.5", "－１．５", 1.0),
+        ("Ａ", "A", 1.0),
+        ("x2", "x²", 0.0),
+        ("naïve", "naive", 0.0),
     ],
 )
 def test_the_answer_is_the_label(response: str, label: str, value: float) -> None:
@@ -76,6 +83,8 @@ def test_what_is_no_number_is_compared_as_text(text: str) -> None:
         "\x00\ud800",
         "1/" * 9999,
         "<answer>" * 100_000 + "</answer>" * 9,
+        "\u0301\u0316" * 500_000,
+        "\\boxed{" + "\u0301\u0316" * 2000 + "}",
     ],
 )
 def test_a_hostile_answer_scores_zero_at_once(response: str) -> None:

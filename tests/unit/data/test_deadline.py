@@ -1,0 +1,31 @@
+import threading
+import time
+
+import pytest
+
+from vlmrl.data.deadline import OverdueError, call_within
+
+
+def test_a_call_gives_what_it_returns_or_raises() -> None:
+    assert call_within(5.0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        call_within(5.0, lambda: 1 // 0)
+
+
+def test_a_loop_without_end_is_stopped() -> None:
+    def loop() -> None:
+        while True:
+            try:
+                sum(range(100))
+            except Exception:
+                continue
+
+    start = time.monotonic()
+    with pytest.raises(OverdueError, match=r"not done within 0\.2 s"):
+        call_within(0.2, loop)
+    assert time.monotonic() - start < 3
+    for _ in range(50):
+        if all(thread.name != "vlmrl-limited" for thread in threading.enumerate()):
+            return
+        time.sleep(0.1)
+    pytest.fail("the thread is still there")

@@ -1,0 +1,133 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmrl.config.data import Columns
+from vlmrl.data import marks
+from vlmrl.data.marks import mark_file, spread
+from vlmrl.data.prompts import PromptStream
+from vlmrl.data.rows import load_all
+from vlmrl.errors import DataError
+from vlmrl.plugins import Processor
+
+COUNT = 1000
+
+
+def content(**changes: Any) -> list[dict[str, Any]]:
+    return [{"input": f"q{i:04}", "label": f"{i:04}", "images": ["a.png"]} | changes for i in range(COUNT)]
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def state(folder: Path, processor: Processor) -> dict[str, Any]:
+    return json.loads(json.dumps(stream(folder, processor).state()))
+
+
+def stream(folder: Path, processor: Processor) -> PromptStream:
+    sources = load_all(str(folder / "mine.jsonl"), split="train", max_samples=10**6, seed=0)
+    return PromptStream(sources, probs=None, processor=processor, columns=Columns(), seed=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "a.png")
+    write(tmp_path, content())
+    return tmp_path
+
+
+def _one_row(folder: Path) -> None:
+    rows = content()
+    rows[333]["label"] = "9999"
+    write(folder, rows)
+
+
+def _most_rows(folder: Path) -> None:
+    kept = content()
+    write(folder, [row if i % 125 == 0 else row | {"input": "q????"} for i, row in enumerate(kept)])
+
+
+def _picture(folder: Path) -> None:
+    Image.new("RGB", (56, 56), "blue").save(folder / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (_one_row, r"mine\.jsonl has other content"),
+        (_most_rows, r"mine\.jsonl has other content; of 256 rows mine:4 \(question\), .* and \d+ more differ"),
+        (_picture, r"of 256 rows mine:0 \(images\), .* and 253 more differ"),
+        (lambda folder: (folder / "a.png").unlink(), r"mine:0 \(images\)"),
+    ],
+    ids=["one row of the same length", "992 of 1000 rows", "an image", "an image that is gone"],
+)
+def test_changed_data_are_refused_by_name(
+    change: Callable[[Path], None], names: str, folder: Path, vlm: Processor
+) -> None:
+    saved = state(folder, vlm)
+    change(folder)
+    with pytest.raises(DataError, match=rf"made with other data \(.*{names}.*start in a new output folder"):
+        stream(folder, vlm).load_state(saved)
+
+
+def test_the_same_data_elsewhere_and_at_another_time_are_the_same(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, vlm: Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = state(folder, vlm)
+    copy = tmp_path_factory.mktemp("copy")
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+        os.utime(copy / file.name, (7, 7))
+    stream(copy, vlm).load_state(saved)
+    assert caplog.text == ""
+
+
+def test_of_a_large_file_blocks_are_read_and_a_later_time_is_told(
+    folder: Path, vlm: Processor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(marks, "_WHOLE_BYTES", 1000)
+    saved = state(folder, vlm)
+    os.utime(folder / "mine.jsonl", (7, 7))
+    stream(folder, vlm).load_state(saved)
+    assert "mine.jsonl was written since the checkpoint; what was read of it is as before" in caplog.text
+
+
+def test_blocks_of_a_large_file_show_what_changed_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "_WHOLE_BYTES", 0)
+    file = tmp_path / "large"
+    size = 2000 * 64 * 2**10 + 5
+    with file.open("wb") as handle:
+        handle.truncate(size)
+    before = mark_file(file)
+    assert before is not None
+    assert not before.is_whole
+    for place in (0, 64 * 2**10 - 1, size - 1):
+        with file.open("r+b") as handle:
+            handle.seek(place)
+            handle.write(b"x")
+        after = mark_file(file)
+        assert after is not None
+        assert after.digest != before.digest
+        assert after.size == before.size
+        before = after
+
+
+def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert mark_file(tmp_path / "pipe") is None
+    assert mark_file(tmp_path / "gone") is None
+    assert mark_file(Path("/dev/zero")) is None
+
+
+@pytest.mark.parametrize(("count", "most", "first"), [(1, 9, [0]), (9, 9, [0, 8, 4]), (1000, 5, [0, 999, 500])])
+def test_rows_to_look_at_are_spread_from_coarse_to_fine(count: int, most: int, first: list[int]) -> None:
+    found = spread(count, most)
+    assert len(found) == len(set(found)) == min(count, most)
+    assert sorted(found)[-1] == count - 1
+    assert list(found[: len(first)]) == first

@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmrl.config.data import Data
+from vlmrl.config.rollout import Held
+from vlmrl.data import repeats
+from vlmrl.data.source import Source
+from vlmrl.models.tiny import build
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build("qwen2_5_vl", tmp_path_factory.mktemp("models") / "vlm", size="micro"))
+
+
+def source(model: str, folder: Path, training: list[Any], evaluation: list[Any] | None = None) -> Source:
+    for name, rows in (("train", training), ("test", evaluation or [])):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Source(
+        model=model,
+        trust_remote_code=False,
+        data=Data(prompt_dataset=str(folder / "train.jsonl")),
+        evaluation=Held(dataset=str(folder / "test.jsonl") if evaluation else None),
+        seed=0,
+    )
+
+
+def test_rows_that_come_twice_are_counted_by_question_and_images(model: str, tmp_path: Path) -> None:
+    for name, colour in (("a", "red"), ("b", "blue"), ("copy", "red")):
+        Image.new("RGB", (56, 56), colour).save(tmp_path / f"{name}.png")
+    training = [
+        {"input": "which colour?", "label": "red", "images": ["a.png"]},
+        {"input": "which colour?", "label": "blue", "images": ["b.png"]},
+        {"input": "which colour?", "label": "rouge", "images": "copy.png"},
+        {"input": "which colour?", "label": "red", "images": []},
+        {"input": [{"role": "user", "content": "a"}]},
+        7,
+        {"input": [{"content": "a", "role": "user"}]},
+    ]
+    evaluation = [{"input": "another"}, {"input": "which colour?", "images": ["b.png"]}]
+    found = source(model, tmp_path, training, evaluation).look_at_repeats()
+    assert found.twice == [("train:2", "train:0"), ("train:6", "train:4")]
+    assert found.evaluated == [("test:1", "train:1")]
+    assert found.lines() == [
+        "data: 2 of the 7 training rows repeat an earlier one: train:2 = train:0, train:6 = train:4",
+        (
+            "data: 1 evaluation rows are among the 7 training rows, so that the evaluation says nothing of them: "
+            "test:1 = train:1"
+        ),
+    ]
+
+
+def test_nothing_is_said_where_nothing_repeats(model: str, tmp_path: Path) -> None:
+    rows = [{"input": f"question {i}"} for i in range(9)]
+    assert source(model, tmp_path, rows[:6], rows[6:]).look_at_repeats().lines() == []
+
+
+def test_looking_ends_in_time_and_says_how_far_it_came(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "_MOST_ROWS", 4)
+    found = source(model, tmp_path, [{"input": f"question {i % 2}"} for i in range(9)]).look_at_repeats()
+    assert found.lines() == [
+        "data: 2 of the first 4 training rows repeat an earlier one: train:2 = train:0, train:3 = train:1"
+    ]
+    monkeypatch.setattr(repeats, "_LIMIT_S", -1.0)
+    assert source(model, tmp_path, [{"input": "a"}] * 9).look_at_repeats().num_rows == 0
+
+
+def test_generated_rows_are_left_out(model: str) -> None:
+    made = Source(
+        model=model,
+        trust_remote_code=False,
+        data=Data(prompt_dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", max_samples=400),
+        evaluation=Held(dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", split="test"),
+        seed=0,
+    )
+    assert made.look_at_repeats() == (0, True, [], [])

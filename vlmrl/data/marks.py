@@ -1,0 +1,139 @@
+"""By which content rows, images and files are known again, without decoding anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from vlmrl.data.rows import Rows
+
+_BLOCK = 64 * 2**10
+_WHOLE_BYTES = 256 * 2**20
+"""A file of so many bytes is read in full, a larger one in `_NUM_BLOCKS` blocks from its first to its last."""
+_NUM_BLOCKS = 256
+_ENDS = 2
+"""Blocks that are read of an image file: its first and its last. With its size they tell pictures apart."""
+
+
+class RowMark(NamedTuple):
+    """Digests of a row, 16 hexadecimal digits each."""
+
+    question: str
+    label: str
+    images: str
+    """Of the images' content; of one behind a URL, of the URL."""
+
+
+class Marked(NamedTuple):
+    """Rows, and what is needed to mark them."""
+
+    rows: Rows
+    keys: Mapping[str, str]
+    """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
+    root: Path | None
+    """Where relative image paths start."""
+
+    def mark(self, row: int) -> RowMark | None:
+        """The marks of one row; None when it cannot be read."""
+        with suppress(Exception):  # a damaged row may raise anything; it is dropped where prompts are made
+            values = self.rows[row]
+            question, label, images = (values.get(self.keys[key]) for key in ("input_key", "label_key", "image_key"))
+            listed = images if isinstance(images, list | tuple) else [images]
+            return RowMark(
+                _digest(_canonical(question)),
+                _digest(_canonical(label)),
+                _digest(*(_of_image(image, self.root) for image in listed if image is not None)),
+            )
+        return None
+
+
+class FileMark(NamedTuple):
+    """By what a file is known again."""
+
+    size: int
+    digest: str
+    is_whole: bool
+    """All of it was read; otherwise blocks of it, and its time says the rest."""
+    time_ns: int
+    """Of its last change."""
+
+
+def mark_file(path: Path) -> FileMark | None:
+    """The mark of one file; None when it cannot be read."""
+    try:
+        size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
+        is_whole = size <= _WHOLE_BYTES
+        return FileMark(size, _read_blocks(path, -(-size // _BLOCK) if is_whole else _NUM_BLOCKS), is_whole, time_ns)
+    except OSError:
+        return None
+
+
+def _read_blocks(path: Path, count: int) -> str:
+    """A digest of `count` blocks of a regular file, spread from its first to its last. OSError for what is none."""
+    digest = hashlib.blake2b(digest_size=8)
+    # Without O_NONBLOCK the opening of a pipe waits for somebody to write.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        last = max(0, status.st_size - 1) // _BLOCK
+        for block in sorted({round(place) for place in np.linspace(0, last, num=max(1, min(count, last + 1)))}):
+            digest.update(os.pread(handle, _BLOCK, block * _BLOCK))
+    finally:
+        os.close(handle)
+    return digest.hexdigest()
+
+
+def _of_image(image: Any, root: Path | None) -> bytes:
+    if isinstance(image, Mapping):
+        content = image.get("bytes")
+        image = image.get("path") if content is None else content
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, Image.Image):
+        return f"{image.mode} {image.size} ".encode() + image.tobytes()
+    if isinstance(image, np.ndarray):
+        return f"{image.dtype} {image.shape} ".encode() + image.tobytes()
+    text = str(image)
+    if isinstance(image, str | Path) and len(text) < 4096 and "://" not in text:
+        with suppress(OSError, ValueError, RuntimeError):  # no file of that name, or no name of a file
+            path = Path(text).expanduser()
+            path = path if root is None else root / path
+            return f"{path.stat().st_size} {_read_blocks(path, _ENDS)}".encode()
+    return text.encode(errors="backslashreplace")
+
+
+def _canonical(value: Any) -> bytes:
+    """The same bytes for the same content, in whichever order its keys stand."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    return text.encode(errors="backslashreplace")
+
+
+def _digest(*parts: bytes | bytearray) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def spread(count: int, most: int) -> Sequence[int]:
+    """At most `most` of the numbers below `count`, evenly from first to last, coarse before fine: whoever stops early
+    has seen the whole width."""
+    numbers = sorted({round(place) for place in np.linspace(0, count - 1, num=min(count, most))})
+    order: dict[int, None] = {}
+    step = 1 << max(0, len(numbers) - 1).bit_length()
+    while step:
+        order |= dict.fromkeys(range(0, len(numbers), step))
+        step //= 2
+    return [numbers[place] for place in order]
