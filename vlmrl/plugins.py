@@ -25,6 +25,12 @@ ParameterGroup = Literal["vision", "projector", "language"]
 
 MODEL_FLAG = "actor.model_name_or_path"
 """The setting that names the model, for messages, in all verbs but `merge`."""
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+ONLY_SAFETENSORS = (
+    "pickled weights can run code when they are loaded, so vlmrl reads *.safetensors alone: take a version of the "
+    "model that has them, or write one with save_pretrained() of Transformers where you trust the files"
+)
+"""What to do about a model without safetensors, for messages."""
 
 
 class Processor(Protocol):
@@ -139,13 +145,15 @@ def processor(
     Args:
         flag: the setting that named the model, for messages.
 
-    Raises ConfigError when there is no such model or its files cannot be read.
+    Raises ConfigError when there is no such model, when its files cannot be read, or when its weights are pickled.
     """
     from transformers import AutoConfig
 
     if looks_local(path) and not Path(path).expanduser().is_dir():
         raise ConfigError(f"{flag}: there is no folder {path}")
-    path = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    if Path(path).expanduser().is_dir():
+        refuse_pickles(Path(path).expanduser(), flag=flag)
+        path = str(Path(path).expanduser())
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -206,6 +214,15 @@ def _import_file(path: Path, flag: str) -> ModuleType:
         del sys.modules[module_name]
         raise ConfigError(f"{flag}: {path} does not import: {type(error).__name__}: {first_line(error)}") from error
     return module
+
+
+def refuse_pickles(folder: Path, *, flag: str) -> None:
+    """Raise ConfigError for a model whose weights are pickled and nothing else. `flag` is the setting that named it."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = next((file for pattern in _PICKLES for file in sorted(folder.glob(pattern))), None)
+    if pickled is not None:
+        raise ConfigError(f"{flag}: {folder} holds {pickled.name} and no *.safetensors: {ONLY_SAFETENSORS}")
 
 
 def looks_local(path: str) -> bool:

@@ -22,7 +22,7 @@ _RECIPES = {"quickstart": "quickstart_rl", "quickstart_qlora": "quickstart_qlora
 _NEXT = {
     "quickstart": ".venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8",
     "quickstart_qlora": ".venv/bin/vlmrl merge --merge.adapter runs/quickstart_qlora/rl/adapter --merge.output "
-    "runs/quickstart_qlora/merged",
+    "runs/quickstart_qlora/merged --merge.model_name_or_path runs/quickstart_qlora/sft/model",
 }
 _WARM_UP = "quickstart_sft"
 

@@ -45,7 +45,11 @@ def _judge(config: ServeConfig) -> Judge:
     if reward.model_name_or_path is not None:
         return ModelJudge(config, reward.model_name_or_path)
     return FunctionJudge(
-        reward.functions, reward.user_function, num_workers=reward.num_workers, time_limit_s=reward.time_limit_s
+        reward.functions,
+        reward.user_function,
+        num_workers=reward.num_workers,
+        time_limit_s=reward.time_limit_s,
+        pass_env=reward.pass_env,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,9 +88,41 @@ def resume(folder: Path, **how: Any) -> None:
     other.engine.load_checkpoint(str(folder / "checkpoint"), tag="x")
     other.step(1)
     found = other.weights()
+    refused = [_planted(other.engine, folder, kind) for kind in ("model_states", "optim_states")]
     if torch.distributed.get_rank() == 0:
         worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-        (folder / "found.json").write_text(json.dumps({"worst": worst}))
+        ran = (folder / "ran").exists()
+        (folder / "found.json").write_text(json.dumps({"worst": worst, "refused": refused, "ran": ran}))
+
+
+class Payload:
+    """What runs when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = str(marker)
+
+    def __reduce__(self) -> Any:
+        return open, (self._marker, "w")
+
+
+def _planted(engine: Any, folder: Path, kind: str) -> str | None:
+    """What loading says of a checkpoint whose files of a kind hold a payload each; None where it has no such file."""
+    from vlmrl.errors import ConfigError
+    from vlmrl.learning.pickles import CLASSES, read
+
+    planted = folder / kind
+    if torch.distributed.get_rank() == 0:
+        shutil.copytree(folder / "checkpoint", planted)
+        for file in planted.rglob(f"*{kind}.pt"):
+            torch.save(read(file, classes=CLASSES) | {"note": Payload(folder / "ran")}, file)
+    torch.distributed.barrier()
+    if not list(planted.rglob(f"*{kind}.pt")):
+        return None
+    try:
+        engine.load_checkpoint(str(planted), tag="x")
+    except ConfigError as error:
+        return str(error)
+    return "loaded"
 
 
 def average(folder: Path, **how: Any) -> None:

@@ -104,6 +104,17 @@ def test_a_run_with_muon_goes_on_from_a_checkpoint_to_the_last_bit(folder: Path,
 
 
 @pytest.mark.parametrize(("dtype", "stage"), KINDS, ids=IDS)
+def test_a_checkpoint_in_which_somebody_planted_code_is_refused_and_the_code_does_not_run(
+    folder: Path, dtype: str, stage: int
+) -> None:
+    found = _json(folder / f"resume_{dtype}_{stage}" / "found.json")
+    model, optimizer = found["refused"]
+    assert "holds a Python object that no checkpoint of vlmrl has" in model
+    assert optimizer is None if stage == 0 else "holds a Python object" in optimizer
+    assert not found["ran"]
+
+
+@pytest.mark.parametrize(("dtype", "stage"), KINDS, ids=IDS)
 def test_the_average_is_of_all_that_trains_and_the_swap_leaves_no_trace(folder: Path, dtype: str, stage: int) -> None:
     found = _json(folder / f"average_{dtype}_{stage}" / "found.json")
     assert found["moved"] > 0.01

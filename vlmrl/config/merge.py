@@ -11,6 +11,7 @@ class Merge(Section):
     output: Text
     """Folder for the merged model; it must not exist yet, or be empty."""
     model_name_or_path: Text | None = None
-    """Local folder or Hub id of the base; by default the one that the adapter names."""
+    """Local folder or Hub id of the base; without it `merge` asks at the terminal whether to take the one
+    that the adapter names."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""

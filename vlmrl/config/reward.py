@@ -37,6 +37,9 @@ class Scoring(Section):
     that takes as long, the answer scores as failed."""
     num_workers: PositiveInt = 1
     """Processes that score answers."""
+    pass_env: tuple[Text, ...] = ()
+    """Environment variables with tokens or keys that your own reward function needs, as OPENAI_API_KEY. Reward
+    functions see no other variable whose name says that it holds a secret."""
     max_failed_fraction: Fraction = 0.1
     """The run stops when the infrastructure (servers, network, machine) failed more than this share of a step's
     answers. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no answer at

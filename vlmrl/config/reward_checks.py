@@ -7,6 +7,7 @@ from vlmrl.config.rollout import Rollout
 
 _OF_SERVERS = ("remote_timeout_s", "remote_retries", "remote_batch_size", "remote_images")
 _OF_FUNCTIONS = ("time_limit_s", "num_workers")
+_NOT_PASSED = {"reward.pass_env": "reward.remote_url names no function of your own"}
 _OF_MODELS = ("num_nodes", "num_gpus_per_node", "offload")
 _OF_SCORER = ("train.max_tokens_per_gpu", "ds.param_dtype", "ds.attn_implementation", "ds.use_liger_kernel")
 _OF_PROCESS = ("process_weight", "process_separator")
@@ -20,6 +21,8 @@ def unread_of_sources(reward: Scoring) -> Unread:
         found |= _all(_OF_SERVERS, "reward.remote_url names no reward server")
     if not reward.functions and reward.user_function is None:
         found |= _all(_OF_FUNCTIONS, "no reward function scores answers")
+    if reward.user_function is None:
+        found |= _NOT_PASSED
     if not reward.functions and reward.remote_url is None:
         found |= _all(("max_failed_fraction",), "a reward model scores every answer")
     return found
@@ -72,8 +75,9 @@ def unread_of_served(reward: Reward) -> Unread:
     if reward.model_name_or_path is None:
         names = (*(f"data.{name}" for name in ("max_len", "min_pixels", "max_pixels", "max_image_pixels")), *_OF_SCORER)
         reason = "functions are served, not a reward model"
-        return dict.fromkeys((*names, "reward.normalize_enable"), reason)
-    return _all(_OF_FUNCTIONS, "a reward model is served, not functions")
+        passed = _NOT_PASSED if reward.user_function is None else {}
+        return dict.fromkeys((*names, "reward.normalize_enable"), reason) | passed
+    return _all((*_OF_FUNCTIONS, "pass_env"), "a reward model is served, not functions")
 
 
 def conflicts_of_served(reward: Reward) -> list[str]:

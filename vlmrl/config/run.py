@@ -336,7 +336,7 @@ class ServeConfig(Run):
     omits: ClassVar[frozenset[str]] = (
         all_but(
             *(Reward, "reward", "model_name_or_path", "normalize_enable"),
-            *("functions", "remote_url", "time_limit_s", "num_workers"),
+            *("functions", "remote_url", "time_limit_s", "num_workers", "pass_env"),
         )
         | all_but(Columns, "data", "max_len", "min_pixels", "max_pixels", "max_image_pixels")
         | all_but(Loop, "train", "max_tokens_per_gpu")

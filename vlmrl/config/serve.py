@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from vlmrl.config.base import ConflictError, NonNegativeFloat, PositiveInt, Section, Text
+from vlmrl.config.base import ConflictError, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text
 
 
 class Serve(Section):
@@ -20,6 +20,10 @@ class Serve(Section):
     """How long an answer waits for others to be scored with."""
     max_queue: PositiveInt = 1024
     """Answers that may wait; a request beyond is told to come back later (503)."""
+    body_timeout_s: PositiveFloat = 60.0
+    """A request must have arrived whole after so long; else it is given up (408)."""
+    stop_grace_s: PositiveFloat = 60.0
+    """Told to stop (SIGTERM, Ctrl-C), the server answers what is under way for so long at most, and ends."""
 
     @model_validator(mode="after")
     def check_queue(self) -> Self:

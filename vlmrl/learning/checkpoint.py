@@ -17,6 +17,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.folders import begin, finish, partial, prune
+from vlmrl.learning.pickles import read
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
@@ -105,7 +106,7 @@ def load_state(
     _set_again(engine, settings)
     if average is not None:
         average.load(folder)
-    _set_random_state(torch.load(_random_file(folder), weights_only=True, map_location="cpu"))
+    _set_random_state(read(_random_file(folder)))
     return extra
 
 

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from vlmrl.errors import ConfigError
+from vlmrl.learning.pickles import read
 from vlmrl.models.quantize import true_shape
 
 
@@ -84,7 +85,7 @@ class Ema:
                 f"or give the run another --ckpt.output_dir"
             )
         try:
-            self.load_state(torch.load(_file(folder), weights_only=True, map_location="cpu"))
+            self.load_state(read(_file(folder)))
         except ValueError as error:
             raise ConfigError(f"{folder} does not fit this run: {error}; give it another --ckpt.output_dir") from error
 

@@ -27,6 +27,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.learning.optimizers import optimizer, schedule
+from vlmrl.learning.pickles import guard
 from vlmrl.models.quantize import true_shape
 from vlmrl.startup.driver import problem_of_gpu
 
@@ -153,6 +154,7 @@ def start(module: nn.Module, *, actor: Model, ds: Ds, total_steps: int) -> Any:
         config=settings(module, actor=actor, ds=ds),
         dist_init_required=False,
     )
+    guard(engine)
     return engine
 
 

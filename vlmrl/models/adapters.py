@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan, scaling
 from vlmrl.models.quantize import dequantized, is_four_bit
-from vlmrl.plugins import MODEL_FLAG, first_line
+from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,6 +29,7 @@ _NAME = "default"
 _HALVES = ("lora_A", "lora_B")
 _MAGNITUDE = "lora_magnitude_vector"
 _CONFIG, _WEIGHTS, _BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+_PICKLED = "adapter_model.bin"
 _SAMPLE_BYTES = 4096
 """So much of each tensor goes into the fingerprint of a base: two fine-tunes of one model differ in all of them."""
 
@@ -227,6 +228,8 @@ def read_adapter(folder: str | Path, *, flag: str) -> StoredAdapter:
     path = Path(folder).expanduser()
     if not (path / _CONFIG).is_file():
         raise ConfigError(f"{flag}: there is no adapter in {folder}: it holds no {_CONFIG}")
+    if not (path / _WEIGHTS).is_file() and (path / _PICKLED).is_file():
+        raise ConfigError(f"{flag}: {folder} holds {_PICKLED} and no {_WEIGHTS}: {ONLY_SAFETENSORS}")
     try:
         config: dict[str, Any] = json.loads((path / _CONFIG).read_text())
         told: dict[str, Any] = json.loads((path / _BASE).read_text()) if (path / _BASE).exists() else {}

@@ -20,7 +20,7 @@ from vlmrl.models.attention import see_all_images_at_once
 from vlmrl.models.buffers import restore_buffers
 from vlmrl.models.patches import project_patches
 from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
-from vlmrl.plugins import MODEL_FLAG, first_line, looks_local
+from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line, looks_local, refuse_pickles
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -101,9 +101,13 @@ def read_weights(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            # Else it would fall back to pickles.
+            use_safetensors=True,
             **more,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if "use_safetensors" in str(error):  # of a Hub id; a folder was refused before
+            raise ConfigError(f"{flag}: {path} has no *.safetensors: {ONLY_SAFETENSORS}") from error
         raise _unreadable(path, error, flag) from error
     assert isinstance(net, PreTrainedModel)
     if bits is not None:
@@ -175,11 +179,17 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
 
 
 def located(path: str, *, flag: str = MODEL_FLAG) -> str:
-    """A folder as such, anything else as a Hub id. Raises ConfigError for a folder that does not exist."""
+    """A folder as such, anything else as a Hub id.
+
+    Raises ConfigError for a folder that does not exist, or whose weights are pickled.
+    """
     local = Path(path).expanduser()
     if looks_local(path) and not local.is_dir():
         raise ConfigError(f"{flag}: there is no folder {path}")
-    return str(local) if local.is_dir() else path
+    if not local.is_dir():
+        return path
+    refuse_pickles(local, flag=flag)
+    return str(local)
 
 
 def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,23 @@ def _base(config: MergeConfig, stored: StoredAdapter) -> str:
         if given is not None:
             raise ConfigError(f"{_FLAG}: there is no folder {path}")
         raise ConfigError(f"merge.adapter: its base was {path}, and there is no such folder: give it as {_FLAG}")
+    if given is None:
+        _ask_to_follow(path, config.merge.adapter)
     return path
+
+
+def _ask_to_follow(path: str, adapter: str) -> None:
+    """Ask at the terminal whether to read the base that the adapter names: whoever wrote the adapter chose that path.
+
+    Raises ConfigError when the user declines, or when nobody is there to be asked.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"merge.adapter: {adapter} names {path!r} as its base: if you trust that, give it as {_FLAG}, or merge at "
+            "a terminal and say yes"
+        )
+    if input(f"{adapter} names {path!r} as its base. Read it from there? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ConfigError(f"merge.adapter: nothing was merged: give the base of {adapter} as {_FLAG}")
 
 
 def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Processor) -> PreTrainedModel:

@@ -72,6 +72,7 @@ class Rewarder:
                     reward.user_function,
                     num_workers=reward.num_workers,
                     time_limit_s=reward.time_limit_s,
+                    pass_env=reward.pass_env,
                 )
                 self._weights = {
                     name: reward.functions.get(name, reward.remote_weight) for name in self._functions.names

@@ -33,6 +33,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import worker
+from vlmrl.rewards.environment import check_passed
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import SETTING, Declared, Verdict
@@ -75,10 +76,22 @@ class Functions:
     Args:
         own: the user's function, `path/to/file.py:function`.
         time_limit_s: for one call.
+        pass_env: environment variables with secrets that the functions see.
     """
 
-    def __init__(self, names: Sequence[str], own: str | None, *, num_workers: int, time_limit_s: float) -> None:
-        """Raises ConfigError when the user's function cannot be loaded or wants arguments that do not exist."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        own: str | None,
+        *,
+        num_workers: int,
+        time_limit_s: float,
+        pass_env: tuple[str, ...] = (),
+    ) -> None:
+        """Raises ConfigError when the user's function cannot be loaded or wants arguments that do not exist, and when
+        a variable of `pass_env` is not there."""
+        check_passed(pass_env)
+        self._pass_env = pass_env
         self._built_in = tuple(names)
         self._spec = own
         self._own = None if own is None else own.rpartition(":")[2]
@@ -161,7 +174,7 @@ class Functions:
         stop_forkserver()
 
     def _start_pool(self) -> ProcessPool:
-        return start_pool(self._built_in, self._spec, num_workers=self._num_workers)
+        return start_pool(self._built_in, self._spec, num_workers=self._num_workers, pass_env=self._pass_env)
 
     def _end_alone(self) -> None:
         if self._alone is not None:
@@ -237,7 +250,7 @@ class Functions:
             return Verdict(problem=trouble.problem)
         if self._alone is None or not self._alone.active:
             self._end_alone()
-            self._alone = start_pool(self._built_in, self._spec, num_workers=1, max_tasks=1)
+            self._alone = start_pool(self._built_in, self._spec, num_workers=1, max_tasks=1, pass_env=self._pass_env)
         arguments = (call.function, call.arguments, call.images)
         future = self._alone.schedule(worker.call, args=arguments, timeout=self._time_limit_s)
         future.add_done_callback(self._note_end)

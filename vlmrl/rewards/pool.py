@@ -28,9 +28,16 @@ class Trouble(NamedTuple):
     """One line."""
 
 
-def start_pool(names: tuple[str, ...], spec: str | None, *, num_workers: int, max_tasks: int = 0) -> ProcessPool:
-    """Processes with the built-in functions `names` and the user's function `spec`. With `max_tasks`, each ends after
-    so many calls."""
+def start_pool(
+    names: tuple[str, ...],
+    spec: str | None,
+    *,
+    num_workers: int,
+    max_tasks: int = 0,
+    pass_env: tuple[str, ...] = (),
+) -> ProcessPool:
+    """Processes with the built-in functions `names` and the user's function `spec`, which sees of the environment's
+    secrets those in `pass_env`. With `max_tasks`, each ends after so many calls."""
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
@@ -40,7 +47,7 @@ def start_pool(names: tuple[str, ...], spec: str | None, *, num_workers: int, ma
         max_tasks=max_tasks,
         context=context,
         initializer=worker.start,
-        initargs=(names, spec),
+        initargs=(names, spec, pass_env),
     )
 
 

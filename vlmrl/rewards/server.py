@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
+import math
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import replace
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import uvicorn
@@ -25,6 +31,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.rewards.combine import combined
 from vlmrl.rewards.functions import Functions
 from vlmrl.rewards.http import TOKEN
+from vlmrl.rewards.paths import without_paths
 from vlmrl.rewards.protocol import read_request, write_answer
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import Verdict, one_line
@@ -33,8 +40,9 @@ _MOST_BYTES = 256 * 2**20
 """Of a request, images included."""
 _LOOK_AGAIN_S = 0.5
 """How often it is asked whether a client still waits."""
-_STOP_LIMIT_S = 60
-"""What is under way when the server is told to stop has so long to be answered."""
+_CLEAR_UP_S = 3.0
+"""For ending by itself after `serve.stop_grace_s`."""
+_log = logging.getLogger(__name__)
 
 
 class Judge(Protocol):
@@ -53,12 +61,22 @@ class Judge(Protocol):
 class FunctionJudge:
     """Reward functions as a judge: the weighted sum of what they say."""
 
-    def __init__(self, weights: dict[str, float], own: str | None, *, num_workers: int, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        weights: dict[str, float],
+        own: str | None,
+        *,
+        num_workers: int,
+        time_limit_s: float,
+        pass_env: tuple[str, ...] = (),
+    ) -> None:
         """`weights` are of built-in functions; the user's, `path/to/file.py:function`, has weight 1 beside them.
 
         Raises ConfigError when the user's function cannot be loaded.
         """
-        self._functions = Functions(tuple(weights), own, num_workers=num_workers, time_limit_s=time_limit_s)
+        self._functions = Functions(
+            tuple(weights), own, num_workers=num_workers, time_limit_s=time_limit_s, pass_env=pass_env
+        )
         self._weights = {name: weights.get(name, 1.0) for name in self._functions.names}
         self.wants_images = self._functions.wants_images
 
@@ -171,7 +189,11 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
     @app.post("/")
     @app.post("/get_reward")
     async def score(request: Request) -> Response:
-        content = await _content(request)
+        try:
+            async with asyncio.timeout(serve.body_timeout_s):
+                content = await _content(request)
+        except TimeoutError:
+            return _problem(408, f"the request was not whole after serve.body_timeout_s {serve.body_timeout_s:g}")
         if content is None:
             return _problem(413, f"a request may have {_MOST_BYTES} bytes")
         try:
@@ -189,8 +211,9 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
         except _FullError:
             return _problem(503, f"serve.max_queue {serve.max_queue} answers wait already: come back later")
         except Exception as error:
+            _log.error("%s: %s", type(error).__name__, one_line(error))
             return _problem(500, f"{type(error).__name__}: {error}")
-        return Response(write_answer(verdicts), media_type="application/json")
+        return Response(write_answer([_for_others(verdict) for verdict in verdicts]), media_type="application/json")
 
     return app
 
@@ -231,9 +254,30 @@ def run(judge: Judge, serve: Serve, token: str | None, *, listener: socket.socke
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=_STOP_LIMIT_S,
+        timeout_graceful_shutdown=math.ceil(serve.stop_grace_s),
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config, limit_s=serve.stop_grace_s + _CLEAR_UP_S).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends within a limit after it was told to, whatever clients and judge do: the interpreter would wait for threads,
+    and those for a judge that hangs."""
+
+    def __init__(self, config: uvicorn.Config, *, limit_s: float) -> None:
+        super().__init__(config)
+        self._limit_s = limit_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            late = threading.Timer(self._limit_s, _end_now)
+            late.daemon = True
+            late.start()
+        super().handle_exit(sig, frame)
+
+
+def _end_now() -> None:
+    _log.error("vlmrl serve-rm: ended after serve.stop_grace_s with answers under way")
+    os._exit(0)  # scoring processes go with this one
 
 
 def check_token(host: str, token: str | None) -> None:
@@ -283,5 +327,10 @@ async def _content(request: Request) -> bytes | None:
 
 
 def _problem(status: int, what: str) -> Response:
-    headers = {"Retry-After": "1"} if status == 503 else None
-    return PlainTextResponse(one_line(what), status_code=status, headers=headers)
+    headers = {"Retry-After": "1"} if status == 503 else {"Connection": "close"} if status == 408 else None
+    return PlainTextResponse(without_paths(one_line(what)), status_code=status, headers=headers)
+
+
+def _for_others(verdict: Verdict) -> Verdict:
+    """The verdict as clients see it: where files lie on this machine is no business of theirs."""
+    return verdict if verdict.problem is None else replace(verdict, problem=without_paths(verdict.problem))

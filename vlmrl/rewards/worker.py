@@ -23,6 +23,7 @@ from typing import Any
 
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
+from vlmrl.rewards.environment import hide_secrets
 from vlmrl.rewards.failures import TooHardError, doing_of
 from vlmrl.types import Failure, Retry
 
@@ -73,9 +74,10 @@ class _Loaded:
 _loaded: dict[str, _Loaded | VlmrlError] = {}
 
 
-def start(names: tuple[str, ...], spec: str | None) -> None:
-    """What a scoring process does first."""
+def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = ()) -> None:
+    """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see."""
     _die_with_parent()
+    hide_secrets(os.environ, keep=pass_env)
     load(names, spec)
 
 

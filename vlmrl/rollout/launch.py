@@ -60,6 +60,8 @@ def settings(
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "enforce_eager": vllm.enforce_eager,
+        # By itself vLLM would fall back to pickles.
+        "load_format": "safetensors",
         "enable_sleep_mode": vllm.enable_sleep,
         "worker_extension_cls": "vlmrl.rollout.worker_extension.WeightReceiver",
         "logprobs_mode": "processed_logprobs" if top_p == 1.0 else "raw_logprobs",

@@ -43,6 +43,39 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_pickled_weights_are_refused_by_all_who_read_a_model(folder: Make, tmp_path: Path) -> None:
+    from vlmrl.plugins import processor
+
+    copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
+    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    read(copy)
+    (copy / "model.safetensors").unlink()
+    for reader in (
+        read,
+        lambda path: skeleton(str(path)),
+        lambda path: processor(str(path), min_pixels=1, max_pixels=9),
+    ):
+        with pytest.raises(ConfigError, match=r"holds pytorch_model\.bin and no \*\.safetensors") as caught:
+            reader(copy)
+        assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_of_the_hub_are_refused(folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformers finds them in its cache, where it would fall back to pickles."""
+    cached = tmp_path / "models--some--model"
+    shutil.copytree(folder("qwen3"), cached / "snapshots" / "0")
+    weights = cached / "snapshots" / "0" / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"some/model has no \*\.safetensors: pickled weights") as caught:
+        read("some/model")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("tied", "lost"), [(False, "lm_head.weight"), (True, "model.norm.weight")])
 def test_a_weight_that_the_files_lack_is_never_made_up(folder: Make, tmp_path: Path, tied: bool, lost: str) -> None:
     copy = shutil.copytree(folder("qwen3", tied=tied), tmp_path / "model")

@@ -1,6 +1,8 @@
 """Adapter and base, merged, are the model with its adapter on."""
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,9 +69,15 @@ def shaken(net: PreTrainedModel, plan: AdapterPlan) -> None:
 
 
 def merged(found: Trained, output: Path, *more: str) -> Path:
-    words = ["--merge.adapter", str(found.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32", *more]
-    merge(load(MergeConfig, words))
+    words = ["--merge.adapter", str(found.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
+    base = [] if "--merge.model_name_or_path" in more else ["--merge.model_name_or_path", str(found.base)]
+    merge(load(MergeConfig, [*words, *base, *more]))
     return output
+
+
+def merged_with_the_base_it_names(found: Trained, output: Path) -> None:
+    words = ["--merge.adapter", str(found.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
+    merge(load(MergeConfig, words))
 
 
 def read_back(path: Path) -> PreTrainedModel:
@@ -229,10 +237,33 @@ def test_a_base_that_is_gone_is_asked_for(plain: Trained, tmp_path: Path) -> Non
     file = moved.adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "/no/such/folder"}))
     with pytest.raises(ConfigError, match=r"/no/such/folder.*give it as merge\.model_name_or_path"):
-        merged(moved, tmp_path / "merged")
+        merged_with_the_base_it_names(moved, tmp_path / "merged")
     merged(moved, tmp_path / "merged", "--merge.model_name_or_path", str(plain.base))
     with pytest.raises(ConfigError, match=r"merge\.model_name_or_path: there is no folder \./nothing"):
         merged(moved, tmp_path / "again", "--merge.model_name_or_path", "./nothing")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_base_that_an_adapter_names_is_read_after_a_yes_alone(
+    plain: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(ConfigError, match=r"names '.*' as its base: .* give it as merge\.model_name_or_path") as caught:
+        merged_with_the_base_it_names(plain, tmp_path / "merged")
+    assert "\n" not in str(caught.value)
+    for refusal in ("\n", "no\n"):
+        monkeypatch.setattr(sys, "stdin", Terminal(refusal))
+        with pytest.raises(ConfigError, match="nothing was merged"):
+            merged_with_the_base_it_names(plain, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    merged_with_the_base_it_names(plain, tmp_path / "merged")
+    assert repr(str(plain.base)) in capsys.readouterr().out
+    assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
 def test_an_adapter_of_another_shape_is_refused_where_no_fingerprint_tells(plain: Trained, tmp_path: Path) -> None:

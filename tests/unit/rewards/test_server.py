@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from rewards.answers import Picture, group
 from rewards.reward_server import serving
@@ -20,6 +21,7 @@ from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.combine import Rewarder
+from vlmrl.rewards.pool import stop_forkserver
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, make_app
 from vlmrl.rewards.worker import Verdict
@@ -32,6 +34,13 @@ def pixel(response, images): return images[0].getpixel((0, 0))[2]
 def slow(response):
     time.sleep(0.6)
     return 1.0
+def endless(response):
+    time.sleep(1000)
+def secretive(response):
+    import os
+    return {"total": 1.0, "hub": "HF_TOKEN" in os.environ, "mine": os.environ.get("MY_API_KEY") == "k"}
+def lost(response):
+    open("/srv/ann/secret-project/labels.json")
 def picky(response):
     if response == "bad":
         raise ValueError("no idea")
@@ -195,6 +204,57 @@ def test_a_judge_that_breaks_answers_500_and_the_server_lives_on() -> None:
         assert ask(url, "x").json()["rewards"] == [1.0]
 
 
+class Lost(Lengths):
+    """A judge that misses a file."""
+
+    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
+        raise FileNotFoundError(2, "No such file or directory", "/srv/ann/secret-project/labels.json")
+
+
+def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
+    with served(Lost()) as url:
+        reply = ask(url, "x")
+        assert reply.status_code == 500
+        assert "No such file or directory: '.../labels.json'" in reply.text
+    with closing(function(file, "lost")) as judge, served(judge) as url:
+        (problem,) = ask(url, "x").json()["problems"]
+        assert "labels.json" in problem
+        assert "served.py" in problem
+        for part in ("ann", "secret-project", *file.parent.parts[1:]):
+            assert part not in problem
+
+
+def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
+    with served(Lengths(), body_timeout_s=0.3) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            started = time.monotonic()
+            said = slow.recv(4096).decode()
+            assert time.monotonic() - started < 5
+            assert said.startswith("HTTP/1.1 408 ")
+            assert "not whole after serve.body_timeout_s 0.3" in said + slow.recv(4096).decode()
+        assert ask(url, "x").json()["rewards"] == [1.0]
+
+
+def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HF_TOKEN": "h", "MY_API_KEY": "k"}.items():
+        monkeypatch.setenv(name, value)
+    question = Question(source="row 1", prompt="", response="x", label=None, metadata={}, media=())
+    for passed, sees in (((), 0.0), (("MY_API_KEY",), 1.0)):
+        stop_forkserver()  # one that was started before has the environment of then
+        judge = FunctionJudge({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=passed)
+        with closing(judge):
+            (verdict,) = judge.judge([question])
+        assert (verdict.parts["secretive/hub"], verdict.parts["secretive/mine"]) == (0.0, sees)
+    assert os.environ["HF_TOKEN"] == "h"
+    monkeypatch.delenv("MY_API_KEY")
+    with pytest.raises(ConfigError, match=r"reward\.pass_env: the environment has no variable MY_API_KEY"):
+        FunctionJudge({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=("MY_API_KEY",))
+
+
 def test_a_bad_request_is_told_what_is_wrong() -> None:
     with served(Lengths()) as url:
         reply = httpx.post(url, content=b"{")
@@ -271,6 +331,41 @@ def test_a_server_that_is_told_to_stop_answers_first_and_leaves_nothing(file: Pa
             assert reply.result().json()["rewards"] == [1.0]
         assert server.wait(timeout=20) == 0
     assert not _answers(url)
+
+
+def test_a_server_that_is_told_to_stop_ends_within_its_limit_whatever_clients_and_functions_do(file: Path) -> None:
+    words = ["--reward.remote_url", f"{file}:endless", "--reward.time_limit_s", "1000", "--serve.stop_grace_s", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
+    command = [sys.executable, "-m", "vlmrl", "serve-rm", "--serve.port", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as server, ExitStack() as stack:
+        assert server.stdout is not None
+        host, port = server.stdout.readline().rpartition("//")[2].split(":")
+        # One never sends its body, one waits for a function that never ends, one does not send anything.
+        body = b'{"responses": ["x"]}'
+        for length, sent in ((100, b"{"), (len(body), body), (0, None)):
+            one = stack.enter_context(_connected(host, int(port)))
+            if sent is not None:
+                one.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
+        time.sleep(0.5)
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert family
+        server.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert server.wait(timeout=30) == 0
+        assert time.monotonic() - started < 8
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _answers(url: str) -> bool:

@@ -1,0 +1,30 @@
+"""Which variables of the environment count as secrets."""
+
+import pytest
+
+from vlmrl.rewards.environment import hide_secrets, is_secret
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "RAY_AUTH_TOKEN", "VLMRL_RM_TOKEN"),
+        *("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN", "PGPASSWORD", "DB_PASS", "ghtoken"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK"),
+    ],
+)
+def test_a_name_that_says_secret_is_one(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "HOME", "TOKENIZERS_PARALLELISM", "PYTHONPATH", "OMP_NUM_THREADS", "KEYBOARD", "AUTHOR", "HF_HOME"]
+)
+def test_no_other_is(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_all_but_those_that_are_kept_are_hidden() -> None:
+    environment = {"HF_TOKEN": "a", "MY_KEY": "b", "PATH": "c"}
+    hide_secrets(environment, keep=["MY_KEY"])
+    assert environment == {"MY_KEY": "b", "PATH": "c"}

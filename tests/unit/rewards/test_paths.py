@@ -1,0 +1,27 @@
+"""What leaves the machine names files, and not where they are."""
+
+import pytest
+
+from vlmrl.rewards.paths import without_paths
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("No such file: '/home/ann/models/x.json'", "No such file: '.../x.json'"),
+        ("ValueError: no idea (rewards/my.py:12)", "ValueError: no idea (.../my.py:12)"),
+        ("x (../../srv/ann/my.py:3)", "x (.../my.py:3)"),
+        ("~/a/b.py, ~/x and ./y.txt", ".../b.py, .../x and .../y.txt"),
+        ("file:///home/ann/x.png", ".../x.png"),
+        ("(my.py:3)", "(my.py:3)"),
+    ],
+)
+def test_the_last_part_of_a_path_is_left(text: str, told: str) -> None:
+    assert without_paths(text) == told
+
+
+@pytest.mark.parametrize(
+    "text", ["3/4 of \\frac{1}{2} and/or 1 / 2", "answer 1/2/3, 5 km/h, TCP/IP", "http://10.0.0.1:5000/get_reward"]
+)
+def test_what_is_no_path_stays(text: str) -> None:
+    assert without_paths(text) == text

@@ -1,0 +1,31 @@
+"""The environment that reward functions see: without tokens and keys, unless the run passes them on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, MutableMapping
+
+from vlmrl.errors import ConfigError
+
+_SECRET = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIALS?)(_|$)|(^|_)(KEY|KEYS|PASS|AUTH|COOKIE)(_|$)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that it holds a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+    return _SECRET.search(name.upper()) is not None
+
+
+def hide_secrets(environment: MutableMapping[str, str], *, keep: Collection[str]) -> None:
+    """Take the secrets out of `environment`, but for the names in `keep`."""
+    for name in [name for name in environment if is_secret(name) and name not in keep]:
+        del environment[name]
+
+
+def check_passed(names: Iterable[str]) -> None:
+    """Raise ConfigError when a variable of `reward.pass_env` is not there."""
+    for name in names:
+        if name not in os.environ:
+            raise ConfigError(f"reward.pass_env: the environment has no variable {name}: export it, or leave it out")

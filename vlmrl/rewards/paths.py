@@ -1,0 +1,22 @@
+"""Paths in messages for others: only the last part of each leaves the machine."""
+
+from __future__ import annotations
+
+import re
+
+_PART = r"[^\s/'\"`:,;()\[\]{}<>|]+"
+_PATH = re.compile(
+    rf"file:/+(?:{_PART}/)*(?P<address>{_PART})"
+    # Absolute, of home or going up: two parts or more, so that a fraction is none.
+    rf"|(?<![\w:/.~])(?:~[\w.-]*|\.{{1,2}})?(?:/{_PART})*/{_PART}/(?P<last>{_PART})"
+    # Relative, of a file.
+    rf"|(?<![\w:/.])(?:[\w.@+-]+/)+(?P<file>[\w@+-][\w.@+-]*\.[A-Za-z]\w*)"
+    # Of home or going up, one part.
+    rf"|(?<![\w:/.~])(?:~[\w.-]*|\.{{1,2}})/(?P<near>{_PART})"
+)
+_LAST = ("address", "last", "file", "near")
+
+
+def without_paths(text: str) -> str:
+    """`text` with `.../` and the last part of each path in the place of the path. Addresses of the web stay."""
+    return _PATH.sub(lambda found: f".../{next(filter(None, map(found.group, _LAST)))}", text)
