@@ -21,6 +21,9 @@ class Serve(Section):
     max_queue: PositiveInt = 1024
     """Answers that may wait; a request beyond is told to come back later (503)."""
 
+    max_request_pixels: PositiveInt = 268_435_456
+    """Most pixels that the images of one request decode to together; a request with more is refused (413)."""
+
     @model_validator(mode="after")
     def check_queue(self) -> Self:
         if self.max_queue < self.max_batch:

@@ -25,7 +25,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.rewards.combine import combined
 from vlmrl.rewards.functions import Functions
 from vlmrl.rewards.http import TOKEN
-from vlmrl.rewards.protocol import read_request, write_answer
+from vlmrl.rewards.protocol import TooManyPixelsError, read_request, write_answer
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import Verdict, one_line
 
@@ -175,7 +175,11 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
         if content is None:
             return _problem(413, f"a request may have {_MOST_BYTES} bytes")
         try:
-            questions = await asyncio.to_thread(read_request, content, wants_images=judge.wants_images)
+            questions = await asyncio.to_thread(
+                read_request, content, wants_images=judge.wants_images, max_pixels=serve.max_request_pixels
+            )
+        except TooManyPixelsError as error:
+            return _problem(413, str(error))
         except ValueError as error:
             return _problem(422, str(error))
         if len(questions) > serve.max_queue:
