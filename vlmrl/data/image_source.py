@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 
 from vlmrl.config.data import Columns
 from vlmrl.data.download import download
-from vlmrl.errors import DataError
+from vlmrl.errors import ConfigError, DataError
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{32,}={0,2}")
 _FILE_URL = re.compile(r"file://", re.IGNORECASE)
@@ -39,10 +39,16 @@ class Reach:
     @classmethod
     def of(cls, root: Path | None, columns: Columns, also: Sequence[Path] = ()) -> Reach:
         """The reach of a dataset in the folder `root` (None: the working directory) with images in the folders `also`,
-        too."""
+        too.
+
+        Raises:
+            ConfigError: one of `data.image_roots` is no folder.
+        """
         own = Path() if root is None else root
         start = own if columns.image_root is None else Path(columns.image_root).expanduser()
         named = [Path(folder).expanduser() for folder in columns.image_roots]
+        if missing := [folder for folder in named if not folder.is_dir()]:
+            raise ConfigError(f"data.image_roots: {missing[0]} is no folder")
         folders = (start, *([] if root is None else [root]), *named, *also)
         return cls(start, tuple(Path(os.path.realpath(folder)) for folder in folders), columns.allow_image_urls)
 

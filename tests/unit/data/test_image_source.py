@@ -8,7 +8,7 @@ import pytest
 
 from vlmrl.config.data import Columns
 from vlmrl.data.image_source import NOWHERE, Reach, locate, read
-from vlmrl.errors import DataError
+from vlmrl.errors import ConfigError, DataError
 
 CONTENT = b"an image"
 
@@ -45,7 +45,12 @@ def test_no_other_file_is_in_reach_unless_its_folder_is_named(folder: Path, form
             content(source, folder)
     if "{}" in form or ".." in form:
         assert content(form.format(other), folder, image_roots=(str(other),)) == CONTENT
-        assert content(form.format(other), folder, image_roots=("/nowhere", str(folder.parent))) == CONTENT
+        assert content(form.format(other), folder, image_roots=("/proc", str(folder.parent))) == CONTENT
+
+
+def test_a_root_that_is_no_folder_is_a_mistake(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.image_roots: /nowhere is no folder$"):
+        content("a.png", folder, image_roots=("/nowhere",))
 
 
 def test_whether_a_file_out_of_reach_exists_is_not_told(folder: Path) -> None:
