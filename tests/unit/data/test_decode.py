@@ -1,4 +1,5 @@
 import io
+import random
 import struct
 import subprocess
 import sys
@@ -201,3 +202,24 @@ def test_decoding_takes_a_few_bytes_per_pixel_in_every_mode() -> None:
     assert len(peaks) == 7
     # Pillow holds RGB in 4 bytes, the deepest grey and LA in 4 more; the rest is blocks.
     assert max(peaks.values()) < 13, peaks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damage_of_any_kind_is_a_data_error() -> None:
+    rng = random.Random(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [encoded(GRADIENT.convert("RGB"), kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    files += [encoded(GRADIENT, "GIF"), encoded(GRADIENT, "BMP"), encoded(GRADIENT, "JPEG", progressive=True)]
+    files += [encoded(Image.new(mode, (9, 9)), "TIFF", compression="tiff_lzw") for mode in ("I;16", "F", "CMYK", "P")]
+    num_refused = 0
+    for _ in range(1500):
+        content = bytearray(rng.choice(files))
+        for _ in range(rng.choice((1, 2, 8))):
+            place = rng.randrange(rng.choice((len(content), min(100, len(content)))))
+            content[place : place + rng.choice((0, 1, 1, 5))] = rng.randbytes(rng.choice((0, 1, 1, 1, 4)))
+        try:
+            opened(bytes(content))
+        except DataError:
+            num_refused += 1
+    assert num_refused > 500
