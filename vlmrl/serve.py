@@ -15,7 +15,7 @@ from vlmrl.config.run import ServeConfig
 from vlmrl.config.vision import Vision
 from vlmrl.data.answers import sft_sample
 from vlmrl.data.balance import spread
-from vlmrl.data.media import make_media
+from vlmrl.data.media import make_row_media
 from vlmrl.errors import DataError
 from vlmrl.rewards.http import read_token
 from vlmrl.rewards.question import Question
@@ -100,10 +100,8 @@ class ModelJudge:
             (question.prompt + question.response).encode()
         except UnicodeEncodeError as error:  # a tokenizer would fail, and with it the whole batch
             raise DataError(f"prompt and answer are no text: {error.reason}") from error
-        media = tuple(
-            make_media(one.fetch(), processor=self._processor, columns=self._columns, root=None)
-            for one in question.media
-        )
+        images = [one.fetch() for one in question.media]
+        media = make_row_media(images, processor=self._processor, columns=self._columns)
         tokens, request = self._processor.encode(question.prompt, [one.size for one in media])
         prompt = Prompt(number, question.source, question.prompt, tokens, request, question.label, media)
         sample = sft_sample(prompt, question.response, self._processor)

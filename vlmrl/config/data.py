@@ -36,8 +36,17 @@ class Columns(Section):
     """Larger images are shrunk to this many pixels, for trainer and engine alike."""
     max_image_pixels: PositiveInt = 89_478_485
     """An image file that decodes to more pixels than this is refused as a decompression bomb."""
+    max_row_pixels: PositiveInt = 268_435_456
+    """Most pixels that the image files of one row decode to together; a row with more is dropped and counted."""
+    max_image_mib: PositiveInt = 64
+    """Largest image file, in MiB; also of one in base64, in parquet or on the web."""
     image_root: str | None = None
     """Folder that relative image paths start from; by default the dataset file's own."""
+    image_roots: tuple[Text, ...] = ()
+    """Further folders whose images a dataset may name. Others are out of its reach: images lie below the dataset's own
+    folder or `data.image_root`, once symbolic links are followed."""
+    allow_image_urls: bool = False
+    """Download images that a dataset names by http(s) URL. Private addresses are refused, also after a redirect."""
     max_dropped_fraction: Fraction = 0.05
     """The run stops when more than this share of the rows cannot be used."""
 

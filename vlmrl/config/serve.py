@@ -25,6 +25,9 @@ class Serve(Section):
     stop_grace_s: PositiveFloat = 60.0
     """Told to stop (SIGTERM, Ctrl-C), the server answers what is under way for so long at most, and ends."""
 
+    max_request_pixels: PositiveInt = 268_435_456
+    """Most pixels that the images of one request decode to together; a request with more is refused (413)."""
+
     @model_validator(mode="after")
     def check_queue(self) -> Self:
         if self.max_queue < self.max_batch:

@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from vlmrl.config.data import Columns
 from vlmrl.data.fingerprint import differences, fingerprint
+from vlmrl.data.image_source import Reach
 from vlmrl.data.labels import label_text
 from vlmrl.data.marks import Marked
-from vlmrl.data.media import InlineMedia, make_media
+from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import Order, Place
 from vlmrl.data.rows import Rows
 from vlmrl.data.unusable import UnusableError, blamed_on_row, check_depth, metadata_of
@@ -92,6 +92,7 @@ class PromptStream:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
         self._keys = [_find_columns(source, sources, columns) for source in sources]
+        self._reaches = [Reach.of(source.root, columns, source.image_folders) for source in sources]
         self._processor = processor
         self._columns = columns
         self._share = share
@@ -111,7 +112,8 @@ class PromptStream:
     def marked(self) -> list[Marked]:
         """What marks are made from: each source with its columns and the folder of its images."""
         return [
-            Marked(source, keys, self._root(source)) for source, keys in zip(self._sources, self._keys, strict=True)
+            Marked(source, keys, reach.start)
+            for source, keys, reach in zip(self._sources, self._keys, self._reaches, strict=True)
         ]
 
     @property
@@ -186,7 +188,7 @@ class PromptStream:
 
     def _prompts(self, places: Sequence[Place], first_index: int, shared: dict[str, Media]) -> list[Prompt]:
         """The prompts of those rows that can be used."""
-        questions: list[tuple[str, Path | None, _Question]] = []
+        questions: list[tuple[str, Reach, _Question]] = []
         for place in places:
             source = self._sources[place.source]
             name = f"{source.name}:{place.row}"
@@ -197,7 +199,7 @@ class PromptStream:
             except UnusableError as error:
                 self._drop(name, error)
             else:
-                questions.append((name, self._root(source), question))
+                questions.append((name, self._reaches[place.source], question))
         questions = self._with_usable_labels(questions)
         prompts: list[Prompt] = []
         for (name, _, question), media in zip(questions, self._open_all(questions), strict=True):
@@ -247,8 +249,8 @@ class PromptStream:
         return _Question(text=text, label=label, images=images, metadata=metadata_of(row, set(keys.values())))
 
     def _with_usable_labels(
-        self, questions: Sequence[tuple[str, Path | None, _Question]]
-    ) -> list[tuple[str, Path | None, _Question]]:
+        self, questions: Sequence[tuple[str, Reach, _Question]]
+    ) -> list[tuple[str, Reach, _Question]]:
         """Those whose label some response can match, and those without one; the others are dropped."""
         labels = [question.label for _, _, question in questions if question.label is not None]
         problems = dict(zip(labels, self._label_problems(labels), strict=True))
@@ -263,22 +265,19 @@ class PromptStream:
         return usable
 
     def _open_all(
-        self, questions: Sequence[tuple[str, Path | None, _Question]]
+        self, questions: Sequence[tuple[str, Reach, _Question]]
     ) -> Iterator[tuple[InlineMedia, ...] | UnusableError]:
         """The images of each question, or why they cannot be used. Decoding runs on several threads."""
         if sum(len(question.images) for _, _, question in questions) < 2:
-            yield from (self._open(root, question) for _, root, question in questions)
+            yield from (self._open(reach, question) for _, reach, question in questions)
             return
         with ThreadPoolExecutor(_DECODERS, thread_name_prefix="vlmrl-decode") as pool:
             yield from pool.map(lambda entry: self._open(entry[1], entry[2]), questions)
 
-    def _open(self, root: Path | None, question: _Question) -> tuple[InlineMedia, ...] | UnusableError:
+    def _open(self, reach: Reach, question: _Question) -> tuple[InlineMedia, ...] | UnusableError:
         try:
             with blamed_on_row("image unusable"):
-                return tuple(
-                    make_media(image, processor=self._processor, columns=self._columns, root=root)
-                    for image in question.images
-                )
+                return make_row_media(question.images, processor=self._processor, columns=self._columns, reach=reach)
         except UnusableError as error:  # a result, since one thread of several ends here
             return error
 
@@ -297,9 +296,6 @@ class PromptStream:
         if media.hash not in shared:
             shared[media.hash] = self._share(media)
         return shared[media.hash]
-
-    def _root(self, source: Rows) -> Path | None:
-        return source.root if self._columns.image_root is None else Path(self._columns.image_root)
 
     def _drop(self, name: str, error: UnusableError) -> None:
         self._bad[name] = error.kind

@@ -35,7 +35,10 @@ class Rows(Sequence[dict[str, Any]]):
     image_columns: tuple[str, ...] = ()
     """The columns that are known to hold images."""
     root: Path | None = None
-    """Where relative image paths start; None: the working directory."""
+    """The dataset's own folder: relative image paths start there, and images lie below it; None: the working
+    directory."""
+    image_folders: tuple[Path, ...] = ()
+    """Further folders that its images may lie in."""
     files: tuple[Path, ...] = ()
     """What the rows are read from, where that is known: by their content a resumed run knows them again."""
     precisions: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +207,20 @@ def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
     except Exception as error:  # the library raises its own errors, the Hub client's and the network's
         reason = first_line(error)
         raise DataError(f"dataset {name} ({split}) cannot be loaded from the Hub: {reason}; {hint}") from error
-    return from_hugging_face(name, data)
+    # Its images are those that the library downloaded, not whatever lies in the working directory.
+    repository, *others = hub_folders(name)
+    return replace(from_hugging_face(name, data), root=repository, image_folders=tuple(others))
+
+
+def hub_folders(name: str | None = None) -> tuple[Path, ...]:
+    """Where the Hub's libraries keep what they download: of one dataset, or of all."""
+    import datasets
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    downloads = Path(datasets.config.HF_DATASETS_CACHE), Path(datasets.config.DOWNLOADED_DATASETS_PATH)
+    hub = Path(constants.HF_HUB_CACHE)
+    return hub if name is None else hub / repo_folder_name(repo_id=name, repo_type="dataset"), *downloads
 
 
 def from_hugging_face(name: str, data: Any) -> Rows:
@@ -299,7 +315,15 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
         raise DataError(f"dataset {name}: split {split!r} has no rows")
     columns = columns_of(found, f"dataset {name}")
     images = tuple(column for column in columns if column == "images")
-    return Rows(name=name, rows=found, columns=columns, image_columns=images, has_own_columns=True)
+    # It is code, and may take its rows from the Hub.
+    return Rows(
+        name=name,
+        rows=found,
+        columns=columns,
+        image_columns=images,
+        image_folders=hub_folders(),
+        has_own_columns=True,
+    )
 
 
 def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:

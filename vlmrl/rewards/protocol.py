@@ -24,7 +24,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -32,11 +32,14 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from vlmrl.config.data import Columns
-from vlmrl.data.media import InlineMedia, open_image
+from vlmrl.config.serve import Serve
+from vlmrl.data.media import Bounds, InlineMedia, TotalPixelsError, open_images
 from vlmrl.errors import DataError
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import Verdict, one_line, to_verdict
 from vlmrl.types import Failure, Media
+
+MAX_PIXELS = Serve().max_request_pixels
 
 Images = Literal["none", "data", "hash"]
 """What is sent of the images."""
@@ -66,11 +69,16 @@ class _Request(BaseModel):
         return self
 
 
-def read_request(content: bytes, *, wants_images: bool) -> list[Question]:
+class TooManyPixelsError(ValueError):
+    """The images of a request are more than a server takes."""
+
+
+def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PIXELS) -> list[Question]:
     """The answers that a client wants scored. Images come from the request itself, never from a path or an address,
     and are opened only where somebody `wants_images`.
 
-    Raises ValueError, in one line for the client, for what is not the protocol.
+    Raises ValueError, in one line for the client, for what is not the protocol, and TooManyPixelsError for images that
+    have more than `max_pixels` pixels together.
     """
     try:
         request = _Request.model_validate(json.loads(content))
@@ -80,7 +88,7 @@ def read_request(content: bytes, *, wants_images: bool) -> list[Question]:
         raise ValueError(one_line(f"{where}: {first['msg']}" if where else first["msg"])) from error
     except (ValueError, RecursionError) as error:
         raise ValueError("the request is not JSON") from error
-    media = {name: _open(name, url) for name, url in request.media.items()} if wants_images else {}
+    media = _open_media(request.media, max_pixels) if wants_images else {}
     texts = request.responses if request.responses is not None else request.query
     assert texts is not None, "checked by the request itself"
     questions = []
@@ -102,17 +110,30 @@ def read_request(content: bytes, *, wants_images: bool) -> list[Question]:
     return questions
 
 
-def _open(name: str, url: str) -> InlineMedia:
-    if not url.startswith("data:image/"):
-        raise ValueError(f"media {one_line(name)} is no data:image/ URL")
-    try:
-        image = open_image(url, root=None, max_image_pixels=Columns().max_image_pixels)
-    except DataError as error:
-        raise ValueError(f"media {one_line(name)}: {error}") from error
+def _open_media(media: Mapping[str, str], max_pixels: int) -> dict[str, InlineMedia]:
+    """The images by the client's names."""
+    for name, url in media.items():
+        if not url.startswith("data:image/"):
+            raise ValueError(f"media {one_line(name)} is no data:image/ URL")
+    # None of them may be a file or an address: nothing is in reach.
+    images = open_images(media.values(), bounds=Bounds.of(Columns())._replace(total_pixels=max_pixels))
+    opened = {}
+    for name in media:
+        try:
+            opened[name] = _to_media(next(images))
+        except TotalPixelsError as error:
+            raise TooManyPixelsError(f"{error}: send fewer, or raise serve.max_request_pixels") from error
+        except DataError as error:
+            raise ValueError(f"media {one_line(name)}: {error}") from error
+    return opened
+
+
+def _to_media(image: Image.Image) -> InlineMedia:
     pixels = np.asarray(image, dtype=np.uint8)
     # A hash of our own: it names files, and the client's may be any text.
-    digest = hashlib.blake2b(f"{image.size}".encode() + pixels.tobytes(), digest_size=16).hexdigest()
-    return InlineMedia(hash=digest, size=image.size, pixels=pixels)
+    digest = hashlib.blake2b(f"{image.size}".encode(), digest_size=16)
+    digest.update(pixels.data)
+    return InlineMedia(hash=digest.hexdigest(), size=image.size, pixels=pixels)
 
 
 def write_request(questions: Sequence[Question], images: Images) -> bytes:

@@ -32,7 +32,7 @@ from vlmrl.rewards.combine import combined
 from vlmrl.rewards.functions import Functions
 from vlmrl.rewards.http import TOKEN
 from vlmrl.rewards.paths import without_paths
-from vlmrl.rewards.protocol import read_request, write_answer
+from vlmrl.rewards.protocol import TooManyPixelsError, read_request, write_answer
 from vlmrl.rewards.question import Question
 from vlmrl.rewards.worker import Verdict, one_line
 
@@ -197,9 +197,11 @@ def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
         if content is None:
             return _problem(413, f"a request may have {_MOST_BYTES} bytes")
         try:
-            questions = await asyncio.to_thread(read_request, content, wants_images=judge.wants_images)
+            questions = await asyncio.to_thread(
+                read_request, content, wants_images=judge.wants_images, max_pixels=serve.max_request_pixels
+            )
         except ValueError as error:
-            return _problem(422, str(error))
+            return _problem(413 if isinstance(error, TooManyPixelsError) else 422, str(error))
         if len(questions) > serve.max_queue:
             return _problem(
                 413, f"{len(questions)} answers in one request: serve.max_queue lets {serve.max_queue} wait"

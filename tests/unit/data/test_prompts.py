@@ -320,6 +320,50 @@ def test_relative_paths_start_where_the_settings_or_the_file_say(vlm: Processor,
         stream(loaded, processor=vlm, image_root=str(tmp_path / "pictures")).draw(1)
 
 
+def test_rows_that_reach_for_other_files_or_addresses_are_dropped(
+    vlm: Processor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine").mkdir()
+    IMAGE.save(tmp_path / "mine" / "a.png")
+    IMAGE.save(tmp_path / "b.png")
+    (tmp_path / "mine" / "link.png").symlink_to("../b.png")
+    sources = ["a.png", "../b.png", f"file://{tmp_path}/b.png", "link.png", "http://169.254.169.254/x.png"]
+    content = [{"input": source, "images": [source]} for source in sources]
+    loaded = Rows(name="mine", rows=content, columns=("input", "images"), root=tmp_path / "mine")
+    strict = stream(loaded, processor=vlm, max_dropped_fraction=1.0)
+    with caplog.at_level(logging.WARNING):
+        assert {prompt.source for prompt in strict.draw(5)} == {"mine:0"}
+    assert strict.dropped == {"image unusable": 4}
+    assert caplog.text.count("lies outside the dataset's folder") == 3
+    assert caplog.text.count("http://169.254.169.254/x.png is on the web") == 1
+    trusting = stream(loaded, processor=vlm, max_dropped_fraction=1.0, image_roots=[str(tmp_path)])
+    assert {prompt.source for prompt in trusting.draw(8)} == {f"mine:{row}" for row in range(4)}
+    online = stream(loaded, processor=vlm, max_dropped_fraction=1.0, allow_image_urls=True)
+    online.draw(5)
+    assert "host 169.254.169.254 is at 169.254.169.254, which is not a public one" in caplog.text
+
+
+def test_a_datasets_further_folders_are_in_reach(vlm: Processor, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    IMAGE.save(tmp_path / "cache" / "a.png")
+    loaded = Rows(
+        name="hub",
+        rows=[{"input": "q", "images": {"bytes": None, "path": str(tmp_path / "cache" / "a.png")}}],
+        columns=("input", "images"),
+        root=tmp_path / "repository",
+        image_folders=(tmp_path / "cache",),
+    )
+    assert stream(loaded, processor=vlm).draw(1)[0].media
+
+
+def test_the_pixels_of_a_rows_images_are_bounded_together(vlm: Processor, caplog: pytest.LogCaptureFixture) -> None:
+    content = [{"input": "two", "images": [IMAGE] * 2}, {"input": "three", "images": [IMAGE] * 3}]
+    with caplog.at_level(logging.WARNING):
+        found = stream(rows(content), processor=vlm, max_dropped_fraction=0.5, max_row_pixels=2 * 56 * 56).draw(2)
+    assert {prompt.source for prompt in found} == {"mine:0"}
+    assert "the images have more than 6272 pixels together: raise data.max_row_pixels" in caplog.text
+
+
 def test_all_prompts_keeps_the_order_of_the_rows_and_moves_nothing(text_model: Processor) -> None:
     one = stream(numbered(5, "a"), numbered(5, "b"), processor=text_model)
     prompts = one.all_prompts(7)

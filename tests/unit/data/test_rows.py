@@ -6,8 +6,11 @@ from typing import Any
 
 import datasets
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 
+from vlmrl.config.data import Columns
+from vlmrl.data.image_source import Reach, read
 from vlmrl.data.rows import Generated, load_all, load_hub, load_rows
 from vlmrl.errors import ConfigError, DataError
 
@@ -157,6 +160,34 @@ def test_a_saved_folder_without_the_split_names_those_it_has(tmp_path: Path) -> 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not written by save_to_disk"):
         load(str(tmp_path))
+
+
+def test_images_of_a_hub_dataset_are_those_that_its_libraries_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, cache = tmp_path / "hub", tmp_path / "datasets"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    # The Hub's cache holds files once, and links to them by name.
+    blob, link = (
+        hub / "datasets--me--pics" / "blobs" / "c0ffee",
+        hub / "datasets--me--pics" / "snapshots" / "1" / "a.png",
+    )
+    unpacked, others = cache / "downloads" / "extracted" / "b.png", hub / "datasets--you--pics" / "c.png"
+    for file in (blob, link, unpacked, others, tmp_path / "d.png"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file != link:
+            file.write_bytes(b"an image")
+    link.symlink_to("../../blobs/c0ffee")
+    data = datasets.Dataset.from_dict({"input": ["q"], "images": [{"bytes": None, "path": str(link)}]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data.cast_column("images", datasets.Image()))
+    rows = load("me/pics")
+    reach = Reach.of(rows.root, Columns(), rows.image_folders)
+    assert read(rows[0]["images"], reach=reach, max_bytes=99).content == b"an image"
+    assert read(str(unpacked), reach=reach, max_bytes=99).content == b"an image"
+    for out_of_reach in (others, tmp_path / "d.png", Path(__file__)):
+        with pytest.raises(DataError, match="lies outside the dataset's folder"):
+            read(str(out_of_reach), reach=reach, max_bytes=99)
 
 
 def test_hub_data_that_cannot_be_had_is_one_line() -> None:

@@ -37,7 +37,7 @@ def qwen(folders: dict[str, Path]) -> Processor:
 
 def noise(processor: Processor, width: int, height: int, seed: int = 0) -> InlineMedia:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return make_media(Image.fromarray(pixels), processor=processor, columns=Columns(), root=None)
+    return make_media(Image.fromarray(pixels), processor=processor, columns=Columns())
 
 
 def user_text(rendered: str) -> str:

@@ -54,6 +54,8 @@ def test_the_old_protocol_is_understood() -> None:
         (request(responses=["a"], images=[["x"]], media={"x": "/etc/passwd"}), "media x is no data:image/ URL"),
         (request(responses=["a"], media={"x": "http://127.0.0.1/x.png"}), "media x is no data:image/ URL"),
         (request(responses=["a"], media={"x": "data:image/png;base64,AAAA"}), "media x: "),
+        (request(responses=["a"], media={"x": "file:///etc/passwd"}), "media x is no data:image/ URL"),
+        (request(responses=["a"], media={"x": "data:image/png,/etc/passwd"}), "media x: "),
         (request(responses=["a"], media={"x\n": "data:image/png;base64,%%"}), "media x: "),
     ],
 )

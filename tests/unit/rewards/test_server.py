@@ -1,4 +1,6 @@
+import base64
 import concurrent.futures
+import io
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from PIL import Image
 from rewards.answers import Picture, group
 from rewards.reward_server import serving
 
@@ -262,6 +265,21 @@ def test_a_bad_request_is_told_what_is_wrong() -> None:
         assert ask(url, "x", labels=[]).status_code == 422
         assert httpx.get(url).status_code == 405
         assert httpx.get(url + "/docs").status_code == 404
+
+
+def test_images_of_a_request_that_are_small_alone_are_bounded_together(file: Path) -> None:
+    one_bit = io.BytesIO()
+    Image.new("1", (800, 800)).save(one_bit, "PNG")
+    url_of_image = "data:image/png;base64," + base64.b64encode(one_bit.getvalue()).decode()
+    media = {str(number): url_of_image for number in range(8)}
+    with closing(function(file, "pixel")) as judge, served(judge, max_request_pixels=1_000_000) as url:
+        reply = ask(url, "x", images=[list(media)], media=media)
+        assert (reply.status_code, reply.text) == (
+            413,
+            "the images have more than 1000000 pixels together: send fewer, or raise serve.max_request_pixels",
+        )
+        assert ask(url, "x", images=[["0"]], media={"0": url_of_image}).json()["rewards"] == [0.0]
+    assert Serve().max_request_pixels < 8 * 89_478_485
 
 
 def test_a_request_without_answers_is_answered_without_waiting() -> None:

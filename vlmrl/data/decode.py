@@ -1,0 +1,198 @@
+"""From encoded bytes to upright RGB, in memory that is bounded by the number of pixels."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
+
+from vlmrl.data.image_source import Encoded
+from vlmrl.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow reads forty more, most of them with code that few people look at."""
+
+_BLOCK = 1024
+"""Side of the squares, in pixels, in which an image is converted."""
+_LARGEST_TILE = 4096 * 4096
+"""Pixels of a TIFF's tile, which libtiff decodes whole, however small the image is."""
+_MOST_SCANS = 100
+"""Of a progressive JPEG, each of which goes over the whole image. Ten are usual; libtiff draws the same line."""
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_HEAVY = {"WEBP": 2}
+"""Formats whose decoder holds so many times the image's memory."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What undoes each EXIF orientation."""
+
+
+class Room:
+    """The pixels that may be decoded at once, on whatever threads: many small images, or one of the largest."""
+
+    def __init__(self) -> None:
+        self._num_pixels = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, image: Image.Image, max_pixels: int) -> Iterator[None]:
+        """Wait until the image fits, or has the room for itself."""
+        num_pixels = image.width * image.height * _HEAVY.get(image.format or "", 1)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_pixels or self._num_pixels + num_pixels <= max_pixels)
+            self._num_pixels += num_pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_pixels -= num_pixels
+                self._changed.notify_all()
+
+
+ROOM = Room()
+"""That of this process."""
+
+
+def open_header(encoded: Encoded, *, max_pixels: int) -> Image.Image:
+    """The image before its pixels are decoded.
+
+    Raises:
+        DataError: it is of none of the `FORMATS`, has more than `max_pixels` pixels, or would take much more memory or
+            time than so many pixels need.
+    """
+    content, name = encoded
+    if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
+        # Pillow's own bound is global: it is only ever raised, and only as far as the user asked.
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(_bomb(name, max_pixels)) from error
+    except Exception as error:  # decoders raise nearly anything on bytes that are no image
+        raise DataError(
+            f"{name} is not an image that can be read ({len(content)} bytes): {', '.join(FORMATS)} are"
+        ) from error
+    check_pixels(image, name, max_pixels)
+    if image.format == "TIFF":
+        _check_tiles(image, name)
+    if image.format in ("JPEG", "MPO") and num_scans(content) > _MOST_SCANS:
+        raise DataError(f"{name} is a JPEG of more than {_MOST_SCANS} scans: it would take minutes to decode")
+    return image
+
+
+def check_pixels(image: Image.Image, name: str, max_pixels: int) -> None:
+    """DataError for an image of more pixels."""
+    if image.width * image.height > max_pixels:
+        raise DataError(_bomb(f"{name} ({image.width}x{image.height})", max_pixels))
+
+
+def upright_rgb(image: Image.Image, name: str, *, is_kept: bool) -> Image.Image:
+    """The image's first frame as its viewer would see it, transparency on white.
+
+    Unless it `is_kept`, the image is closed as soon as its pixels are no longer needed.
+
+    Raises:
+        DataError: it is damaged or truncated.
+    """
+    try:
+        image.load()
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        rgb = _to_rgb(image)
+        if rgb is not image and not is_kept:
+            image.close()
+        return rgb if turn is None else rgb.transpose(turn)
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise nearly anything on damaged files
+        raise DataError(f"{name} is damaged or truncated: {error}") from error
+
+
+def num_scans(jpeg: bytes) -> int:
+    """The scans of a JPEG, up to the end of its first image."""
+    place, count = 2, 0
+    while found := _JPEG_MARKER.search(jpeg, place):
+        marker, place = jpeg[found.start() + 1], found.end()
+        if marker == 0xD9:  # the end: what follows may be a film
+            break
+        if marker == 0xDA:
+            count += 1
+        if marker != 0xD8 and marker != 0x01:  # these two have no content, which might look like a marker
+            place += max(int.from_bytes(jpeg[place : place + 2], "big"), 2)
+    return count
+
+
+def _check_tiles(image: Image.Image, name: str) -> None:
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    width, height = tags.get(322, 1), tags.get(323, 1)
+    bound = max(_LARGEST_TILE, image.width * image.height)
+    if not isinstance(width, int) or not isinstance(height, int) or width * height > bound:
+        raise DataError(f"{name} is {image.width}x{image.height} pixels in tiles of {width}x{height}: a bomb")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    divisor = _divisor(image) if image.mode.startswith(("I", "F")) else None
+    rgb = Image.new("RGB", image.size)
+    for box in _blocks(image):
+        block = image.crop(box)
+        rgb.paste(_block_to_rgb(block) if divisor is None else _from_deep_grey(block, divisor), box)
+    return rgb
+
+
+def _block_to_rgb(block: Image.Image) -> Image.Image:
+    if not block.has_transparency_data:
+        return block.convert("RGB")
+    rgba = block.convert("RGBA")
+    white = Image.new("RGB", rgba.size, (255, 255, 255))
+    white.paste(rgba, mask=rgba.getchannel("A"))
+    return white
+
+
+def _divisor(image: Image.Image) -> float:
+    """What makes deep grey 8 bits. Integers above 255 are of 16 bits. Floats are shares, which may run over 1 a little,
+    as resampling leaves them; else 8 bits, which may run over as well; else 16."""
+    if image.mode.startswith("I;16"):
+        return 257.0
+    top = -np.inf
+    for box in _blocks(image):
+        values = _values(image.crop(box))
+        if not np.isfinite(values).all():
+            raise DataError("an image holds values that are no numbers")
+        top = max(top, float(values.max()))
+    if image.mode == "F" and top <= 2:
+        return 1 / 255
+    return 1.0 if top <= (510 if image.mode == "F" else 255) else 257.0
+
+
+def _from_deep_grey(block: Image.Image, divisor: float) -> Image.Image:
+    """Grey of more than 8 bits, scaled: Pillow's own conversion would clip everything above 255 to white."""
+    values = (_values(block) / divisor).round()
+    return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8)).convert("RGB")
+
+
+def _values(block: Image.Image) -> NDArray[np.float64]:
+    return np.asarray(block, dtype=np.float64)
+
+
+def _blocks(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """(left, top, right, bottom) of squares that cover the image."""
+    for top in range(0, image.height, _BLOCK):
+        for left in range(0, image.width, _BLOCK):
+            yield left, top, min(left + _BLOCK, image.width), min(top + _BLOCK, image.height)
+
+
+def _bomb(name: str, bound: int) -> str:
+    return f"{name} has more than {bound} pixels: a decompression bomb, or raise data.max_image_pixels"
