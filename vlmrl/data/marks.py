@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -115,8 +116,18 @@ def _of_image(image: Any, root: Path | None) -> bytes:
 
 def _canonical(value: Any) -> bytes:
     """The same bytes for the same content, in whichever order its keys stand."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_told)
     return text.encode(errors="backslashreplace")
+
+
+def _told(value: object) -> object:
+    """What JSON has no form for, in words that are the same in another process."""
+    if isinstance(value, Image.Image | np.ndarray | bytes | bytearray | memoryview):
+        return _digest(_of_image(value, None))
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    # Without the place in memory.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _digest(*parts: bytes | bytearray) -> str:

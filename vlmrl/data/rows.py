@@ -45,11 +45,8 @@ class Rows(Sequence[dict[str, Any]]):
     """Columns of numbers with fewer bits than Python's: `{"label": "float32"}`."""
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
-
-    @property
-    def is_generated(self) -> bool:
-        """All rows follow from a seed and a few options."""
-        return isinstance(self.rows.rows if isinstance(self.rows, _First) else self.rows, Generated)
+    is_generated: bool = False
+    """All rows follow from a seed and a few options (`Generated`)."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,7 +135,7 @@ class _First(Sequence[Mapping[str, Any]]):
     """The first `size` rows of a sequence."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], size: int) -> None:
-        self.rows = rows
+        self._rows = rows
         self._size = size
 
     def __len__(self) -> int:
@@ -150,10 +147,10 @@ class _First(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
         if isinstance(index, slice):
-            return [self.rows[i] for i in range(*index.indices(self._size))]
+            return [self._rows[i] for i in range(*index.indices(self._size))]
         if not 0 <= index < self._size:
             raise IndexError(index)
-        return self.rows[index]
+        return self._rows[index]
 
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
@@ -323,6 +320,7 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
         image_columns=images,
         image_folders=hub_folders(),
         has_own_columns=True,
+        is_generated=isinstance(found, Generated),
     )
 
 

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,26 @@ def test_rows_to_look_at_are_spread_from_coarse_to_fine(count: int, most: int, f
     assert len(found) == len(set(found)) == min(count, most)
     assert sorted(found)[-1] == count - 1
     assert list(found[: len(first)]) == first
+
+
+def test_marks_are_the_same_in_another_process() -> None:
+    """Nothing of them depends on a place in memory or on the order of a set."""
+    code = (
+        "import numpy as np; from PIL import Image\n"
+        "from vlmrl.data.marks import Marked; from vlmrl.data.rows import Rows\n"
+        "said = [{'role': 'user', 'content': [{'image': Image.new('L', (2, 2))}, {'more': {'b', 'a', 'c'}}]}]\n"
+        "rows = Rows('mine', [{'q': said, 'l': object(), 'i': [np.ones(2), Image.new('L', (1, 1)), b'7']}], ('q',))\n"
+        "print(Marked(rows, {'input_key': 'q', 'label_key': 'l', 'image_key': 'i'}, None).mark(0))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert outputs.pop().startswith("RowMark(question='")
