@@ -81,6 +81,7 @@ class Stage:
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
             "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
+            "is_supervised": isinstance(config, SftConfig),
         }
         group = self.group("data", "vlmrl.cluster.store.StoredSource", settings, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from vlmrl.config.data import Columns
+from vlmrl.data.columns import NOTHING, Keys, Wants, as_list, find_columns, value_at
+from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.media import InlineMedia, make_media
 from vlmrl.data.order import Order, Place
 from vlmrl.data.rows import Rows
@@ -29,7 +30,6 @@ from vlmrl.types import Ints, Media, Prompt
 
 logger = logging.getLogger("vlmrl.data")
 
-_OWN_COLUMNS = {"input_key": "input", "label_key": "label", "image_key": "images"}
 _FEWEST_ROWS_TO_JUDGE = 1000
 """The share of unusable rows is judged over at least so many rows, or over all where there are fewer."""
 _LONGEST_SHOWN = 80
@@ -57,6 +57,7 @@ class _Question:
     label: str | None
     images: Sequence[Any]
     metadata: Mapping[str, Any]
+    answer: str | None
 
 
 class _UnusableError(Exception):
@@ -88,6 +89,7 @@ class PromptStream:
         seed: int,
         share: Callable[[InlineMedia], Media] = _identity,
         label_problems: LabelProblems = _none,
+        wants: Wants = NOTHING,
     ) -> None:
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
@@ -97,7 +99,8 @@ class PromptStream:
             if len(source) == 0:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
-        self._keys = [_find_columns(source, sources, columns) for source in sources]
+        self._keys = [find_columns(source, sources, columns, wants) for source in sources]
+        self._wants = wants
         self._processor = processor
         self._columns = columns
         self._share = share
@@ -153,7 +156,7 @@ class PromptStream:
             with suppress(_UnusableError):
                 label = self._read(place).label
                 if label is not None:
-                    found[f"{self._sources[place.source].name}:{place.row}"] = label
+                    found[self._sources[place.source].row_name(place.row)] = label
             if time.monotonic() > deadline:
                 break
         return found
@@ -185,7 +188,7 @@ class PromptStream:
         questions: list[tuple[str, Path | None, _Question]] = []
         for place in places:
             source = self._sources[place.source]
-            name = f"{source.name}:{place.row}"
+            name = source.row_name(place.row)
             if name in self._bad:
                 continue
             try:
@@ -214,6 +217,7 @@ class PromptStream:
                     label=question.label,
                     media=tuple(self._shared(item, shared) for item in media),
                     metadata=question.metadata,
+                    answer=question.answer,
                 )
             )
         return prompts
@@ -225,19 +229,37 @@ class PromptStream:
             row = self._sources[place.source][place.row]
         except DataError as error:
             raise _UnusableError("row unreadable", error) from error
-        text = row.get(keys["input_key"])
+        text, inline = read_conversation(value_at(row, keys["input_key"]))
         if not text:
             raise _UnusableError("no question", f"column {keys['input_key']!r} is empty")
-        images = _as_list(row.get(keys["image_key"]))
+        label = _label(value_at(row, keys["label_key"]))
+        if label is None and self._wants.label is not None:
+            raise _UnusableError("no label", f"column {keys['label_key']!r} is empty, and {self._wants.label} needs it")
+        answer = None
+        if self._wants.answer:
+            try:
+                text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
+            except DataError as error:
+                raise _UnusableError("no answer", error) from error
+        images = self._images(as_list(value_at(row, keys["image_key"])), inline)
+        used = set(keys.values())
+        metadata = {key: value for key, value in row.items() if key not in used and _is_json(value)}
+        return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
+
+    def _images(self, images: Sequence[Any], inline: Sequence[Any]) -> Sequence[Any]:
+        """Those of the row's column, or those inside its messages."""
+        if images and inline:
+            raise _UnusableError(
+                "question and images do not fit",
+                f"{len(inline)} images inside the messages and {len(images)} in data.image_key: give one of them",
+            )
+        images = inline or images
         if len(images) > self._columns.max_images_per_prompt:
             bound = self._columns.max_images_per_prompt
             raise _UnusableError("too many images", f"{len(images)} images, data.max_images_per_prompt is {bound}")
         if images and self._processor.resize_factor is None:
             raise _UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
-        used = set(keys.values())
-        metadata = {key: value for key, value in row.items() if key not in used and _is_json(value)}
-        label = row.get(keys["label_key"])
-        return _Question(text=text, label=_label(label), images=images, metadata=metadata)
+        return images
 
     def _with_usable_labels(
         self, questions: Sequence[tuple[str, Path | None, _Question]]
@@ -317,45 +339,6 @@ class PromptStream:
         }
 
 
-def _find_columns(source: Rows, sources: Sequence[Rows], columns: Columns) -> dict[str, str]:
-    """Which column of this source holds what. DataError when one that is needed or asked for is not there."""
-    keys = {}
-    for setting, own in _OWN_COLUMNS.items():
-        key = getattr(columns, setting)
-        elsewhere = any(key in other.columns for other in sources)
-        if key not in source.columns and source.has_own_columns and elsewhere:
-            key = own
-        is_needed = setting == "input_key" or (key != own and not elsewhere)
-        if key not in source.columns and is_needed:
-            near = get_close_matches(key, source.columns, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(
-                f"dataset {source.name} has no column {key!r} (data.{setting}); it has: "
-                f"{', '.join(source.columns)}{hint}"
-            )
-        keys[setting] = key
-    # A model that is trained blind looks healthy: pictures that lie there unused are a mistake.
-    unused = [
-        column
-        for column in (*source.image_columns, "image")
-        if column in source.columns and column not in keys.values()
-    ]
-    if unused and keys["image_key"] not in source.columns:
-        raise DataError(
-            f"dataset {source.name} has images in column {unused[0]!r}, but data.image_key is {keys['image_key']!r}, "
-            f"which it does not have: set data.image_key to {unused[0]}, or remove the column"
-        )
-    return keys
-
-
-def _as_list(images: Any) -> Sequence[Any]:
-    if images is None or (isinstance(images, str | bytes) and not images):
-        return []
-    if isinstance(images, list | tuple):
-        return images
-    return [images]
-
-
 def _label(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
@@ -376,7 +359,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def _digest(source: Rows, keys: Mapping[str, str]) -> str:
+def _digest(source: Rows, keys: Keys) -> str:
     """A digest of the questions and labels of a few rows, from first to last."""
     digest = hashlib.blake2b(digest_size=8)
     for row in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=8)}):
@@ -384,5 +367,5 @@ def _digest(source: Rows, keys: Mapping[str, str]) -> str:
             values = source[row]
         except DataError:  # a row that cannot be read is as good a mark as any
             values = {}
-        digest.update(repr((values.get(keys["input_key"]), values.get(keys["label_key"]))).encode())
+        digest.update(repr((value_at(values, keys["input_key"]), value_at(values, keys["label_key"]))).encode())
     return digest.hexdigest()

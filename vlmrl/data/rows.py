@@ -6,20 +6,25 @@ import difflib
 import hashlib
 import inspect
 import random
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+from vlmrl.config.data import COLUMN_KEYS
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
+from vlmrl.types import Ints
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
 """Which hundredths of all possible questions a generated split draws from."""
 _MAX_TRIES = 20_000
+_COLUMNS = re.compile(r"(?::\w+=[^:=&?,]+)+")
+"""Behind a dataset's name: `:input_key=problem:label_key=solution`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,14 @@ class Rows(Sequence[dict[str, Any]]):
     """Where relative image paths start; None: the working directory."""
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
+    named_columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns that the dataset's name gives, `{"input_key": "problem"}`; they win over the settings."""
+    numbers: Ints | None = None
+    """[len] What its rows are called, when they are some of a dataset's; None: 0, 1, 2, ..."""
+
+    def row_name(self, index: int) -> str:
+        """For messages: `visual_math:17`."""
+        return f"{self.name}:{index if self.numbers is None else self.numbers[index]}"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -158,12 +171,14 @@ def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows
 
 def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
     """The rows that `spec` names: `visual_math?families=count+clock&size=2000` (a file in `datasets/` and its options),
-    a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a Hub id (`owner/name?name=config`).
+    a file of `FILE_SUFFIXES`, a `save_to_disk` folder, a folder of images, or a Hub id (`owner/name?name=config`).
+    Behind it may stand columns of its own, `:input_key=problem:label_key=solution`.
 
     `seed` is for generated data; an option `seed=` wins over it. At most `max_samples` rows are kept, the first ones.
     Raises ConfigError for an unknown name or option, DataError for data that is missing, empty or unreadable.
     """
-    name, _, query = spec.partition("?")
+    plain, named_columns = _split_columns(spec)
+    name, _, query = plain.partition("?")
     options = _parse_options(query, spec)
     if name in plugin_names("datasets"):
         rows = _load_plugin(name, options, split=split, seed=seed)
@@ -177,7 +192,13 @@ def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
         rows = load_hub(name, split=split, config=_hub_config(name, options))
     if len(rows) == 0:
         raise DataError(f"dataset {spec}: split {split!r} has no rows")
-    return rows if len(rows) <= max_samples else replace(rows, rows=_First(rows.rows, max_samples))
+    rows = replace(rows, named_columns=named_columns)
+    return first_rows(rows, max_samples)
+
+
+def first_rows(rows: Rows, most: int) -> Rows:
+    """At most so many of them."""
+    return rows if len(rows) <= most else replace(rows, rows=_First(rows.rows, most))
 
 
 def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
@@ -238,11 +259,10 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
 def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     import datasets
 
-    _refuse(options, str(folder))
     if not any((folder / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
-        raise DataError(
-            f"folder {folder} was not written by save_to_disk: it has no dataset_info.json or dataset_dict.json"
-        )
+        # Not by save_to_disk.
+        return _load_plugin("image_folder", {**options, "path": str(folder)}, split=split, seed=0)
+    _refuse(options, str(folder))
     try:
         data: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever the library and Arrow raise on files that are damaged
@@ -252,6 +272,18 @@ def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
             raise DataError(f"folder {folder} has no split {split!r}; it has: {', '.join(map(str, data))}")
         data = data[split]
     return replace(from_hugging_face(folder.name, data), root=folder)
+
+
+def _split_columns(spec: str) -> tuple[str, dict[str, str]]:
+    """A dataset's name, and the columns behind it: `a.jsonl:label_key=gold` -> `a.jsonl`, `{"label_key": "gold"}`."""
+    found = None if Path(spec).exists() else _COLUMNS.search(spec)
+    if found is None or found.end() < len(spec):
+        return spec, {}
+    named = dict(pair.split("=") for pair in found.group()[1:].split(":"))
+    for name in named:
+        if name not in COLUMN_KEYS:
+            raise ConfigError(f"dataset {spec}: no column setting {name!r}; there are {', '.join(COLUMN_KEYS)}")
+    return spec[: found.start()], named
 
 
 def _parse_options(query: str, spec: str) -> dict[str, str]:

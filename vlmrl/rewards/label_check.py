@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import wait
 
 from pebble import ProcessFuture, ProcessPool
@@ -16,6 +16,14 @@ _TIME_LIMIT_S = 5.0
 """For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
+_WANT_LABELS = ("exact", "math")
+"""The built-in functions whose `WANTS_LABEL` is set."""
+
+
+def who_needs_labels(functions: Iterable[str]) -> str | None:
+    """Which of a run's built-in reward functions compare with a label, for messages; None: none of them does."""
+    names = [name for name in functions if name in _WANT_LABELS]
+    return f"reward.functions {' and '.join(names)}" if names else None
 
 
 class LabelCheck:
@@ -50,7 +58,7 @@ class LabelCheck:
 
     def _settle(self, label: str) -> bool:
         """Whether it is known without a parser."""
-        problem = exact.unusable(label) if self._names & {"exact", "math"} else None
+        problem = exact.unusable(label) if self._names.intersection(_WANT_LABELS) else None
         if problem is None and "math" in self._names and not needs_no_parser(label):
             return False
         self._known[label] = problem

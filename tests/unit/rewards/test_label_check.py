@@ -7,11 +7,21 @@ import os
 import signal
 import time
 from contextlib import closing
+from importlib import import_module
 
 import pytest
 
+from vlmrl.config.reward import BUILT_IN
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck
+from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
+
+
+def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
+    for name in BUILT_IN:
+        module = import_module(f"vlmrl.rewards.{name}")
+        assert (who_needs_labels([name]) is not None) == module.WANTS_LABEL
+    assert who_needs_labels(["format", "math", "exact"]) == "reward.functions math and exact"
+    assert who_needs_labels([]) is None
 
 
 def test_what_needs_no_parser_starts_no_process() -> None:
