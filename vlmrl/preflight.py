@@ -22,8 +22,8 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.data import Data
 from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.data.columns import Wants, find_columns
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.data.columns import NOTHING, Wants, find_columns
 from vlmrl.data.rows import load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
@@ -122,11 +122,13 @@ def check_models(config: RlConfig) -> None:
         check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
 
 
-def wants_of(config: RlConfig | SftConfig | EvalConfig) -> Wants:
+def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
     """What the run needs of every row beside its question."""
+    if isinstance(config, RolloutBench):
+        return NOTHING
     if isinstance(config, SftConfig):
         return Wants(answer=True)
-    return Wants(label=who_needs_labels(config.reward.functions))
+    return Wants(label=who_needs_labels(config.reward))
 
 
 def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:

@@ -92,6 +92,14 @@ def test_what_a_dataset_lacks_is_told_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_label_that_a_users_function_demands_is_looked_for(model: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "q", "gold": "4"}')
+    (tmp_path / "mine.py").write_text("def score(response, label):\n    return 1.0\n")
+    words = ["--data.prompt_dataset", str(tmp_path / "rows.jsonl"), "--reward.remote_url", f"{tmp_path}/mine.py:score"]
+    assert dry_run("rl", model, tmp_path / "out", *words) == 2
+    assert "no column 'label' (data.label_key), which reward.remote_url" in capsys.readouterr().err
+
+
 def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: Path, capsys: Any) -> None:
     rows = [{"input": "q", "label": "4"}, {"input": "q", "label": None}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -8,10 +8,9 @@ from typing import Any
 
 import ray
 
-from vlmrl.data.columns import Wants
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
-from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.types import Pixels
 
 
@@ -46,8 +45,7 @@ def created_bytes() -> int:
 
 class StoredSource(Source):
     """The run's data, its pixels in the object store. `functions` are the built-in reward functions of the run: rows
-    whose label they cannot use are dropped. `is_supervised`: rows say what the model should say."""
+    whose label they cannot use are dropped."""
 
-    def __init__(self, *, functions: Sequence[str] = (), is_supervised: bool = False, **settings: Any) -> None:
-        wants = Wants(label=who_needs_labels(functions), answer=is_supervised)
-        super().__init__(**settings, share=put, label_problems=LabelCheck(functions), wants=wants)
+    def __init__(self, *, functions: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(**settings, share=put, label_problems=LabelCheck(functions))
