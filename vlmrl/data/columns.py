@@ -22,6 +22,7 @@ _STANDARD = {"input_key": ("prompt", "messages", "conversations"), "output_key":
 _LIKELY = {
     "input_key": ("question", "problem", "query", "instruction", "text"),
     "label_key": ("answer", "solution", "ground_truth", "target", "final_answer", "reward_model"),
+    "output_key": ("output", "response", "target", "solution"),
 }
 """For hints alone."""
 _ROWS_LOOKED_AT = 8
@@ -66,7 +67,7 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
     if missing:
         raise DataError(
             f"dataset {source.name} has {' and '.join(missing)}; it has: {', '.join(source.columns)}"
-            f"{_hint(source, keys, missing)}"
+            f"{_hint(source, keys, missing)}{search.hint_of_several()}"
         )
     if wants.label is not None:
         _check_values(source, keys, rows, "label_key", f"{wants.label} needs a label")
@@ -112,6 +113,11 @@ class _Search:
             return self._source.named_columns[name]
         key: str | None = getattr(self._columns, name)
         default = COLUMN_KEYS[name]
+        if name == "input_key" and key == default and {"instruction", "input"} <= set(self._source.columns):
+            raise DataError(
+                f"dataset {self._source.name} has the columns instruction and input (Alpaca's form), of which one "
+                "alone would be read: join them in a column of their own, and name it with data.input_key"
+            )
         if _is_there(self._source, key):
             return key
         if self._source.has_own_columns and self._is_elsewhere(key):
@@ -131,6 +137,12 @@ class _Search:
             is_asked_for = key not in (None, COLUMN_KEYS[name]) and not self._is_elsewhere(key)
             if not _is_there(self._source, key) and (is_needed or is_asked_for):
                 yield name
+
+    def hint_of_several(self) -> str:
+        """How one of several datasets gets columns of its own."""
+        if not self._others:
+            return ""
+        return "; columns of one dataset alone follow its name, NAME:input_key=COLUMN:label_key=COLUMN"
 
     def _is_elsewhere(self, key: str | None) -> bool:
         return any(_is_there(other, key) for other in self._others)

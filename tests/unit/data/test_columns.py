@@ -46,6 +46,16 @@ def test_two_such_names_want_a_choice() -> None:
     assert found(both, input_key="messages")["input_key"] == "messages"
 
 
+def test_alpacas_instruction_is_not_lost_beside_its_input() -> None:
+    alpaca = {"instruction": "Add them.", "input": "2, 2", "output": "4"}
+    with pytest.raises(DataError, match=r"instruction and input \(Alpaca's form\).* name it with data\.input_key"):
+        found(rows(alpaca))
+    with pytest.raises(DataError, match=r"nothing says what to learn; .* did you mean --data\.output_key output\?"):
+        found(rows(alpaca), Wants(answer=True), input_key="instruction")
+    assert found(rows(alpaca), input_key="instruction")["input_key"] == "instruction"
+    assert found(rows(alpaca, named_columns={"input_key": "input"}))["input_key"] == "input"
+
+
 def test_the_completion_is_the_answer_of_a_prompt() -> None:
     keys = found(rows({"prompt": "q", "completion": "c"}), Wants(answer=True))
     assert keys == {"input_key": "prompt", "label_key": "label", "output_key": "completion", "image_key": "images"}
@@ -75,7 +85,7 @@ def test_a_missing_label_is_found_with_every_other_column_before_any_row_is_used
 def test_a_label_is_wanted_of_every_dataset_and_only_where_something_needs_it() -> None:
     bare, labelled = rows({"input": "q"}), rows({"input": "q", "label": "4"})
     assert found(bare)
-    with pytest.raises(DataError, match="no column 'label'"):
+    with pytest.raises(DataError, match=r"no column 'label'.* follow its name, NAME:input_key=COLUMN"):
         found(bare, LABEL, others=[labelled])
 
 
