@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -164,8 +164,11 @@ def _some_rows(source: Rows) -> Iterator[Mapping[str, Any]]:
 def _has_answers(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> bool:
     if any(_is_there(source, keys[name]) for name in ("output_key", "label_key")):
         return True
-    questions = [read_conversation(value_at(row, keys["input_key"])).messages for row in rows]
-    return not questions or any(map(ends_with_answer, questions))
+    return not rows or any(_tells(_ends_with_answer, row, keys) for row in rows)
+
+
+def _ends_with_answer(row: Mapping[str, Any], keys: Keys) -> bool:
+    return ends_with_answer(read_conversation(value_at(row, keys["input_key"])).messages)
 
 
 def _check_values(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]], name: str, reason: str) -> None:
@@ -173,7 +176,7 @@ def _check_values(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]], n
     key = keys[name]
     if not rows or any(value_at(row, key) is not None for row in rows):
         return
-    inner = next((row[top(key)] for row in rows if isinstance(row.get(str(top(key))), Mapping)), None)
+    inner = next((found for row in rows if isinstance(found := value_at(row, top(key)), Mapping)), None)
     has = f"; {top(key)} has: {', '.join(map(str, inner))}" if inner is not None and key not in source.columns else ""
     raise DataError(
         f"dataset {source.name}: {key!r} (data.{name}) holds nothing in any of {len(rows)} rows looked at, and "
@@ -183,14 +186,14 @@ def _check_values(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]], n
 
 def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> None:
     """DataError when images lie unused: a model that is trained blind looks healthy."""
-    if any(_read_images(row, keys) for row in rows):
+    if any(_tells(_has_images, row, keys) for row in rows):
         return
     used = {top(key) for key in keys.values()}
     others = [column for column in source.columns if column not in used]
     is_read = _is_there(source, keys["image_key"])
     for column in others:
         is_known = column in source.image_columns and not is_read
-        if is_known or any(_looks_like_images(column, row.get(column)) for row in rows):
+        if is_known or any(_tells(_looks_like_images, column, row.get(column)) for row in rows):
             has = "holds none in the rows looked at" if is_read else "it does not have"
             raise DataError(
                 f"dataset {source.name} has images in column {column!r}, but data.image_key is {keys['image_key']!r}, "
@@ -198,7 +201,15 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
             )
 
 
-def _read_images(row: Mapping[str, Any], keys: Keys) -> bool:
+def _tells(judge: Callable[..., bool], *given: Any) -> bool:
+    """What `judge` says; False where it cannot."""
+    try:
+        return judge(*given)
+    except Exception:  # a row may hold anything: this one is met, dropped and named later
+        return False
+
+
+def _has_images(row: Mapping[str, Any], keys: Keys) -> bool:
     """Whether the run finds an image in this row."""
     inline = read_conversation(value_at(row, keys["input_key"])).images
     return len(inline) > 0 or len(as_list(value_at(row, keys["image_key"]))) > 0

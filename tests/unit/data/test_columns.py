@@ -152,6 +152,18 @@ def test_what_only_sounds_like_images_is_none(column: str, value: Any) -> None:
     assert found(rows({"input": "q", column: value}), image_key="images" if column != "images" else None)
 
 
+def test_a_row_that_nobody_can_judge_is_left_for_the_draw() -> None:
+    class Odd(dict[str, Any]):
+        def get(self, *key: Any) -> Any:
+            raise RuntimeError(key)
+
+    odd = rows({"input": [Odd(role="user")], "image": Odd(), "label": Odd()})
+    assert found(odd, LABEL)["input_key"] == "input"
+    odd = rows({"messages": [Odd(role="user")]})
+    with pytest.raises(DataError, match="nothing says what to learn"):
+        found(odd, Wants(answer=True))
+
+
 def test_other_images_are_no_mistake_where_some_are_read() -> None:
     assert found(rows({"input": "q", "images": ["a.png"], "thumbnail": "b.png"}))
     inline = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
