@@ -6,14 +6,13 @@ import difflib
 import hashlib
 import inspect
 import random
-import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from vlmrl.config.data import COLUMN_KEYS
+from vlmrl.data.dataset_name import convert_option, parse_options, split_columns
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
 from vlmrl.types import Ints
@@ -23,8 +22,6 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
 """Which hundredths of all possible questions a generated split draws from."""
 _MAX_TRIES = 20_000
-_COLUMNS = re.compile(r"(?::\w+=[^:=&?,]+)+")
-"""Behind a dataset's name: `:input_key=problem:label_key=solution`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +174,9 @@ def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
     `seed` is for generated data; an option `seed=` wins over it. At most `max_samples` rows are kept, the first ones.
     Raises ConfigError for an unknown name or option, DataError for data that is missing, empty or unreadable.
     """
-    plain, named_columns = _split_columns(spec)
+    plain, named_columns = split_columns(spec)
     name, _, query = plain.partition("?")
-    options = _parse_options(query, spec)
+    options = parse_options(query, spec)
     if name in plugin_names("datasets"):
         rows = _load_plugin(name, options, split=split, seed=seed)
     elif name.endswith(FILE_SUFFIXES):
@@ -237,11 +234,11 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
     values = {}
     for key, text in options.items():
         if key == "seed":
-            seed = _convert(text, int, f"{name}?seed")
+            seed = convert_option(text, int, f"{name}?seed")
         elif key not in known:
             raise ConfigError(f"dataset {name} has no option {key!r}; it has: {', '.join(sorted(known)) or 'none'}")
         else:
-            values[key] = _convert(text, known[key], f"{name}?{key}")
+            values[key] = convert_option(text, known[key], f"{name}?{key}")
     required = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty and p.name in known]
     missing = [key for key in required if key not in values]
     if missing:
@@ -274,26 +271,6 @@ def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     return replace(from_hugging_face(folder.name, data), root=folder)
 
 
-def _split_columns(spec: str) -> tuple[str, dict[str, str]]:
-    """A dataset's name, and the columns behind it: `a.jsonl:label_key=gold` -> `a.jsonl`, `{"label_key": "gold"}`."""
-    found = None if Path(spec).exists() else _COLUMNS.search(spec)
-    if found is None or found.end() < len(spec):
-        return spec, {}
-    named = dict(pair.split("=") for pair in found.group()[1:].split(":"))
-    for name in named:
-        if name not in COLUMN_KEYS:
-            raise ConfigError(f"dataset {spec}: no column setting {name!r}; there are {', '.join(COLUMN_KEYS)}")
-    return spec[: found.start()], named
-
-
-def _parse_options(query: str, spec: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in query.split("&") if pair]
-    for key, equals, value in pairs:
-        if not (key and equals and value):
-            raise ConfigError(f"dataset {spec}: options are written name?key=value&key=value")
-    return {key: value for key, _, value in pairs}
-
-
 def _hub_config(name: str, options: Mapping[str, str]) -> str | None:
     _refuse({key: value for key, value in options.items() if key != "name"}, name)
     return options.get("name")
@@ -302,22 +279,6 @@ def _hub_config(name: str, options: Mapping[str, str]) -> str | None:
 def _refuse(options: Iterable[str], name: str) -> None:
     for key in options:
         raise ConfigError(f"dataset {name} has no option {key!r}")
-
-
-def _convert(text: str, kind: Any, what: str) -> Any:
-    """An option's text as the type that the dataset's `rows` declares."""
-    if typing.get_origin(kind) is tuple:
-        return tuple(_convert(part, typing.get_args(kind)[0], what) for part in text.split("+") if part)
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"dataset option {what}={text}: true or false is expected")
-        return text.lower() in ("true", "1")
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise ConfigError(f"dataset option {what}={text}: a number is expected") from error
-    return text
 
 
 def _hundredth(key: str) -> int:
