@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text
 
@@ -42,6 +42,12 @@ class Columns(Section):
     """Folder that relative image paths start from; by default the dataset file's own."""
     max_dropped_fraction: Fraction = 0.05
     """The run stops when more than this share of the rows cannot be used."""
+
+    @field_validator("image_key")
+    @classmethod
+    def read_none(cls, key: str | None) -> str | None:
+        """In YAML `none` is a text."""
+        return None if key == "none" else key
 
     @model_validator(mode="after")
     def check_pixels(self) -> Self:

@@ -131,7 +131,7 @@ def test_images_in_a_column_that_is_not_read_are_an_error_that_names_the_flag(co
     with pytest.raises(DataError, match=rf"images in column '{column}'.* set data\.image_key to {column}, or to none"):
         found(source)
     assert found(source, image_key=column)["image_key"] == column
-    assert found(source, image_key=None)["image_key"] is None
+    assert found(source, image_key=None)["image_key"] is found(source, image_key="none")["image_key"] is None
     # A column `images` that is always empty is no excuse.
     with pytest.raises(DataError, match=r"data\.image_key is 'images', which holds none in the rows looked at"):
         found(rows({"input": "q", "images": [], column: value}))
