@@ -1,4 +1,4 @@
-"""Your own file: .jsonl, .json or .parquet, one row per question, columns named by `data.*_key`.
+"""Your own file: .jsonl, .json, .parquet, .csv or .tsv, one row per question, columns named by `data.*_key`.
 
     vlmrl rl --data.prompt_dataset my_questions.jsonl ...
 
@@ -18,6 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from vlmrl.data.rows import FILE_SUFFIXES, Rows, columns_of, from_hugging_face
+from vlmrl.data.table import Table
 from vlmrl.errors import DataError
 from vlmrl.plugins import first_line
 
@@ -37,11 +38,20 @@ def rows(*, path: str, split: str, seed: int) -> Rows:
         raise DataError(f"dataset file {path} is empty")
     if file.suffix == ".parquet":
         return _parquet(file)
+    if file.suffix in (".csv", ".tsv"):
+        return _table(file)
     found: Sequence[Mapping[str, Any]] = _Lines(file) if file.suffix == ".jsonl" else _json(file, split)
     if len(found) == 0:
         raise DataError(f"dataset file {path} has no rows")
     columns = columns_of(found, f"dataset file {path}")
     return Rows(name=file.stem, rows=found, columns=columns, root=file.parent, files=(file,))
+
+
+def _table(file: Path) -> Rows:
+    found = Table(file)
+    if len(found) == 0:
+        raise DataError(f"dataset file {file} has no rows")
+    return Rows(name=file.stem, rows=found, columns=found.columns, root=file.parent, files=(file,))
 
 
 class _Lines(Sequence[dict[str, Any]]):

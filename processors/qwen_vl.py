@@ -106,9 +106,15 @@ class QwenVlProcessor(TextProcessor):
     def save(self, folder: Path) -> None:
         self._processor.save_pretrained(folder)
 
-    def place_images(self, messages: list[Message], num_images: int) -> list[Message]:
+    def place_images(self, messages: list[Message], num_images: int, *, reads_images: bool) -> list[Message]:
         if not num_images:
             refuse_image_parts(messages)
+            if reads_images and any(PLACEHOLDER in part["text"] for m in messages for part in m["content"]):
+                # The model would learn to answer blind.
+                raise DataError(
+                    f"the question has a place for an image, {PLACEHOLDER}, but the row has none: set data.image_key "
+                    "to the column that holds the images, or to none where this is text"
+                )
             return messages
         split = [message | {"content": _split(message["content"])} for message in messages]
         num_places = sum(part["type"] == "image" for message in split for part in message["content"])

@@ -65,7 +65,9 @@ class TextProcessor:
         self._bos = tokenizer.bos_token if encoded and encoded[0] == tokenizer.bos_token_id else ""
 
     def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
-        messages = self.place_images(conversation(question, columns.system_prompt), num_images)
+        messages = self.place_images(
+            conversation(question, columns.system_prompt), num_images, reads_images=columns.image_key is not None
+        )
         if columns.apply_chat_template:
             return self._render_chat(messages)
         return self._render_plain(question, messages, columns)
@@ -104,8 +106,12 @@ class TextProcessor:
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
-    def place_images(self, messages: list[Message], num_images: int) -> list[Message]:
-        """Turn the places where images go into image parts; DataError when they do not match the images."""
+    def place_images(self, messages: list[Message], num_images: int, *, reads_images: bool) -> list[Message]:
+        """Turn the places where images go into image parts; DataError when they do not match the images.
+
+        `reads_images` is False where the run reads none on purpose: `<image>` is text then.
+        """
+        del reads_images  # it is text always, to a model that takes none
         if num_images:
             raise DataError(f"the row has {num_images} images, but the model takes text only")
         refuse_image_parts(messages)

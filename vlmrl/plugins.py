@@ -55,8 +55,9 @@ class Processor(Protocol):
         """The text that the model reads, with one placeholder per image.
 
         `<image>` in a string or a part `{"type": "image"}` says where an image goes, in a row that has images; where
-        nothing says it, all images go first. In a row without images `<image>` is text like any other. Text of the
-        question that looks like a special token is marked, so that `encode` does not take it for one.
+        nothing says it, all images go first. For a model that takes none, and where `columns.image_key` is None,
+        `<image>` is text like any other. Text of the question that looks like a special token is marked, so that
+        `encode` does not take it for one.
 
         Raises DataError when images and placeholders do not match, ConfigError when the model has no chat template.
         """

@@ -20,15 +20,18 @@ from vlmrl.cluster.publish import check_publication
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
+from vlmrl.config.data import Data
 from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.data.columns import NOTHING, Wants, find_columns
+from vlmrl.data.rows import load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ConfigError
 from vlmrl.lines import one_line, print_line
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
-from vlmrl.rewards.label_check import LabelCheck
+from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -121,6 +124,36 @@ def check_models(config: RlConfig) -> None:
         check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
 
 
+def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
+    """What the run needs of every row beside its question."""
+    if isinstance(config, RolloutBench):
+        return NOTHING
+    if isinstance(config, SftConfig):
+        return Wants(answer=True)
+    return Wants(label=who_needs_labels(config.reward))
+
+
+def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
+    """Look for the columns of every dataset, and for labels, answers and images in a few rows.
+
+    Raises:
+        ConfigError, DataError: a dataset is not there, or lacks what the run needs, or has images that it would not
+            read.
+    """
+    data, wants = config.data, wants_of(config)
+    if isinstance(data, Data):
+        seed = config.train.seed
+        sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
+        for source in sources:
+            find_columns(source, sources, data, wants)
+    if not isinstance(config, SftConfig) and config.eval.dataset is not None:
+        held = config.eval
+        for source in load_all(
+            held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed
+        ):
+            find_columns(source, [source], data, wants)
+
+
 def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
     """Ask what `vlmrl doctor` asks of this machine, for this run; one line for whatever is short but will do.
 
@@ -200,6 +233,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
             evaluation=getattr(config, "eval", None),
             seed=config.train.seed,
             label_problems=label_problems,
+            wants=wants_of(config),
         )
         _look_at(config, source, console)
     console.print("dry run: nothing was started and nothing written")

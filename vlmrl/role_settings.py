@@ -87,7 +87,7 @@ def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
     if isinstance(config, RolloutBench):
         return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
     responses = prompts * rollout.n_samples_per_prompt
-    if config.eval.dataset is not None:
+    if config.evaluates:
         responses = max(responses, LEAST_DEPTH * config.eval.n_samples_per_prompt)
     return Demand(responses, prompts, config.data.max_len)
 

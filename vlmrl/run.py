@@ -34,6 +34,7 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.preflight import (
     check_algorithm,
+    check_columns,
     check_data,
     check_hardware,
     check_machine,
@@ -67,6 +68,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         return check_data(config, adapter)
     with _started(config, folder, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        sets = named(prompts.evaluation())  # before engines start: its rows are checked like those of training
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
@@ -76,9 +78,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         _begin(report, folder, policy, total_steps=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
-        evaluations = Evaluations(
-            config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
-        )
+        evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
         policy.publish(done)
         checks = Checks(
             report,
@@ -247,10 +247,10 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        sets = named(prompts.evaluation())
         rewarder = Judges(stage.rewarder(config), [])
         engines = stage.engines(config, report)
         report.begin(total_steps=0, done=0)
-        sets = named(prompts.evaluation())
         with report.phase("eval"):
             metrics, answers = evaluate_sets(
                 sets,
@@ -297,6 +297,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     check_machine(config)
+    check_columns(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):

@@ -24,6 +24,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.plugins import Processor
+from vlmrl.preflight import wants_of
 from vlmrl.rewards.http import read_token
 from vlmrl.role_settings import absolute, critic_settings, demand, model_settings, optimizer_steps, policy_loss
 from vlmrl.rollout.capacity import described
@@ -81,6 +82,7 @@ class Stage:
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
             "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
+            "wants": wants_of(config),
         }
         group = self.group("data", "vlmrl.cluster.store.StoredSource", settings, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)

@@ -66,6 +66,8 @@ class Prompt:
     media: tuple[Media, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row that are plain JSON values."""
+    answer: str | None = None
+    """What the model should say, for supervised training; None in every other run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

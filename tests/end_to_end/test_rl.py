@@ -132,6 +132,7 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
         "algo.kl.estimator": "k3",
         "reward.remote_url": digits_reward,
         "reward.remote_weight": 0.1,
+        "data.eval_fraction": 0.1,
         "rollout.temperature": 0.7,
         "rollout.batch_size": 4,
         "train.batch_size": 16,
@@ -142,5 +143,7 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
     steps = steps_of(out)
     assert steps[0]["kl/reference"] < 1e-6 < steps[1]["kl/reference"]
     assert {"reward/parts/exact", "reward/parts/digits"} <= steps[0].keys()
+    # Beside eval.dataset, a tenth of the training rows.
+    assert {"eval/visual_math/pass@1", "eval/visual_math-2/pass@1"} <= read_metrics(out)[0].keys()
     # The temperature divides the logits on both sides.
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,57 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
     assert "dropped, label unusable: '': it is empty" in shown
     assert dry_run("rl", model, tmp_path / "out", *data, "--reward.functions", "{format: 1.0}") == 0
     assert "can be used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("verb", "flag", "rows", "said"),
+    [
+        (
+            "rl",
+            "data.prompt_dataset",
+            [{"input": "q", "gold": "4"}],
+            "no column 'label' (data.label_key), which reward.",
+        ),
+        ("rl", "eval.dataset", [{"input": "q", "answer": "4"}], "did you mean --data.label_key answer?"),
+        ("eval", "eval.dataset", [{"input": "q"}], "which reward.functions math needs"),
+        ("sft", "data.prompt_dataset", [{"input": "q"}], "nothing says what to learn"),
+        ("rl", "data.prompt_dataset", [{"input": "<image>?", "label": 1, "image_path": "a.png"}], "to image_path, or"),
+    ],
+)
+def test_what_a_dataset_lacks_is_told_before_anything_starts(
+    way: list[str], verb: str, flag: str, rows: Any, said: str, model: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--actor.model_name_or_path", model, "--ckpt.output_dir", str(tmp_path / "out"), *way]
+    words += [] if verb == "eval" or flag == "data.prompt_dataset" else ["--data.prompt_dataset", COUNTING]
+    assert cli.main([verb, *words, f"--{flag}", str(tmp_path / "rows.jsonl")]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_label_that_a_users_function_demands_is_looked_for(model: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "q", "gold": "4"}')
+    (tmp_path / "mine.py").write_text("def score(response, label):\n    return 1.0\n")
+    words = ["--data.prompt_dataset", str(tmp_path / "rows.jsonl"), "--reward.remote_url", f"{tmp_path}/mine.py:score"]
+    assert dry_run("rl", model, tmp_path / "out", *words) == 2
+    assert "no column 'label' (data.label_key), which reward.remote_url" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: Path, capsys: Any) -> None:
+    rows = [{"input": "q", "label": "4"}, {"input": "q", "label": None}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert dry_run("rl", model, tmp_path / "out", "--eval.dataset", str(tmp_path / "rows.jsonl")) == 2
+    assert "1 of the first 2 rows cannot be used (1 no label; the last: rows:1" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_what_is_held_out(model: str, tmp_path: Path, capsys: Any) -> None:
+    assert dry_run("rl", model, tmp_path / "out", "--data.eval_fraction", "0.25") == 0
+    table = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("│training│24│") for line in table)
+    assert any(line.startswith("│evaluation:visual_math│8│") for line in table)
 
 
 def test_a_dry_run_of_supervised_training_looks_at_the_answers(

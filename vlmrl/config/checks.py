@@ -56,16 +56,19 @@ def unread_of_columns(columns: Columns) -> Unread:
     return {"data.input_template": "data.apply_chat_template is on, and the model's chat template takes its place"}
 
 
-def unread_of_eval(evaluation: Eval) -> Unread:
+def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
+    """`holds_out`: rows of the training data are evaluated."""
     if evaluation.dataset is not None:
         return {}
+    if holds_out:
+        return {"eval.split": "data.eval_fraction holds rows of data.prompt_split out, and there is no eval.dataset"}
     names = [name for name in settings(Eval, "eval.") if name != "eval.dataset"]
-    return dict.fromkeys(names, "nothing is evaluated without eval.dataset")
+    return dict.fromkeys(names, "nothing is evaluated without eval.dataset or data.eval_fraction")
 
 
-def conflicts_of_eval(evaluation: Held) -> list[str]:
+def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
     n = evaluation.n_samples_per_prompt
-    if evaluation.dataset is None or evaluation.temperature > 0 or n == 1:
+    if not evaluates or evaluation.temperature > 0 or n == 1:
         return []
     return [f"eval.temperature 0 gives {n} times the same answer: set eval.n_samples_per_prompt to 1, or raise it"]
 

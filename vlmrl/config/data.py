@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text
 
@@ -11,14 +11,16 @@ class Columns(Section):
     """How rows become prompts; the same for training and evaluation."""
 
     input_key: str = "input"
-    """Column of the question: a string, or a list of chat messages."""
+    """Column of the question: a string, or a list of chat messages (ShareGPT's as well). Where there is no column
+    `input`, the one of `prompt`, `messages` and `conversations` that there is."""
     label_key: str = "label"
-    """Column of the expected answer; a row whose label no response can match (`reward.functions`) is dropped and
-    counted."""
+    """Column of the expected response; `reward_model.ground_truth` is a place inside of a column. A row whose label no
+    response can match (`reward.functions`) is dropped and counted."""
     output_key: str = "answer"
-    """Column of what the model should say, read by `vlmrl sft` alone; where it is missing, the label is taken."""
-    image_key: str = "images"
-    """Column of the images; a row may have none."""
+    """Column of what the model should say, read by `vlmrl sft` alone; where there is none, `completion`, else the
+    label. Messages that end with one of the assistant's say it themselves."""
+    image_key: str | None = "images"
+    """Column of the images; a row may have none. `none`: no column is read, and `<image>` is text like any other."""
     input_template: str | None = None
     """Wraps the question where no chat template is applied; `{}` stands for it."""
     apply_chat_template: bool = True
@@ -50,6 +52,12 @@ class Columns(Section):
     max_dropped_fraction: Fraction = 0.05
     """The run stops when more than this share of the rows cannot be used."""
 
+    @field_validator("image_key")
+    @classmethod
+    def read_none(cls, key: str | None) -> str | None:
+        """In YAML `none` is a text."""
+        return None if key == "none" else key
+
     @model_validator(mode="after")
     def check_pixels(self) -> Self:
         if self.min_pixels > self.max_pixels:
@@ -57,15 +65,25 @@ class Columns(Section):
         return self
 
 
+COLUMN_KEYS: dict[str, str] = {
+    name: Columns.model_fields[name].default for name in ("input_key", "label_key", "output_key", "image_key")
+}
+"""The settings that name a column -> the name by default."""
+
+
 class Data(Columns):
     """The training data."""
 
     prompt_dataset: Text
-    """Dataset: a name in `datasets/` (`visual_math?families=count+clock&size=2000`), a .jsonl/.json/.parquet file, a
-    `save_to_disk` folder or a Hub id. Several are separated by commas."""
+    """Dataset: a name in `datasets/` (`visual_math?families=count+clock&size=2000`), a .jsonl/.json/.parquet/.csv/.tsv
+    file, a `save_to_disk` folder, a folder of images or a Hub id. Several are separated by commas; columns of one alone
+    follow its name, `my.jsonl:input_key=problem:label_key=solution`."""
     prompt_probs: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
     """Shares in which several datasets are mixed; by default in proportion to their rows."""
     prompt_split: str = "train"
     """Split of the dataset."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each dataset."""
+    eval_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the rows of each dataset that is held out of training, chosen by `train.seed`, and evaluated like
+    `eval.dataset`."""

@@ -54,12 +54,13 @@ def unread_of_average(train: TrainRl) -> Unread:
     return {} if train.enable_ema else {"train.ema_beta": "train.enable_ema is off"}
 
 
-def unread_of_best(evaluation: Eval) -> Unread:
-    return {} if evaluation.dataset else {"ckpt.best_metric_key": "nothing is evaluated without eval.dataset"}
+def unread_of_best(*, evaluates: bool) -> Unread:
+    reason = "nothing is evaluated without eval.dataset or data.eval_fraction"
+    return {} if evaluates else {"ckpt.best_metric_key": reason}
 
 
-def conflicts_of_best(ckpt: Ckpt, evaluation: Eval) -> list[str]:
-    if ckpt.best_metric_key is None or evaluation.dataset is None or evaluation.steps > 0:
+def conflicts_of_best(ckpt: Ckpt, evaluation: Eval, *, evaluates: bool) -> list[str]:
+    if ckpt.best_metric_key is None or not evaluates or evaluation.steps > 0:
         return []
     return ["ckpt.best_metric_key compares evaluations, and eval.steps -1 makes none during training: set eval.steps"]
 

@@ -105,7 +105,7 @@ class RlConfig(Training):
             | reward_checks.unread_of_models(self.reward)
             | reward_checks.unread_of_shaping(self.reward)
             | role_checks.unread_of_average(self.train)
-            | role_checks.unread_of_best(self.eval)
+            | role_checks.unread_of_best(evaluates=self.evaluates)
             | role_checks.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
             | role_checks.unread_of_critic(
                 self.critic,
@@ -114,10 +114,15 @@ class RlConfig(Training):
                 is_with_actor=self.critic_is_with_actor,
             )
             | algo_checks.unread_of_kl(self.algo)
-            | checks.unread_of_eval(self.eval)
+            | checks.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
             | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
             | (adapter_checks.unread_of_adapter_reference() if self.reference_is_base else {})
         )
+
+    @property
+    def evaluates(self) -> bool:
+        """There are held-out prompts."""
+        return self.eval.dataset is not None or self.data.eval_fraction > 0
 
     @property
     def aggregation(self) -> Aggregation:
@@ -188,10 +193,10 @@ class RlConfig(Training):
             *algo_checks.conflicts_of_correction(self.actor, self.algo.advantage),
             *reward_checks.conflicts_of_sampling(self.rollout, self.reward),
             *reward_checks.conflicts_of_sources(self.reward),
-            *checks.conflicts_of_eval(self.eval),
+            *checks.conflicts_of_eval(self.eval, evaluates=self.evaluates),
             *role_checks.conflicts_of_devices(self.vllm, self.train),
             *role_checks.conflicts_of_sleep(self.ds, self.train, self._stages),
-            *role_checks.conflicts_of_best(self.ckpt, self.eval),
+            *role_checks.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
             *(role_checks.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
             *adapter_checks.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
             *super().conflicts(),
@@ -199,10 +204,12 @@ class RlConfig(Training):
 
 
 class SftConfig(Training):
-    """Supervised fine-tuning on the labels of a dataset."""
+    """Supervised fine-tuning on the answers of a dataset."""
 
     verb: ClassVar[str] = "sft"
-    omits: ClassVar[frozenset[str]] = frozenset({"logger.rollouts", "ckpt.best_metric_key", "ds.enable_sleep"})
+    omits: ClassVar[frozenset[str]] = frozenset(
+        {"logger.rollouts", "ckpt.best_metric_key", "ds.enable_sleep", "data.eval_fraction"}
+    )
 
 
 class EvalConfig(Run):
@@ -264,7 +271,7 @@ class RolloutBench(Run):
     verb: ClassVar[str] = "bench rollout"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT)
-        | frozenset({"data.output_key"})
+        | frozenset({"data.output_key", "data.eval_fraction"})
         | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
         | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE, "qlora_base"))
         | all_but(Loop, "train", *_EVERY_RUN)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from vlmrl.data.columns import Keys, value_at
 from vlmrl.data.rows import Rows
 
 _BLOCK = 64 * 2**10
@@ -38,7 +39,7 @@ class Marked(NamedTuple):
     """Rows, and what is needed to mark them."""
 
     rows: Rows
-    keys: Mapping[str, str]
+    keys: Keys
     """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
     root: Path | None
     """Where relative image paths start."""
@@ -47,7 +48,9 @@ class Marked(NamedTuple):
         """The marks of one row; None when it cannot be read."""
         with suppress(Exception):  # a damaged row may raise anything; it is dropped where prompts are made
             values = self.rows[row]
-            question, label, images = (values.get(self.keys[key]) for key in ("input_key", "label_key", "image_key"))
+            question, label, images = (
+                value_at(values, self.keys[key]) for key in ("input_key", "label_key", "image_key")
+            )
             listed = images if isinstance(images, list | tuple) else [images]
             return RowMark(
                 _digest(_canonical(question)),

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 from vlmrl.config.data import Columns
+from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, value_at
+from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.fingerprint import differences, fingerprint
 from vlmrl.data.image_source import Reach
 from vlmrl.data.labels import label_text
@@ -30,7 +31,6 @@ from vlmrl.types import Ints, Media, Prompt
 
 logger = logging.getLogger("vlmrl.data")
 
-_OWN_COLUMNS = {"input_key": "input", "label_key": "label", "image_key": "images"}
 _FEWEST_ROWS_TO_JUDGE = 1000
 """The share of unusable rows is judged over at least so many rows, or over all where there are fewer."""
 _LONGEST_SHOWN = 80
@@ -60,6 +60,7 @@ class _Question:
     label: str | None
     images: Sequence[Any]
     metadata: Mapping[str, Any]
+    answer: str | None
 
 
 class PromptStream:
@@ -82,6 +83,7 @@ class PromptStream:
         seed: int,
         share: Callable[[InlineMedia], Media] = _identity,
         label_problems: LabelProblems = _none,
+        wants: Wants = NOTHING,
     ) -> None:
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
@@ -91,8 +93,9 @@ class PromptStream:
             if len(source) == 0:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
-        self._keys = [_find_columns(source, sources, columns) for source in sources]
+        self._keys = [find_columns(source, sources, columns, wants) for source in sources]
         self._reaches = [Reach.of(source.root, columns, source.image_folders) for source in sources]
+        self._wants = wants
         self._processor = processor
         self._columns = columns
         self._share = share
@@ -156,7 +159,7 @@ class PromptStream:
             with suppress(UnusableError):
                 label = self._read(place).label
                 if label is not None:
-                    found[f"{self._sources[place.source].name}:{place.row}"] = label
+                    found[self._sources[place.source].row_name(place.row)] = label
             if time.monotonic() > deadline:
                 break
         return found
@@ -191,7 +194,7 @@ class PromptStream:
         questions: list[tuple[str, Reach, _Question]] = []
         for place in places:
             source = self._sources[place.source]
-            name = f"{source.name}:{place.row}"
+            name = source.row_name(place.row)
             if name in self._bad:
                 continue
             try:
@@ -220,6 +223,7 @@ class PromptStream:
                     label=question.label,
                     media=tuple(self._shared(item, shared) for item in media),
                     metadata=question.metadata,
+                    answer=question.answer,
                 )
             )
         return prompts
@@ -233,20 +237,43 @@ class PromptStream:
 
     def _question(self, place: Place, row: Mapping[str, Any]) -> _Question:
         keys = self._keys[place.source]
-        text = row.get(keys["input_key"])
+        text, inline = read_conversation(value_at(row, keys["input_key"]))
         if not text:
             raise UnusableError("no question", f"column {keys['input_key']!r} is empty")
-        images = _as_list(row.get(keys["image_key"]))
+        label = self._label(place, row)
+        answer = None
+        if self._wants.answer:
+            with blamed_on_row("no answer"):
+                text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
+                (answer or "").encode()
+        images = self._images(as_list(value_at(row, keys["image_key"])), inline)
+        metadata = metadata_of(row, set(keys.values()))
+        return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
+
+    def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
+        column = self._keys[place.source]["label_key"]
+        with blamed_on_row("label unusable"):
+            precision = self._sources[place.source].precisions.get(column or "")
+            label = label_text(value_at(row, column), precision=precision)
+            (label or "").encode()
+        if label is None and self._wants.label is not None:
+            raise UnusableError("no label", f"column {column!r} is empty, and {self._wants.label} needs it")
+        return label
+
+    def _images(self, images: Sequence[Any], inline: Sequence[Any]) -> Sequence[Any]:
+        """Those of the row's column, or those inside its messages."""
+        if images and inline:
+            raise UnusableError(
+                "question and images do not fit",
+                f"{len(inline)} images inside the messages and {len(images)} in data.image_key: give one of them",
+            )
+        images = inline or images
         if len(images) > self._columns.max_images_per_prompt:
             bound = self._columns.max_images_per_prompt
             raise UnusableError("too many images", f"{len(images)} images, data.max_images_per_prompt is {bound}")
         if images and self._processor.resize_factor is None:
             raise UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
-        column = keys["label_key"]
-        with blamed_on_row("label unusable"):
-            label = label_text(row.get(column), precision=self._sources[place.source].precisions.get(column))
-            (label or "").encode()
-        return _Question(text=text, label=label, images=images, metadata=metadata_of(row, set(keys.values())))
+        return images
 
     def _with_usable_labels(
         self, questions: Sequence[tuple[str, Reach, _Question]]
@@ -319,45 +346,6 @@ class PromptStream:
             "datasets": [fingerprint(marked) for marked in self.marked],
             "shares and seed": self._order.settings(),
         }
-
-
-def _find_columns(source: Rows, sources: Sequence[Rows], columns: Columns) -> dict[str, str]:
-    """Which column of this source holds what. DataError when one that is needed or asked for is not there."""
-    keys = {}
-    for setting, own in _OWN_COLUMNS.items():
-        key = getattr(columns, setting)
-        elsewhere = any(key in other.columns for other in sources)
-        if key not in source.columns and source.has_own_columns and elsewhere:
-            key = own
-        is_needed = setting == "input_key" or (key != own and not elsewhere)
-        if key not in source.columns and is_needed:
-            near = get_close_matches(key, source.columns, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(
-                f"dataset {source.name} has no column {key!r} (data.{setting}); it has: "
-                f"{', '.join(source.columns)}{hint}"
-            )
-        keys[setting] = key
-    # A model that is trained blind looks healthy: pictures that lie there unused are a mistake.
-    unused = [
-        column
-        for column in (*source.image_columns, "image")
-        if column in source.columns and column not in keys.values()
-    ]
-    if unused and keys["image_key"] not in source.columns:
-        raise DataError(
-            f"dataset {source.name} has images in column {unused[0]!r}, but data.image_key is {keys['image_key']!r}, "
-            f"which it does not have: set data.image_key to {unused[0]}, or remove the column"
-        )
-    return keys
-
-
-def _as_list(images: Any) -> Sequence[Any]:
-    if images is None or (isinstance(images, str | bytes) and not images):
-        return []
-    if isinstance(images, list | tuple):
-        return images
-    return [images]
 
 
 def shown(label: object) -> str:

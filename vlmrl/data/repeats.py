@@ -75,7 +75,7 @@ def _asked(sources: Sequence[Marked]) -> Iterator[tuple[str, tuple[str, str] | N
     for marked in sources:
         for row in range(0 if marked.rows.is_generated else len(marked.rows)):
             mark = marked.mark(row)
-            yield f"{marked.rows.name}:{row}", None if mark is None else (mark.question, mark.images)
+            yield marked.rows.row_name(row), None if mark is None else (mark.question, mark.images)
 
 
 def _named(pairs: Sequence[tuple[str, str]]) -> str:

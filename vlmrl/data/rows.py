@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+from vlmrl.data.dataset_name import convert_option, parse_options, split_columns
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
+from vlmrl.types import Ints
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
 """Which hundredths of all possible questions a generated split draws from."""
@@ -47,6 +49,14 @@ class Rows(Sequence[dict[str, Any]]):
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
     is_generated: bool = False
     """All rows follow from a seed and a few options (`Generated`)."""
+    named_columns: Mapping[str, str] = field(default_factory=dict)
+    """Columns that the dataset's name gives, `{"input_key": "problem"}`; they win over the settings."""
+    numbers: Ints | None = None
+    """[len] What its rows are called, when they are some of a dataset's; None: 0, 1, 2, ..."""
+
+    def row_name(self, index: int) -> str:
+        """For messages: `visual_math:17`."""
+        return f"{self.name}:{index if self.numbers is None else self.numbers[index]}"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -169,13 +179,15 @@ def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows
 
 def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
     """The rows that `spec` names: `visual_math?families=count+clock&size=2000` (a file in `datasets/` and its options),
-    a .jsonl, .json or .parquet file, a `save_to_disk` folder, or a Hub id (`owner/name?name=config`).
+    a file of `FILE_SUFFIXES`, a `save_to_disk` folder, a folder of images, or a Hub id (`owner/name?name=config`).
+    Behind it may stand columns of its own, `:input_key=problem:label_key=solution`.
 
     `seed` is for generated data; an option `seed=` wins over it. At most `max_samples` rows are kept, the first ones.
     Raises ConfigError for an unknown name or option, DataError for data that is missing, empty or unreadable.
     """
-    name, _, query = spec.partition("?")
-    options = _parse_options(query, spec)
+    plain, named_columns = split_columns(spec)
+    name, _, query = plain.partition("?")
+    options = parse_options(query, spec)
     if name in plugin_names("datasets"):
         rows = _load_plugin(name, options, split=split, seed=seed)
     elif name.endswith(FILE_SUFFIXES):
@@ -188,7 +200,13 @@ def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
         rows = load_hub(name, split=split, config=_hub_config(name, options))
     if len(rows) == 0:
         raise DataError(f"dataset {spec}: split {split!r} has no rows")
-    return rows if len(rows) <= max_samples else replace(rows, rows=_First(rows.rows, max_samples))
+    rows = replace(rows, named_columns=named_columns)
+    return first_rows(rows, max_samples)
+
+
+def first_rows(rows: Rows, most: int) -> Rows:
+    """At most so many of them."""
+    return rows if len(rows) <= most else replace(rows, rows=_First(rows.rows, most))
 
 
 def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
@@ -296,11 +314,11 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
     values = {}
     for key, text in options.items():
         if key == "seed":
-            seed = _convert(text, int, f"{name}?seed")
+            seed = convert_option(text, int, f"{name}?seed")
         elif key not in known:
             raise ConfigError(f"dataset {name} has no option {key!r}; it has: {', '.join(sorted(known)) or 'none'}")
         else:
-            values[key] = _convert(text, known[key], f"{name}?{key}")
+            values[key] = convert_option(text, known[key], f"{name}?{key}")
     required = [p.name for p in inspect.signature(make).parameters.values() if p.default is p.empty and p.name in known]
     missing = [key for key in required if key not in values]
     if missing:
@@ -327,11 +345,10 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
 def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     import datasets
 
-    _refuse(options, str(folder))
     if not any((folder / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
-        raise DataError(
-            f"folder {folder} was not written by save_to_disk: it has no dataset_info.json or dataset_dict.json"
-        )
+        # Not by save_to_disk.
+        return _load_plugin("image_folder", {**options, "path": str(folder)}, split=split, seed=0)
+    _refuse(options, str(folder))
     try:
         data: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever the library and Arrow raise on files that are damaged
@@ -343,14 +360,6 @@ def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     return replace(from_hugging_face(folder.name, data), root=folder)
 
 
-def _parse_options(query: str, spec: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in query.split("&") if pair]
-    for key, equals, value in pairs:
-        if not (key and equals and value):
-            raise ConfigError(f"dataset {spec}: options are written name?key=value&key=value")
-    return {key: value for key, _, value in pairs}
-
-
 def _hub_config(name: str, options: Mapping[str, str]) -> str | None:
     _refuse({key: value for key, value in options.items() if key != "name"}, name)
     return options.get("name")
@@ -359,22 +368,6 @@ def _hub_config(name: str, options: Mapping[str, str]) -> str | None:
 def _refuse(options: Iterable[str], name: str) -> None:
     for key in options:
         raise ConfigError(f"dataset {name} has no option {key!r}")
-
-
-def _convert(text: str, kind: Any, what: str) -> Any:
-    """An option's text as the type that the dataset's `rows` declares."""
-    if typing.get_origin(kind) is tuple:
-        return tuple(_convert(part, typing.get_args(kind)[0], what) for part in text.split("+") if part)
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"dataset option {what}={text}: true or false is expected")
-        return text.lower() in ("true", "1")
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise ConfigError(f"dataset option {what}={text}: a number is expected") from error
-    return text
 
 
 def _hundredth(key: str) -> int:

@@ -12,11 +12,12 @@ from PIL import Image
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import Held
 from vlmrl.data.answers import sft_sample
+from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.held_out import hold_out
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.repeats import Repeats, find_repeats
-from vlmrl.data.rows import Rows, load_all
-from vlmrl.errors import DataError
+from vlmrl.data.rows import Rows, first_rows, load_all
 from vlmrl.plugins import processor_of
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
@@ -71,6 +72,7 @@ class Source:
         share: turns an image with its pixels into the handle that travels.
         label_problems: says which labels the run's reward functions cannot use; their rows are dropped. None: all can
             be used.
+        wants: what every row must have beside its question. Evaluation rows need a label where training rows do.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Source:
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
         label_problems: LabelProblems | None = None,
+        wants: Wants = NOTHING,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
@@ -90,11 +93,15 @@ class Source:
         self._seed = seed
         self._share = share
         self._label_problems: LabelProblems = label_problems or _no_problems
+        self._wants = wants
         self._bytes_moved = 0
         self._notes = _Notes()
         logging.getLogger("vlmrl.data").addHandler(self._notes)
+        self._held_out: list[Rows] = []
         if isinstance(data, Data):
             sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
+            if data.eval_fraction:
+                sources, self._held_out = hold_out(sources, data.eval_fraction, seed=seed)
             self._training = self._stream(sources, data.prompt_probs)
 
     def _stream(self, sources: Sequence[Rows], probs: Sequence[float] | None = None) -> PromptStream:
@@ -106,6 +113,7 @@ class Source:
             seed=self._seed,
             share=self._count_and_share,
             label_problems=self._label_problems,
+            wants=self._wants,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
@@ -118,11 +126,13 @@ class Source:
         }
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """The next `count` rows with their answers, ready for supervised training."""
+        """The next `count` rows with their answers, ready for supervised training; `wants.answer` is to be set."""
         prompts, metrics = self.draw(count)
-        return [
-            sft_sample(prompt, answer_of(prompt, self._data.output_key), self._processor) for prompt in prompts
-        ], metrics
+        samples = []
+        for prompt in prompts:
+            assert prompt.answer is not None, "the source was not told that its rows have answers"
+            samples.append(sft_sample(prompt, prompt.answer, self._processor))
+        return samples, metrics
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Every prompt of each evaluation set, by the set's name."""
@@ -136,10 +146,14 @@ class Source:
         return sets
 
     def _evaluation_rows(self) -> list[Rows]:
+        """Those of `eval.dataset`, then what is held out of the training rows."""
         held = self._evaluation
-        if held is None or held.dataset is None:
+        if held is None:
             return []
-        return load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
+        loaded = []
+        if held.dataset is not None:
+            loaded = load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
+        return [*loaded, *(first_rows(rows, held.max_samples) for rows in self._held_out)]
 
     def num_rows(self) -> int:
         """Training rows."""
@@ -191,15 +205,3 @@ class Source:
 
 def _no_problems(labels: Sequence[str], *, limit_s: float | None = None) -> list[None]:
     return [None] * len(labels)
-
-
-def answer_of(prompt: Prompt, column: str) -> str:
-    """What a model should say to this prompt: the answer column, else the label.
-
-    Raises:
-        DataError: the row has neither.
-    """
-    answer = prompt.metadata.get(column, prompt.label)
-    if answer is None:
-        raise DataError(f"{prompt.source} has no answer: neither a column {column!r} (--data.output_key) nor a label")
-    return str(answer)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from pathlib import Path
 
 from pebble import ProcessFuture, ProcessPool
 
+from vlmrl.config.reward import Scoring
 from vlmrl.rewards import exact, worker
 from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
@@ -16,6 +19,37 @@ _TIME_LIMIT_S = 5.0
 """For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
+_WANT_LABELS = ("exact", "math")
+"""The built-in functions whose `WANTS_LABEL` is set."""
+
+
+def who_needs_labels(reward: Scoring) -> str | None:
+    """Which reward functions compare with a label, for messages; None: none of them does.
+
+    A function of the user's does when its parameter `label` has no default. Nothing of its file is run.
+    """
+    names = [name for name in reward.functions if name in _WANT_LABELS]
+    needing = [f"reward.functions {' and '.join(names)}"] * bool(names)
+    if reward.user_function is not None and _demands_label(*reward.user_function.rpartition(":")[::2]):
+        needing.append(f"reward.remote_url {reward.user_function} (its parameter label has no default)")
+    return " and ".join(needing) or None
+
+
+def _demands_label(file: str, name: str) -> bool:
+    try:
+        tree = ast.parse(Path(file).expanduser().read_bytes())
+    except (OSError, SyntaxError, ValueError, RuntimeError):
+        return False  # whoever loads the function says what is wrong with the file
+    found = [node.args for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not found:
+        return False
+    positional = [*found[-1].posonlyargs, *found[-1].args]
+    named = zip(found[-1].kwonlyargs, found[-1].kw_defaults, strict=True)
+    demanded = [
+        *positional[: len(positional) - len(found[-1].defaults)],
+        *(argument for argument, default in named if default is None),
+    ]
+    return any(argument.arg == "label" for argument in demanded)
 
 
 class LabelCheck:
@@ -50,7 +84,7 @@ class LabelCheck:
 
     def _settle(self, label: str) -> bool:
         """Whether it is known without a parser."""
-        problem = exact.unusable(label) if self._names & {"exact", "math"} else None
+        problem = exact.unusable(label) if self._names.intersection(_WANT_LABELS) else None
         if problem is None and "math" in self._names and not needs_no_parser(label):
             return False
         self._known[label] = problem

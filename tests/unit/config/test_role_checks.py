@@ -55,6 +55,12 @@ def rl(line: str = "") -> RlConfig:
             "your function is called model, as the reward model's",
         ),
         ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
+        ("--data.eval_fraction 0.1 --ckpt.best_metric_key eval/d/pass@1", "makes none during training"),
+        (
+            "--data.eval_fraction 0.1 --eval.temperature 0 --eval.n_samples_per_prompt 4",
+            "eval.temperature 0 gives 4 times the same answer",
+        ),
+        ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
@@ -106,6 +112,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ),
         ("--train.ema_beta 0.9", "train.ema_beta", "train.enable_ema is off"),
         ("--ckpt.best_metric_key a", "ckpt.best_metric_key", "nothing is evaluated without eval.dataset"),
+        ("--data.eval_fraction 0.1 --eval.split dev", "eval.split", "holds rows of data.prompt_split out"),
     ],
 )
 def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
@@ -125,6 +132,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f"{GAE} {JUDGE} --train.colocate_critic_reward --train.colocate_actor_critic",
         "--train.enable_ema --train.ema_beta 0.9",
         "--eval.dataset d --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1 --eval.breakdown_key none",
+        "--data.eval_fraction 0.1 --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1",
         # The critic's tower is frozen, so that what it makes of images is kept.
         f"{GAE} --critic.freeze_visual_encoder --critic.freeze_projector --vision.cache_gib 1",
         f"{JUDGE} --vision.cache_gib 1",

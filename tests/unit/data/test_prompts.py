@@ -1,6 +1,8 @@
+import base64
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config.data import Columns
+from vlmrl.data.columns import Wants
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
@@ -69,13 +72,11 @@ def test_rows_with_no_one_and_several_images_go_in_one_stream(vlm: Processor) ->
         {"input": "a", "images": None},
         {"input": "b <image>", "images": [IMAGE]},
         {"input": "c", "images": [IMAGE, Image.new("RGB", (28, 84))]},
-        {"input": "<image> is text here", "images": []},
     ]
     prompts = stream(rows(content), processor=vlm).all_prompts(10)
-    assert [len(prompt.media) for prompt in prompts] == [0, 1, 2, 0]
+    assert [len(prompt.media) for prompt in prompts] == [0, 1, 2]
     images = [int(vlm.token_types(prompt.tokens).sum()) for prompt in prompts]
-    assert images == [0, 4, 4 + 3, 0]
-    assert "<image> is text here" in prompts[3].text
+    assert images == [0, 4, 4 + 3]
 
 
 def test_every_episode_has_each_row_once_in_an_order_of_its_own(text_model: Processor) -> None:
@@ -262,7 +263,10 @@ def test_an_empty_dataset_is_refused(text_model: Processor) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"input_key": "inpt"}, r"no column 'inpt' \(data.input_key\); it has: input, label; did you mean input"),
+        (
+            {"input_key": "inpt"},
+            r"no column 'inpt' \(data.input_key\); it has: input, label; did you mean --",
+        ),
         ({"label_key": "gold"}, r"no column 'gold' \(data.label_key\); it has: input, label"),
         ({"image_key": "picture"}, r"no column 'picture' \(data.image_key\)"),
     ],
@@ -293,6 +297,54 @@ def test_sources_may_differ_in_optional_columns_and_plugins_keep_their_own(vlm: 
     assert by_source["visual_math"].label is not None
     assert by_source["mine"].label == "7"
     assert by_source["bare"].media == ()
+
+
+def test_images_inside_messages_are_those_of_the_row(vlm: Processor, tmp_path: Path) -> None:
+    IMAGE.save(tmp_path / "a.png")
+    encoded = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    asked = {"type": "text", "text": "Which?"}
+    inline = [
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": encoded}},
+        {"type": "image", "image": IMAGE},
+    ]
+    content: list[dict[str, Any]] = [
+        {"prompt": [{"role": "user", "content": [*inline, asked]}], "label": "1", "images": None},
+        {"prompt": [{"from": "human", "value": "<image> Which?"}], "label": "2", "images": [IMAGE]},
+        {"prompt": [{"role": "user", "content": [*inline, asked]}], "label": "3", "images": [IMAGE]},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "gone.png"}, asked]}], "label": "4"},
+    ]
+    one = stream(replace(rows(content), root=tmp_path), processor=vlm, max_dropped_fraction=0.5)
+    prompts = one.all_prompts(4)
+    assert [len(prompt.media) for prompt in prompts] == [3, 1]
+    assert len({media.hash for prompt in prompts for media in prompt.media}) == 1
+    assert "<|vision_end|><|vision_start|><|image_pad|><|vision_end|>Which?" in prompts[0].text
+    assert "a.png" not in str(prompts[0].metadata)
+    assert one.dropped == {"question and images do not fit": 1, "image unusable": 1}
+
+
+def test_a_nested_label_leaves_its_column_to_the_reward(text_model: Processor) -> None:
+    content = [{"input": "q", "reward_model": {"style": "rule", "ground_truth": 4}}]
+    (prompt,) = stream(rows(content), processor=text_model, label_key="reward_model.ground_truth").draw(1)
+    assert prompt.label == "4"
+    assert prompt.metadata == {"reward_model": {"style": "rule", "ground_truth": 4}}
+
+
+def test_a_row_without_a_label_is_dropped_where_a_reward_needs_one(
+    text_model: Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = [{"input": "a", "label": "1"}, {"input": "b", "label": None}]
+    one = PromptStream(
+        [rows(content)],
+        probs=None,
+        processor=text_model,
+        columns=Columns(max_dropped_fraction=0.5),
+        seed=0,
+        wants=Wants(label="reward.functions math"),
+    )
+    assert labels(one.draw(4)) == ["1"] * 4
+    assert one.dropped == {"no label": 1}
+    assert "mine:1 dropped, no label: column 'label' is empty, and reward.functions math needs it" in caplog.text
 
 
 def test_equal_images_of_a_draw_are_shared_once(vlm: Processor) -> None:

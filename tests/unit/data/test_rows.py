@@ -129,6 +129,24 @@ def test_several_datasets_are_loaded_under_names_of_their_own(tmp_path: Path) ->
     assert [len(rows) for rows in loaded] == [2, 3, 1, 5]
 
 
+def test_columns_behind_a_name_belong_to_that_dataset_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"q": "a", "gold": "b"}\n')
+    spec = f"{file}:input_key=q:label_key=gold,visual_math?size=3:label_key=family,arithmetic?size=2"
+    loaded = load_all(spec, split="train", max_samples=9, seed=0)
+    assert [rows.name for rows in loaded] == ["mine", "visual_math", "arithmetic"]
+    assert [rows.named_columns for rows in loaded] == [
+        {"input_key": "q", "label_key": "gold"},
+        {"label_key": "family"},
+        {},
+    ]
+    with pytest.raises(ConfigError, match="no column setting 'inputkey'; there are input_key, label_key, output_key"):
+        load(f"{file}:inputkey=q")
+    odd = tmp_path / "a:input_key=q.jsonl"
+    odd.write_text('{"input": "a"}\n')
+    assert load(str(odd)).named_columns == {}
+
+
 def test_a_file_whose_name_holds_a_comma_is_one_dataset(tmp_path: Path) -> None:
     file = tmp_path / "a,b.jsonl"
     file.write_text('{"input": "a"}\n')

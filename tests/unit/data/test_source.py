@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from vlmrl.config.data import Data
 from vlmrl.config.rollout import Eval
+from vlmrl.data.columns import NOTHING, Wants
 from vlmrl.data.source import Source
 from vlmrl.errors import DataError
 from vlmrl.models import tiny
+from vlmrl.plugins import processor
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=24"
 
@@ -19,13 +23,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("model") / "micro", size="micro"))
 
 
-def make_source(model: str, *, dataset: str = COUNTING, evaluation: str | None = None, **columns: object) -> Source:
+def make_source(
+    model: str, *, dataset: str = COUNTING, evaluation: str | None = None, wants: Wants = NOTHING, **columns: object
+) -> Source:
     return Source(
         model=model,
         trust_remote_code=False,
         data=Data.model_validate({"prompt_dataset": dataset, "max_len": 256} | columns),
         evaluation=Eval.model_validate({"dataset": evaluation} if evaluation else {}),
         seed=1,
+        wants=wants,
     )
 
 
@@ -81,17 +88,79 @@ def test_bad_labels_are_counted_and_three_of_them_named(model: str, tmp_path: Pa
 def test_the_answer_to_learn_is_the_label_where_there_is_no_answer_column(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?", "label": "2", "said": "two"}\n')
-    labelled, _ = make_source(model, dataset=str(file)).draw_samples(1)
-    spoken, _ = make_source(model, dataset=str(file), output_key="said").draw_samples(1)
+    labelled, _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
+    spoken, _ = make_source(model, dataset=str(file), wants=Wants(answer=True), output_key="said").draw_samples(1)
     assert labelled[0].sampled.sum() == 2  # "2" and the end
     assert spoken[0].sampled.sum() == 4
 
 
-def test_a_row_without_an_answer_is_named(model: str, tmp_path: Path) -> None:
+def test_a_row_without_an_answer_is_dropped_and_named(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"input": "two?"}\n')
-    with pytest.raises(DataError, match=r"rows.*:0 has no answer: neither a column 'answer' \(--data.output_key\)"):
-        make_source(model, dataset=str(file)).draw_samples(1)
+    file.write_text('{"input": "two?"}\n{"input": "three?", "answer": "3"}\n')
+    source = make_source(model, dataset=str(file), wants=Wants(answer=True), max_dropped_fraction=0.5)
+    samples, metrics = source.draw_samples(2)
+    assert [sample.source for sample in samples] == ["rows:1", "rows:1"]
+    assert metrics["data/rows_dropped"] == 1
+    (line,) = source.take_notes()
+    assert "rows:0 dropped, no answer: neither a last message of the assistant, nor column 'answer'" in line
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": "2 + 2?", "answer": "four"},
+        {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "four"}]},
+        {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "four"}]},
+        {"prompt": "2 + 2?", "completion": "four"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}], "label": "four"},
+    ],
+)
+def test_every_format_of_supervised_training_teaches_the_same_tokens(
+    model: str, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    (sample,), _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
+    read = processor(model, min_pixels=3136, max_pixels=12544)
+    assert read.decode(sample.tokens[~sample.sampled]) == "user\n2 + 2?\nassistant\n"
+    assert read.tokenizer.decode(sample.tokens[sample.sampled]) == "four<|im_end|>"
+
+
+def test_a_conversation_teaches_its_last_answer_alone(model: str, tmp_path: Path) -> None:
+    turns = ["a", "b", "c", "d"]
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    (sample,), _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
+    read = processor(model, min_pixels=3136, max_pixels=12544)
+    assert read.decode(sample.tokens[~sample.sampled]) == "user\na\nassistant\nb\nuser\nc\nassistant\n"
+    assert read.tokenizer.decode(sample.tokens[sample.sampled]) == "d<|im_end|>"
+
+
+def test_rows_held_out_of_training_are_evaluated_under_their_numbers(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"input": "q{n}", "label": "{n}"}}\n' for n in range(20)))
+    source = make_source(model, dataset=str(file), eval_fraction=0.25)
+    assert source.num_rows() == 15
+    trained = {prompt.source: prompt.label for prompt in source.draw(30)[0]}
+    (name, prompts) = next(iter(source.evaluation().items()))
+    held = {prompt.source: prompt.label for prompt in prompts}
+    assert name == "rows"
+    assert len(held) == 5
+    assert trained | held == {f"rows:{n}": str(n) for n in range(20)}
+    again = make_source(model, dataset=str(file), eval_fraction=0.25).evaluation()["rows"]
+    assert [prompt.source for prompt in again] == list(held)
+    both = make_source(model, dataset=str(file), evaluation="arithmetic?size=8", eval_fraction=0.25).evaluation()
+    assert {name: len(prompts) for name, prompts in both.items()} == {"arithmetic": 8, "rows": 5}
+
+
+def test_an_evaluation_row_without_a_label_is_found_when_the_set_is_read(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "test.jsonl"
+    file.write_text('{"input": "q", "label": "1"}\n{"input": "q", "label": null}\n')
+    source = make_source(model, evaluation=str(file), wants=Wants(label="reward.functions math"))
+    with pytest.raises(DataError, match=r"1 of the first 2 rows .*no label.*test:1 .*reward\.functions math needs it"):
+        source.evaluation()
 
 
 def test_a_row_that_cannot_be_used_is_named_once(model: str, tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_files_that_cannot_be_used(
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"its name should end in .jsonl, .json, .parquet"):
-        load_rows(f"jsonl?path={tmp_path}/mine.csv", split="train", max_samples=9, seed=0)
+    (tmp_path / "mine.xlsx").write_text("a,b")
+    with pytest.raises(DataError, match=r"its name should end in .jsonl, .json, .parquet, .csv, .tsv"):
+        load_rows(f"jsonl?path={tmp_path}/mine.xlsx", split="train", max_samples=9, seed=0)
 
 
 @pytest.mark.parametrize("name", ["a[1].parquet", "a*.parquet", "a{1,2}.parquet", "[a].parquet"])

@@ -59,12 +59,20 @@ def test_the_resize_factor_comes_from_the_model(folders: dict[str, Path]) -> Non
         ("Two?", 2, VISION + VISION + "Two?"),
         ("A <image>, B <image>.", 2, f"A {VISION}, B {VISION}."),
         ("<image>\nOne?", 1, f"{VISION}\nOne?"),
-        ("<image> is text", 0, "<image> is text"),
+        ("No image.", 0, "No image."),
     ],
 )
 def test_where_images_go_in_text(qwen: Processor, question: str, num_images: int, expected: str) -> None:
     rendered = qwen.render(question, num_images=num_images, columns=Columns())
     assert user_text(rendered) == expected
+
+
+def test_a_place_without_an_image_is_no_text_unless_the_run_reads_no_images(qwen: Processor) -> None:
+    chat = [{"role": "user", "content": [{"type": "text", "text": "See <image>"}]}]
+    for question in ("What is <image>?", chat):
+        with pytest.raises(DataError, match=r"has a place for an image, <image>, .* set data\.image_key to the column"):
+            qwen.render(question, num_images=0, columns=Columns())
+        assert "<image>" in qwen.render(question, num_images=0, columns=Columns(image_key=None))
 
 
 def test_where_images_go_in_messages(qwen: Processor) -> None:

@@ -7,11 +7,51 @@ import os
 import signal
 import time
 from contextlib import closing
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from vlmrl.config.reward import BUILT_IN, Scoring
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck
+from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
+
+
+def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
+    for name in BUILT_IN:
+        module = import_module(f"vlmrl.rewards.{name}")
+        assert (who_needs_labels(Scoring(functions={name: 1.0})) is not None) == module.WANTS_LABEL
+    both = Scoring(functions={"format": 1.0, "math": 1.0, "exact": 1.0})
+    assert who_needs_labels(both) == "reward.functions math and exact"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "demands"),
+    [
+        ("response, label", True),
+        ("response, label='x'", False),
+        ("label, response, prompt=''", True),
+        ("response, *, label", True),
+        ("response, *, label=None, prompt", False),
+        ("response", False),
+        ("response, **others", False),
+        ("queries, prompts, labels", False),
+    ],
+)
+def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
+    parameters: str, demands: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"raise SystemExit  # nobody runs it\ndef score({parameters}):\n    return 1.0\n")
+    needed = who_needs_labels(Scoring(remote_url=f"{file}:score"))
+    assert (needed is not None) == demands
+    assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter label")
+
+
+def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def score(label:")
+    for spec in ("gone.py:score", "bad.py:score", "~nosuchuser/x.py:score"):
+        assert who_needs_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
 
 
 def test_what_needs_no_parser_starts_no_process() -> None:

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+
+from vlmrl.data.rows import load_rows
+from vlmrl.data.table import Table
+from vlmrl.errors import DataError
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t")])
+def test_a_table_keeps_cells_as_text(tmp_path: Path, name: str, mark: str) -> None:
+    lines = [
+        ["input", "label", "images"],
+        ['"two, or; 2?\nSay ""so"""', "007", '"[""a.png"", ""b.png""]"'],
+        ["q", "", "c.png"],
+    ]
+    (tmp_path / name).write_text("\ufeff" + "\r\n".join(mark.join(line) for line in lines) + "\r\n", encoding="utf-8")
+    rows = load_rows(str(tmp_path / name), split="train", max_samples=9, seed=0)
+    assert rows.columns == ("input", "label", "images")
+    assert rows.root == tmp_path
+    assert list(rows) == [
+        {"input": 'two, or; 2?\nSay "so"', "label": "007", "images": ["a.png", "b.png"]},
+        {"input": "q", "label": None, "images": "c.png"},
+    ]
+
+
+def test_a_row_of_the_wrong_length_is_unreadable_and_the_others_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('input,label\n1 + 1?,2\n1, 2?,3\n[1] + [2],"[1, 2)"\n')
+    table = Table(file)
+    assert [table[0]["label"], table[2]["label"]] == ["2", "[1, 2)"]
+    with pytest.raises(DataError, match=r"a\.csv, row 1: 3 cells for 2 columns"):
+        table[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"input,label\n", "has no rows"),
+        (b"input,\n1,2\n", "first line should name the columns"),
+        (b"a,a\n1,2\n", "first line should name the columns"),
+        ("input,label\né,1\n".encode("utf-16"), "not a table in UTF-8"),
+        (b'input,label\n"open,1\nb,2\n', "can be read: unexpected end of data"),
+    ],
+)
+def test_tables_that_cannot_be_used(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(str(tmp_path / "a.csv"), split="train", max_samples=9, seed=0)
+    assert "\n" not in str(caught.value)
