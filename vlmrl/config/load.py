@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from vlmrl.config.aliases import alias_of, answer
 from vlmrl.config.base import ConflictError
 from vlmrl.config.names import named_in, nearest
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
@@ -63,8 +64,13 @@ def _explain(unknown: Unknown, kind: type[Run], written: Written) -> str | None:
         return None
     found = nearest(unknown.name, names)
     elsewhere = [other.verb for other in VERBS if unknown.name in (*other.settings(), *other.sections())]
+    alias = alias_of(unknown.name, kind.settings())
     if elsewhere:
         written.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
+    elif alias is not None:
+        has = {other.verb: other.settings().keys() for other in VERBS}
+        said, found = answer(alias, verb=kind.verb, dashes=dashes, has=has)
+        written.mistakes.append(f"{here}: {said}")
     elif found is not None:
         written.mistakes.append(f"{here}: no such {what}; did you mean {dashes}{found}?")
     else:
