@@ -46,3 +46,17 @@ def test_what_does_not_fit_names_the_role_and_the_flag() -> None:
     greedy = Role("actor", num_workers=9, slots_per_worker=1, flag="--actor.num_gpus_per_node")
     with pytest.raises(ClusterError, match=r"actor wants 9 GPUs.*with 8 in all.*--actor.num_gpus_per_node"):
         plan([greedy], shared=[], available=[8], unit="GPU")
+
+
+@pytest.mark.parametrize(
+    ("roles", "shared"),
+    [
+        ([ENGINES], []),
+        ([ACTOR, ENGINES], [frozenset({"actor", "vllm"})]),
+    ],
+)
+def test_sharing_is_no_advice_where_devices_are_shared_or_nobody_else_has_any(
+    roles: list[Role], shared: list[frozenset[str]]
+) -> None:
+    with pytest.raises(ClusterError, match=r"lower --\S+$"):
+        plan(roles, shared=shared, available=[1], unit="GPU")

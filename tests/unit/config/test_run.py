@@ -44,7 +44,7 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"rollout.n_samples_per_prompt": 1, "algo.advantage.estimator": "rloo"}, "estimator rloo without a group"),
         (
             {"rollout.batch_size": 10, "rollout.n_samples_per_prompt": 4, "train.batch_size": 16},
-            r"train.batch_size 16 does not divide the 40 answers of a step",
+            r"train.batch_size 16 does not divide the 40 responses of a step",
         ),
         (
             {"rollout.batch_size": 6, "rollout.n_samples_per_prompt": 4, "train.batch_size": 6},
