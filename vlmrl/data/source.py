@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
-from vlmrl.plugins import processor_of
+from vlmrl.plugins import Processor, processor_of
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 _ROWS_LOOKED_AT = 256
@@ -140,6 +141,15 @@ class Source:
                 name, number = f"{rows.name}-{number}", number + 1
             sets[name] = stream.all_prompts(len(rows))
         return sets
+
+    @property
+    def processor(self) -> Processor:
+        """What the model's family does to text and images."""
+        return self._processor
+
+    def dropped(self) -> Counter[str]:
+        """Why training rows were dropped -> how many of those that were drawn."""
+        return self._training.dropped
 
     def num_rows(self) -> int:
         """Training rows."""
