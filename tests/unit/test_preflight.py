@@ -111,6 +111,35 @@ def test_a_dry_run_says_what_will_happen(model: str, tmp_path: Path, capsys: pyt
         assert any(line.startswith(start) for line in lines), start
 
 
+def test_a_dry_run_does_not_judge_a_cluster_by_this_machine(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert dry_run("rl", model, tmp_path / "out", "--vllm.num_engines", "999", "--train.colocate_all") == 0
+    shown = capsys.readouterr().out
+    assert "warning: placement: vllm wants 999" in shown
+    assert "the cluster that RAY_ADDRESS names is not asked by a dry run" in shown
+
+
+def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--actor.model_name_or_path",
+        model,
+        "--eval.dataset",
+        COUNTING,
+        "--ckpt.output_dir",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(["eval", "--dry-run", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("first prompt (visual_math:0)") for line in lines)
+    assert any(line.startswith("rewards on visual_math:0: ") and "math 1, in all 1" in line for line in lines)
+    assert cli.main(["eval", "--dry-run", *flags, "--data.max_len", "8000"]) == 2
+    assert "8192 positions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
