@@ -90,13 +90,15 @@ def _no_room(
     unit: str,
     pool: frozenset[str],
 ) -> str:
-    wanted = role.num_workers * role.slots_per_worker
+    wanted, flag = role.num_workers * role.slots_per_worker, role.flag
+    if role.workers_per_node is not None and role.num_workers > role.workers_per_node * len(available):
+        flag = f"{role.flag.rpartition('.')[0]}.num_nodes"
     others = ", ".join(f"{name} {sum(len(p.slots) for p in placed)}" for name, placed in places.items())
     return (
         f"{role.name} wants {wanted} {unit}{'s' if wanted != 1 else ''} "
         f"({role.num_workers} x {role.slots_per_worker}) but only {len(found)} of its {role.num_workers} workers fit "
         f"on {len(available)} node{'s' if len(available) != 1 else ''} with {sum(available)} in all"
-        f"{f' (placed before it: {others})' if others else ''}: lower {role.flag}"
+        f"{f' (placed before it: {others})' if others else ''}: lower {flag}"
         # Of no use where they are shared already, and where no other role takes any.
         f"{'' if pool.issuperset(places) else ', or share devices with --train.colocate_all'}"
     )

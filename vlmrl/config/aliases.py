@@ -138,7 +138,7 @@ _OPENRLHF = _listed("""
     packing_samples                     ds.packing_samples
     partial_rollout                     train.partial_rollout_enable
     policy_loss_type                    actor.policy_loss_type
-    pretrain                            actor.model_name_or_path
+    pretrain                            actor.model_name_or_path merge.model_name_or_path reward.model_name_or_path
     prompt_data                         data.prompt_dataset
     prompt_data_probs                   data.prompt_probs
     prompt_split                        data.prompt_split
@@ -155,7 +155,7 @@ _OPENRLHF = _listed("""
     rollout_batch_size                  rollout.batch_size
     rollout_max_tokens_per_gpu          rollout.max_tokens_per_gpu
     save_hf_ckpt                        ckpt.save_hf
-    save_path                           ckpt.output_dir
+    save_path                           ckpt.output_dir merge.output
     save_steps                          ckpt.save_steps
     save_value_network                  critic.save_value_network
     seed                                train.seed
@@ -208,7 +208,7 @@ _OPENRLHF = _listed("""
 """The flags of OpenRLHF 0.8 and 0.9, before they had sections."""
 
 _TRL = _listed("""
-    adapter_name_or_path                actor.adapter_name_or_path
+    adapter_name_or_path                actor.adapter_name_or_path merge.adapter
     beta                                algo.kl.init_coef
     dataset_name                        data.prompt_dataset eval.dataset
     dataset_test_split                  eval.split
@@ -218,10 +218,11 @@ _TRL = _listed("""
     epsilon_low                         actor.eps_clip
     kl_coef                             algo.kl.init_coef
     lam                                 algo.advantage.lambd
+    lora_path                           actor.adapter_name_or_path merge.adapter
     lora_r                              ds.lora.rank
     lora_target_modules                 ds.lora.target_modules
     max_completion_length               rollout.max_new_tokens
-    model_name_or_path                  actor.model_name_or_path
+    model_name_or_path                  actor.model_name_or_path merge.model_name_or_path reward.model_name_or_path
     num_generations                     rollout.n_samples_per_prompt
     num_generations_eval                eval.n_samples_per_prompt
     num_iterations                      train.max_epochs
@@ -296,7 +297,7 @@ _HUGGING_FACE = _listed("""
     max_steps                           train.max_steps
     metric_for_best_model               ckpt.best_metric_key
     optim                               actor.optim
-    output_dir                          ckpt.output_dir
+    output_dir                          ckpt.output_dir merge.output
     run_name                            logger.wandb.run_name
     save_total_limit                    ckpt.max_num
     warmup_ratio                        actor.lr_warmup_ratio
@@ -324,7 +325,7 @@ _HUGGING_FACE = _listed("""
     "logging_strategy": _is("logger.logging_steps"),
     "lr_scheduler_kwargs": _is("actor.min_lr_ratio"),
     "lr_scheduler_type": _is("actor.lr_scheduler"),
-    "model": _is("actor.model_name_or_path"),
+    "model": _is("actor.model_name_or_path merge.model_name_or_path reward.model_name_or_path"),
     "nproc_per_node": _none(_LAUNCHER),
     "num_processes": _none(_LAUNCHER),
     "num_train_epochs": _is(_EPOCHS),

@@ -7,7 +7,7 @@ import pytest
 from vlmrl.config.aliases import ALIASES, alias_of
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
-from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
+from vlmrl.config.run import VERBS, EvalConfig, MergeConfig, RlConfig, SftConfig
 from vlmrl.config.verb import Run
 from vlmrl.errors import ConfigError
 
@@ -71,6 +71,8 @@ def test_the_same_name_means_what_the_verb_has() -> None:
     ]
     lines = mistakes("--pretrain", "m", "--dataset", "d", kind=EvalConfig, needed=False)
     assert lines[1] == "--dataset: is --eval.dataset here"
+    lines = mistakes("--model", "m", "--output_dir", "o", "--lora_path", "a", kind=MergeConfig, needed=False)
+    assert [line.split()[2] for line in lines] == ["--merge.model_name_or_path", "--merge.output", "--merge.adapter"]
 
 
 def test_a_file_is_answered_in_its_own_words(tmp_path: Path) -> None:
