@@ -7,6 +7,7 @@ An image is a path (relative ones start from the file's folder), base64 text, a 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import mmap
@@ -59,6 +60,11 @@ class _Lines(Sequence[dict[str, Any]]):
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        with file.open("rb") as handle:
+            if handle.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise DataError(
+                    f"dataset file {file} is UTF-16: make it UTF-8 (iconv -f UTF-16 -t UTF-8 {file} > NEW.jsonl)"
+                )
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
             spans = []
             start = 0
@@ -103,7 +109,8 @@ def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
     if isinstance(content, dict):
         splits = [key for key, value in content.items() if isinstance(value, list)]
         if split not in splits:
-            raise DataError(f"dataset file {file} has no split {split!r}; it has: {', '.join(splits) or 'none'}")
+            hint = f": set data.prompt_split (or eval.split) to {splits[0]}" if splits else ""
+            raise DataError(f"dataset file {file} has no split {split!r}; it has: {', '.join(splits) or 'none'}{hint}")
         content = content[split]
     # One row that is none is dropped when it is drawn.
     if not isinstance(content, list) or (content and not any(isinstance(row, dict) for row in content)):

@@ -41,6 +41,24 @@ _NOT_BUILT = {
     "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
 }
 
+_RL_WITH = "vlmrl rl does it, with --algo.advantage.estimator"
+_ELSEWHERE = {
+    "train": "vlmrl rl learns from rewards, vlmrl sft from responses",
+    "grpo": f"{_RL_WITH} group_norm, its default",
+    "ppo": f"{_RL_WITH} gae",
+    **{f"train_ppo{end}": f"{_RL_WITH} gae" for end in ("", "_ray")},
+    **{name: f"{_RL_WITH} {name}" for name in ("rloo", "dr_grpo")},
+    "reinforce": f"{_RL_WITH} reinforce_baseline",
+    "dapo": f"{_RL_WITH} group_norm, --algo.dynamic_filtering_enable and --actor.eps_clip_low_high 0.2 0.28",
+    **{name: f"vlmrl rl does it, with --actor.policy_loss_type {name}" for name in ("gspo", "cispo")},
+    **dict.fromkeys(("train_sft", "finetune", "fine-tune"), "vlmrl sft does it"),
+    "evaluate": "vlmrl eval does it",
+    **dict.fromkeys(("serve", "serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
+    **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
+    **dict.fromkeys(("env", "check", "self-test", "selftest"), "vlmrl doctor does it"),
+}
+"""What others call a verb -> where it is here."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 `doctor` has found something that does not
@@ -80,6 +98,8 @@ def _run(words: list[str]) -> int:
         return 0
     if verb in _NOT_BUILT:
         raise ConfigError(_NOT_BUILT[verb])
+    if verb in _ELSEWHERE:
+        raise ConfigError(f"no verb is called {verb} here: {_ELSEWHERE[verb]}")
     if verb not in _VERBS:
         raise ConfigError(_no_such("verb", verb, _VERBS))
     return _VERBS[verb](rest)

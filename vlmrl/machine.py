@@ -98,14 +98,17 @@ def loopback() -> Finding:
     return Finding("loopback", ok=True, essential=True, detail=found)
 
 
-def disk(folder: Path | None = None) -> Finding:
-    """Free space where a run would write, and that it can be written to; by default the folder where the user is."""
+def disk(folder: Path | None = None, *, flag: str = "--ckpt.output_dir") -> Finding:
+    """Free space where a run would write, and that it can be written to; by default the folder where the user is.
+
+    `flag` is the setting that names the folder, for messages.
+    """
     # The run makes the folders that are not there yet.
     folder = (folder or Path.cwd()).absolute()
     there = next(path for path in (folder, *folder.parents) if _is_seen(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         found = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
-        mend = "work in a folder of yours, or set --ckpt.output_dir"
+        mend = f"work in a folder of yours, or set {flag}"
         return Finding("disk", ok=False, essential=True, detail=found, mend=mend)
     free = shutil.disk_usage(there).free
     mend = "free some space, or work elsewhere"

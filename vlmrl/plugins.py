@@ -31,6 +31,10 @@ ONLY_SAFETENSORS = (
     "model that has them, or write one with save_pretrained() of Transformers where you trust the files"
 )
 """What to do about a model without safetensors, for messages."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""What PEFT calls the file that makes a folder an adapter's."""
+_TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""One of them is in every folder with a tokenizer."""
 
 
 class Processor(Protocol):
@@ -150,15 +154,13 @@ def processor(
     """
     from transformers import AutoConfig
 
-    if looks_local(path) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"{flag}: there is no folder {path}")
-    if Path(path).expanduser().is_dir():
-        refuse_pickles(Path(path).expanduser(), flag=flag)
-        path = str(Path(path).expanduser())
+    path = located(path, flag=flag)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{flag}: {path} is not a model that can be read: {first_line(error)}") from error
+    if not trust_remote_code:  # code that comes with a model may keep its tokenizer wherever it likes
+        _check_tokenizer(Path(path), flag)
     modules = [plugin("processors", name) for name in plugin_names("processors")]
     families = [module for module in modules if config.model_type in module.MODEL_TYPES]
     family = families[0] if families else plugin("processors", "text")
@@ -169,6 +171,45 @@ def processor(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the tokenizer or processor of {path} cannot be read: {first_line(error)}") from error
     return cast("Processor", loaded)
+
+
+def located(path: str, *, flag: str = MODEL_FLAG) -> str:
+    """A model's folder as such, anything else as a Hub id.
+
+    Raises ConfigError for a folder that does not exist, that holds an adapter or a run instead of a model, or whose
+    weights are pickled.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if looks_local(path):
+            raise ConfigError(f"{flag}: there is no folder {path}")
+        return path
+    if (folder / "config.json").is_file():
+        refuse_pickles(folder, flag=flag)
+        return str(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{flag}: {path} holds an adapter and no model: add it to its base first, with vlmrl merge --merge.adapter "
+            f"{path} --merge.output FOLDER, and give that folder; to train it on, give its base, and {path} as "
+            "actor.adapter_name_or_path"
+        )
+    if (folder / "model" / "config.json").is_file():
+        raise ConfigError(f"{flag}: {path} is the folder of a run: its model is in {folder / 'model'}")
+    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"{flag}: {path} is the folder of a run, which trained an adapter: add it to its base first, with vlmrl "
+            f"merge --merge.adapter {folder / 'adapter'} --merge.output FOLDER, and give that folder"
+        )
+    return str(folder)
+
+
+def _check_tokenizer(folder: Path, flag: str) -> None:
+    """Raise ConfigError when a model's folder holds no tokenizer: Transformers would make an empty one up."""
+    if folder.is_dir() and not any(list(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{flag}: there is no tokenizer in {folder}: copy tokenizer.json, tokenizer_config.json and what else the "
+            "model that it was made of has beside its weights"
+        )
 
 
 def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:

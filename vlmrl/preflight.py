@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vlmrl import machine
+from vlmrl import forecast, machine
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import Place, Role, plan
@@ -27,12 +28,17 @@ from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NOTHING, Wants, find_columns
 from vlmrl.data.rows import load_all
 from vlmrl.data.source import Source
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.lines import one_line, print_line
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
+from vlmrl.models.positions import check_length, positions
+from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
 from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
+from vlmrl.types import Prompt
 
+_SAMPLES_LOOKED_AT = 100
+"""Rows with their responses whose length a dry run of `vlmrl sft` measures."""
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
 
@@ -96,10 +102,12 @@ def check_algorithm(config: RlConfig) -> None:
 
 
 def check_models(config: RlConfig) -> None:
-    """Look for the models beside the actor: reads their configurations and tokenizers, no weights.
+    """Look for the models beside the actor, and for the actor's positions: reads configurations and tokenizers, no
+    weights.
 
     Raises:
-        ConfigError: one of them is not there, is no model, or reads other tokens or images than the actor.
+        ConfigError: one of them is not there, is no model, or reads other tokens or images than the actor; or the
+            actor has fewer positions than a prompt and its response may take.
     """
     reward = config.reward
     paths = {
@@ -109,8 +117,13 @@ def check_models(config: RlConfig) -> None:
         "reward.process_model_name_or_path": reward.process_model_name_or_path,
     }
     given = [(flag, path) for flag, path in paths.items() if path is not None]
-    if not given:
-        return
+    if given:
+        _check_beside(config, given)
+    check_lengths(config)
+
+
+def _check_beside(config: RlConfig, given: Sequence[tuple[str, str]]) -> None:
+    """`given` are the models beside the actor: (setting, path)."""
     # It needs what `startup.prepare` makes ready, and takes seconds to import.
     from vlmrl.models.load import skeleton
 
@@ -154,14 +167,32 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             find_columns(source, [source], data, wants)
 
 
+def check_lengths(config: RlConfig | EvalConfig) -> None:
+    """Raises ConfigError when a prompt and its response may be longer than the model's positions: no engine would
+    start."""
+    check_length(
+        config.actor.model_name_or_path,
+        config.data.max_len + config.rollout.max_new_tokens,
+        said=f"data.max_len {config.data.max_len} and rollout.max_new_tokens {config.rollout.max_new_tokens}",
+        trust_remote_code=config.actor.trust_remote_code,
+    )
+
+
 def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
     """Ask what `vlmrl doctor` asks of this machine, for this run; one line for whatever is short but will do.
 
     Raises:
         ClusterError: something is lacking without which nothing runs.
+        ConfigError: W&B is asked for and cannot be used.
     """
     output = Path(config.ckpt.output_dir).expanduser()
-    return machine.require(machine.examine(output, joins=joins_cluster()))
+    findings = machine.examine(output, joins=joins_cluster())
+    if not isinstance(config, EvalConfig) and config.logger.tensorboard_dir is not None:
+        found = machine.disk(Path(config.logger.tensorboard_dir), flag="--logger.tensorboard_dir")
+        findings.append(replace(found, name="disk of TensorBoard"))
+    if not isinstance(config, EvalConfig) and config.logger.wandb.project is not None:
+        usable_wandb()
+    return machine.require(findings)
 
 
 def check_hardware(
@@ -216,12 +247,9 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
         VlmrlError: whatever the run itself would stop with, as far as it can be known.
     """
     console = Console()
-    machines = local_session()
-    check_hardware(config, machines, adapter)
-    places = plan(**roles_of(config, machines))
-    if isinstance(config, RlConfig):
-        check_devices(config.vllm, machines, places)
-    console.print(describe(places, machines))
+    _place(config, adapter, console)
+    if isinstance(config, EvalConfig):
+        check_lengths(config)
     for line in check_machine(config):
         print_line(console, line)
     functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
@@ -239,6 +267,36 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
     console.print("dry run: nothing was started and nothing written")
 
 
+def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None, console: Console) -> None:
+    """Plan the placement on this machine, and where several are asked for, on as many like it: it alone is known."""
+    machines, wanted = local_session(), _nodes_wanted(config)
+    if wanted > 1:
+        machines = Session(tuple(replace(machines.nodes[0], id=str(number)) for number in range(wanted)))
+        print_line(console, f"a dry run sees this machine alone: planned for {wanted} machines like it")
+    check_hardware(config, machines, adapter)
+    try:
+        places = plan(**roles_of(config, machines))
+    except ClusterError as error:
+        if not joins_cluster():
+            raise
+        unknown = "the cluster that RAY_ADDRESS names is not asked by a dry run"
+        print_line(console, f"warning: placement: {error}; {unknown}")
+        return
+    if isinstance(config, RlConfig):
+        check_devices(config.vllm, machines, places)
+    console.print(describe(places, machines))
+
+
+def _nodes_wanted(config: RlConfig | SftConfig | EvalConfig) -> int:
+    """Machines that the widest role asks for."""
+    if isinstance(config, EvalConfig):
+        return 1
+    roles: list[Model | Critic | Ref | Reward] = [config.actor]
+    if isinstance(config, RlConfig):
+        roles += [config.critic, config.ref, config.reward]
+    return max(role.num_nodes for role in roles)
+
+
 def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
     """Read the first training rows and all evaluation rows, and print what they are like."""
     if isinstance(config, RlConfig) and config.reward.functions:
@@ -246,21 +304,40 @@ def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console:
     table = Table(title="data")
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
+    first: Prompt | None = None
+    lines: list[str] = []
     if not isinstance(config, EvalConfig):
+        lines += _training_lines(config, source)
         count = min(_ROWS_LOOKED_AT, source.num_rows())
         prompts, _ = source.draw(count)
+        first = prompts[0]
+        lines.append(forecast.of_rows(source.num_rows(), source.dropped(), prompts, max_len=config.data.max_len))
         if isinstance(config, SftConfig):
-            source.draw_samples(1)
+            samples, _ = source.draw_samples(min(_SAMPLES_LOOKED_AT, source.num_rows()))
+            model = config.actor
+            known = positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+            lines += forecast.of_samples(samples, known)
         table.add_row("training", str(source.num_rows()), str(count), *_extent(prompts))
-        first = f"first prompt ({prompts[0].source}): {prompts[0].text!r} -> {prompts[0].label!r}"
-        print_line(console, first)
-        for line in source.look_at_repeats().lines():
-            print_line(console, line)
     for name, prompts in source.evaluation().items():
+        first = first or prompts[0]
         table.add_row(Text(one_line(f"evaluation: {name}")), str(len(prompts)), str(len(prompts)), *_extent(prompts))
     console.print(table)
-    for line in source.take_notes():
+    repeats = [] if isinstance(config, EvalConfig) else source.look_at_repeats().lines()
+    for line in (*repeats, *source.take_notes()):
         print_line(console, line)
+    assert first is not None, "a run has training rows or evaluation rows"
+    print_line(console, f"first prompt ({first.source}): {first.text!r} -> {first.label!r}")
+    if not isinstance(config, SftConfig):
+        lines += forecast.of_rewards(config, first)
+    for line in lines:
+        print_line(console, line)
+
+
+def _training_lines(config: RlConfig | SftConfig, source: Source) -> list[str]:
+    """What is known of a training run before its rows are read."""
+    lines = [forecast.of_steps(config, source.num_rows()), forecast.of_training(config, source.processor)]
+    # Of other machines than this one nobody knows the memory.
+    return lines + (forecast.of_memory(config) if _nodes_wanted(config) == 1 else [])
 
 
 def _extent(prompts: Sequence[Any]) -> tuple[str, str]:

@@ -75,7 +75,11 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["train"], "vlmrl: no such verb: train; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
+        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
+        (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
+        (["grpo", *NEEDED], "vlmrl: no verb is called grpo here: vlmrl rl does it, with --algo.advantage.estimator gr"),
+        (["ppo"], "vlmrl: no verb is called ppo here: vlmrl rl does it, with --algo.advantage.estimator gae\n"),
+        (["rl", "--vllm_num_engines", "2", *NEEDED], "vlmrl rl: --vllm_num_engines: is --vllm.num_engines here\n"),
         (["evall"], "vlmrl: no such verb: evall; did you mean eval?\n"),
         (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
         (
@@ -201,6 +205,24 @@ def test_the_module_runs_and_gives_the_exit_code() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_is_answered_without_heavy_imports() -> None:
+    code = """
+import sys
+import vlmrl.cli
+assert vlmrl.cli.main(["rl", "--learning_rate", "1e-5", "--num-generations", "8", "--zzz", "1"]) == 2
+heavy = {"torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_verbs_of_others_lead_to_ours() -> None:
+    assert not cli._ELSEWHERE.keys() & {*cli._VERBS, *cli._NOT_BUILT}
+    for said in cli._ELSEWHERE.values():
+        assert said.split()[1] in cli._VERBS
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,72 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     assert line in shown
     assert shown.count("\n") == 0
     assert "Traceback" not in shown
+
+
+def test_a_dry_run_says_what_will_happen(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run("rl", model, tmp_path / "out", "--train.colocate_all", "--actor.num_nodes", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for start in (
+        "a dry run sees this machine alone: planned for 2 machines like it",
+        "first prompt (visual_math:",
+        "plan: 8 steps of 4 prompts x 4 responses = 16 samples, 1 update each of 16 samples; 1 pass over 32 rows",
+        "trains: language model and vision tower and projector",
+        "rows: of the first 32, none is dropped; the longest prompt has ",
+        "rewards on visual_math:",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_a_dry_run_does_not_judge_a_cluster_by_this_machine(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert dry_run("rl", model, tmp_path / "out", "--vllm.num_engines", "999", "--train.colocate_all") == 0
+    shown = capsys.readouterr().out
+    assert "warning: placement: vllm wants 999" in shown
+    assert "the cluster that RAY_ADDRESS names is not asked by a dry run" in shown
+
+
+def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--actor.model_name_or_path",
+        model,
+        "--eval.dataset",
+        COUNTING,
+        "--ckpt.output_dir",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(["eval", "--dry-run", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("first prompt (visual_math:0)") for line in lines)
+    assert any(line.startswith("rewards on visual_math:0: ") and "math 1, in all 1" in line for line in lines)
+    assert cli.main(["eval", "--dry-run", *flags, "--data.max_len", "8000"]) == 2
+    assert "8192 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--rollout.batch_size", "64", "--train.batch_size", "64"], "32 rows, 1 times over, do not fill one batch"),
+        (["--data.max_len", "8000"], "are 9024 tokens, and .* has 8192 positions: lower one of them"),
+        (["--logger.wandb.project", "p"], "WANDB_API_KEY|wandb is not installed"),
+        (["--logger.tensorboard_dir", "/dev/null/tb"], "/dev/null is no folder.* set --logger.tensorboard_dir"),
+    ],
+)
+def test_what_would_end_a_run_later_ends_the_dry_run(
+    flags: list[str],
+    line: str,
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert dry_run("rl", model, tmp_path / "out", "--train.colocate_all", *flags) == 2
+    assert re.search(line, capsys.readouterr().err)
 
 
 def roles(**changes: Any) -> list[str]:

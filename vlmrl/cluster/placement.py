@@ -67,7 +67,7 @@ def plan(
                 start = worker * role.slots_per_worker
                 found.append(Place(node, tuple(slots[start : start + role.slots_per_worker])))
         if len(found) < role.num_workers:
-            raise ClusterError(_no_room(role, found, places, available, unit))
+            raise ClusterError(_no_room(role, found, places, available, unit, pool))
         places[role.name] = found
         taken[role.name] = [[s for p in found if p.node == node for s in p.slots] for node in range(len(available))]
     return places
@@ -83,14 +83,22 @@ def _pool_first(free: list[int], taken: Mapping[str, list[list[int]]], node: int
 
 
 def _no_room(
-    role: Role, found: Sequence[Place], places: Mapping[str, Sequence[Place]], available: Sequence[int], unit: str
+    role: Role,
+    found: Sequence[Place],
+    places: Mapping[str, Sequence[Place]],
+    available: Sequence[int],
+    unit: str,
+    pool: frozenset[str],
 ) -> str:
-    wanted = role.num_workers * role.slots_per_worker
+    wanted, flag = role.num_workers * role.slots_per_worker, role.flag
+    if role.workers_per_node is not None and role.num_workers > role.workers_per_node * len(available):
+        flag = f"{role.flag.rpartition('.')[0]}.num_nodes"
     others = ", ".join(f"{name} {sum(len(p.slots) for p in placed)}" for name, placed in places.items())
     return (
         f"{role.name} wants {wanted} {unit}{'s' if wanted != 1 else ''} "
         f"({role.num_workers} x {role.slots_per_worker}) but only {len(found)} of its {role.num_workers} workers fit "
         f"on {len(available)} node{'s' if len(available) != 1 else ''} with {sum(available)} in all"
-        f"{f' (placed before it: {others})' if others else ''}: lower {role.flag}, "
-        "or share devices with --train.colocate_all"
+        f"{f' (placed before it: {others})' if others else ''}: lower {flag}"
+        # Of no use where they are shared already, and where no other role takes any.
+        f"{'' if pool.issuperset(places) else ', or share devices with --train.colocate_all'}"
     )

@@ -89,8 +89,14 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
     num_answers = rollout.batch_size * n
     if num_answers % train.batch_size:
         found.append(
-            f"train.batch_size {train.batch_size} does not divide the {num_answers} answers of a step "
-            f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n})"
+            f"train.batch_size {train.batch_size} does not divide the {num_answers} responses of a step "
+            f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n}): "
+            f"{_nearest_sizes(train.batch_size, rollout)}"
+        )
+    elif train.batch_size % n:
+        found.append(
+            f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}, and an "
+            f"optimizer step takes whole groups: {_nearest_sizes(train.batch_size, rollout)}"
         )
     if algo.kl.init_coef > 0 and algo.kl.target is not None and num_answers >= 5 * algo.kl.horizon:
         # One step could take the coefficient by 0.2 * answers / horizon: to nothing, or below.
@@ -98,12 +104,17 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
             f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_answers} answers of a step: one step could "
             f"take algo.kl.init_coef to 0 and leave it there; give more than {num_answers // 5}"
         )
-    if train.batch_size % n:
-        found.append(
-            f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}: "
-            "an optimizer step takes whole groups"
-        )
     return found
+
+
+def _nearest_sizes(size: int, rollout: Rollout) -> str:
+    """Which batch sizes of an optimizer step do: whole groups, and equal shares of a step's responses."""
+    n = rollout.n_samples_per_prompt
+    good = [groups * n for groups in range(1, rollout.batch_size + 1) if rollout.batch_size % groups == 0]
+    below = max((one for one in good if one < size), default=None)
+    above = min((one for one in good if one > size), default=None)
+    near = " or ".join(str(one) for one in (below, above) if one is not None)
+    return f"the nearest that {'do are' if ' or ' in near else 'does is'} {near}"
 
 
 def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:

@@ -5,13 +5,14 @@ the flag or the line of YAML that a setting came from.
 """
 
 from collections.abc import Iterable
+from typing import Literal, get_origin
 
 from vlmrl.config.actor import Model
 from vlmrl.config.base import ConflictError, Section
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
-from vlmrl.config.names import is_given, settings
+from vlmrl.config.names import is_given, named_in, settings, value
 from vlmrl.config.optimizer import Muon, Optimized
 from vlmrl.config.rollout import Eval, Held
 from vlmrl.config.train import Layout, Loop
@@ -21,11 +22,31 @@ Unread = dict[str, str]
 
 
 def refuse(config: Section, *, conflicts: Iterable[str], unread: Unread) -> None:
-    """Raise all of it at once: contradictions, and settings that were given but would not be read."""
-    dead = [f"{name} would not be read: {reason}" for name, reason in unread.items() if is_given(config, name)]
+    """Raise all of it at once: contradictions, and settings that were given but would not be read.
+
+    A value that means "off" (`eval.steps -1`) is what the run does anyway, and what the user has switched off by hand
+    (`algo.kl.init_coef 0`) may keep its settings (`ref.num_gpus_per_node 8`): neither is a mistake.
+    """
+    dead = [
+        f"{name} would not be read: {reason}"
+        for name, reason in unread.items()
+        if is_given(config, name) and not _is_off(config, name) and not _is_switched_off(config, reason)
+    ]
     lines = [*conflicts, *dead]
     if lines:
         raise ConflictError(lines)
+
+
+def _is_off(config: Section, name: str) -> bool:
+    """Whether a setting says no to what it is about: false, none, 0, or -1 as a number of steps."""
+    given, kind = value(config, name), settings(type(config))[name].annotation
+    # The 0 of `ds.zero_stage` is a choice like its others.
+    return given is None or (get_origin(kind) is not Literal and isinstance(given, int | float) and given in (0, -1))
+
+
+def _is_switched_off(config: Section, reason: str) -> bool:
+    """Whether the reason names a setting that the user has switched off, and not only left at its default."""
+    return any(is_given(config, name) and _is_off(config, name) for name in named_in(reason, settings(type(config))))
 
 
 def unread_of_optimized(role: str, optimized: Optimized) -> Unread:

@@ -61,14 +61,22 @@ def _one_line(text: str | None) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "  (required)"
+    default = default_of(field)
+    return f" = {default}" if default else ""
+
+
+def default_of(field: FieldInfo) -> str:
+    """A setting's default as it is written on a command line; empty for one that has none, or None."""
+    if field.is_required():
+        return ""
     value = field.get_default(call_default_factory=True)
     if value is None:
         return ""
     if isinstance(value, tuple):
-        return f" = {' '.join(map(str, value))}"
+        return " ".join(map(str, value))
     if isinstance(value, dict):
-        return " = '{" + ", ".join(f'"{key}": {weight}' for key, weight in value.items()) + "}'"
-    return f" = {str(value).lower() if isinstance(value, bool) else value}"
+        return "'{" + ", ".join(f'"{key}": {weight}' for key, weight in value.items()) + "}'"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _takes(kind: Any) -> str:

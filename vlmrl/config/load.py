@@ -5,17 +5,19 @@ a YAML file came from, and takes no explicit value for a switch, as `--train.col
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from vlmrl.config.aliases import alias_of, answer
 from vlmrl.config.base import ConflictError
+from vlmrl.config.help import default_of
 from vlmrl.config.names import named_in, nearest
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
 from vlmrl.config.run import VERBS
-from vlmrl.config.sources import Given, Unknown, Written, read
+from vlmrl.config.sources import Given, Unknown, Written, read, without_none
 from vlmrl.config.verb import Run
 from vlmrl.errors import ConfigError
 
@@ -63,8 +65,13 @@ def _explain(unknown: Unknown, kind: type[Run], written: Written) -> str | None:
         return None
     found = nearest(unknown.name, names)
     elsewhere = [other.verb for other in VERBS if unknown.name in (*other.settings(), *other.sections())]
+    alias = alias_of(unknown.name, kind.settings())
     if elsewhere:
         written.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
+    elif alias is not None:
+        has = {other.verb: other.settings().keys() for other in VERBS}
+        said, found = answer(alias, verb=kind.verb, dashes=dashes, has=has)
+        written.mistakes.append(f"{here}: {said}")
     elif found is not None:
         written.mistakes.append(f"{here}: no such {what}; did you mean {dashes}{found}?")
     else:
@@ -105,7 +112,7 @@ class _Judge:
         elif name not in values:
             self._judge_missing(name)
         elif name in self._values:  # one complaint about a value is enough
-            self._written.mistakes.append(_wrong_value(name, self._written.given[name], detail))
+            self._written.mistakes.append(_wrong_value(name, self._known[name], self._written.given[name], detail))
             self._doubtful.add(name)
             del self._values[name]
 
@@ -135,17 +142,26 @@ class _Judge:
         return next((name for name in names if name in self._known), None)
 
 
-def _wrong_value(name: str, given: Given, detail: ErrorDetails) -> str:
+def _wrong_value(name: str, field: FieldInfo, given: Given, detail: ErrorDetails) -> str:
     what = (
         f"{given.origin} {given.shown}" if given.origin.startswith("--") else f"{given.origin}: {name}: {given.shown}"
     )
     refused = REFUSED_VALUES.get(name, {}).get(str(given.value))
-    if refused is not None:
-        return f"{what}: {refused}"
-    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split(", unable to ")[0]
-    if detail["type"] == "missing":
-        reason = "has too few values"
-    return f"{what}: {reason}"
+    return f"{what}: {refused or _reason(field, given.value, detail)}"
+
+
+def _reason(field: FieldInfo, given: Any, detail: ErrorDetails) -> str:
+    """Why a value is none for this setting."""
+    kind = without_none(field.annotation)
+    if given is None or str(given).lower() in ("none", "null"):
+        default = default_of(field)
+        return "wants a value" + (f": leave it out for its default, {default}" if default else "")
+    if get_origin(kind) is dict and detail["type"] == "dict_type":
+        return "should be names, or names and their numbers: '{\"name\": 1}'"
+    wanted = [part for part in get_args(kind) if get_origin(kind) is tuple]
+    if wanted and Ellipsis not in wanted and isinstance(given, Sequence) and len(given) != len(wanted):
+        return f"wants {len(wanted)} values, not {len(given)}"
+    return detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split(", unable to ")[0]
 
 
 def _nest(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:

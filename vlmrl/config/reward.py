@@ -1,6 +1,6 @@
 """What an answer is worth."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,8 +15,8 @@ class Scoring(Section):
     """Reward functions and reward servers."""
 
     functions: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
-    """Built-in reward functions and their weights: `exact`, `math`, `format`. By default `math`; none beside another
-    source of rewards, and none for `serve-rm`."""
+    """Built-in reward functions and their weights: `exact`, `math`, `format`; names alone (`math format`) weigh 1. By
+    default `math`; none beside another source of rewards, and none for `serve-rm`."""
     remote_url: str | tuple[Text, ...] | None = None
     """Your own reward: `path/to/file.py:function`, or the `http://` or `https://` URL of a reward server (`vlmrl
     serve-rm`). Several URLs, separated by commas, are servers of the same reward: they share the work, and one that is
@@ -44,6 +44,15 @@ class Scoring(Section):
     """The run stops when the infrastructure (servers, network, machine) failed more than this share of a step's
     answers. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no answer at
     all. 1: neither stops it."""
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def weigh_names(cls, given: Any) -> Any:
+        """`math`, `math,format` or a list of names: each weighs 1."""
+        names = given.replace(",", " ").split() if isinstance(given, str) else given
+        if isinstance(names, list | tuple) and names and all(str(name).isidentifier() for name in names):
+            return dict.fromkeys(names, 1.0)
+        return given
 
     @field_validator("functions")
     @classmethod

@@ -1,5 +1,6 @@
 """What the user wrote, before it is judged: settings from YAML files and flags, each with where it came from."""
 
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], writ
     kind = without_none(field.annotation)
     if kind is bool and not words:
         words = ["true"]
-    several = any(get_origin(choice) in (tuple, list) for choice in choices(kind))
+    several = any(get_origin(choice) in (tuple, list, dict) for choice in choices(kind))
     if not words:
         written.mistakes.append(f"{flag}: wants a value")
         written.spoilt.add(name)
@@ -117,13 +118,13 @@ def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
     if get_origin(kind) in (tuple, list):
         # `0.9 0.95` as OpenRLHF takes it, or one word: `0.9,0.95`, `[0.9, 0.95]`, `(0.9, 0.95)`.
         return words if len(words) > 1 else [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
-    if len(words) > 1:
-        return words
     if get_origin(kind) is dict:
         try:
-            return yaml.safe_load(text)
+            return yaml.safe_load(" ".join(words))
         except yaml.YAMLError:
             return text
+    if len(words) > 1:
+        return words
     if get_origin(kind) is Literal:
         return next((choice for choice in get_args(kind) if str(choice) == text), text)
     return text
@@ -146,19 +147,28 @@ def without_none(kind: Any) -> Any:
 
 def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], written: Written) -> None:
     try:
-        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(_text(file))
         root = loader.get_single_node()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         written.mistakes.append(f"--config {file}: cannot be read: {reason}")
-        return
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
         written.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
+    else:
+        if root is not None:
+            _Tree(file, loader, known, sections, written).read(root)
         return
-    if root is not None:
-        _Tree(file, loader, known, sections, written).read(root)
+    # Nobody knows what it holds, so that nothing is missed or compared with a default.
+    written.spoilt.update(known)
+
+
+def _text(file: Path) -> str:
+    """A file's text. Windows writes UTF-16 from its shell and a mark before UTF-8: the first bytes say which."""
+    content = file.read_bytes()
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_wide else "utf-8-sig")
 
 
 class _Tree:

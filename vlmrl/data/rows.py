@@ -18,6 +18,8 @@ from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
 from vlmrl.types import Ints
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+_OTHER_FILES = (".txt", ".xls", ".xlsx", ".arrow", ".feather", ".pkl", ".zip", ".tar", ".gz", ".zst")
+"""Endings that no Hub id has."""
 
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
 """Which hundredths of all possible questions a generated split draws from."""
@@ -213,6 +215,7 @@ def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
     """A dataset from the Hub, images left encoded. DataError when it cannot be had."""
     import datasets
 
+    _refuse_file(name)
     near = difflib.get_close_matches(name, plugin_names("datasets"), n=1)
     hint = f"did you mean {near[0]}?" if near else f"the files in datasets/ are {', '.join(plugin_names('datasets'))}"
     if near and "/" not in name:
@@ -236,6 +239,15 @@ def hub_folders(name: str | None = None) -> tuple[Path, ...]:
     downloads = Path(datasets.config.HF_DATASETS_CACHE), Path(datasets.config.DOWNLOADED_DATASETS_PATH)
     hub = Path(constants.HF_HUB_CACHE)
     return hub if name is None else hub / repo_folder_name(repo_id=name, repo_type="dataset"), *downloads
+
+
+def _refuse_file(name: str) -> None:
+    """Raise DataError for what only a file is called like: the Hub would be asked for it again and again, for half a
+    minute."""
+    is_there = Path(name).expanduser().is_file()
+    if is_there or Path(name).suffix.lower() in _OTHER_FILES:
+        what = "is a file of another kind" if is_there else "there is no such file"
+        raise DataError(f"dataset {name}: {what}; vlmrl reads {', '.join(FILE_SUFFIXES)}")
 
 
 def from_hugging_face(name: str, data: Any) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.repeats import Repeats, find_repeats
 from vlmrl.data.rows import Rows, first_rows, load_all
-from vlmrl.plugins import processor_of
+from vlmrl.plugins import Processor, processor_of
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 _ROWS_LOOKED_AT = 256
@@ -154,6 +155,15 @@ class Source:
         if held.dataset is not None:
             loaded = load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
         return [*loaded, *(first_rows(rows, held.max_samples) for rows in self._held_out)]
+
+    @property
+    def processor(self) -> Processor:
+        """What the model's family does to text and images."""
+        return self._processor
+
+    def dropped(self) -> Counter[str]:
+        """Why training rows were dropped -> how many of those that were drawn."""
+        return self._training.dropped
 
     def num_rows(self) -> int:
         """Training rows."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan, scaling
 from vlmrl.models.quantize import dequantized, is_four_bit
-from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line
+from vlmrl.plugins import ADAPTER_CONFIG, MODEL_FLAG, ONLY_SAFETENSORS, first_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,7 +28,7 @@ _NAME = "default"
 """PEFT's name of the only adapter in a model."""
 _HALVES = ("lora_A", "lora_B")
 _MAGNITUDE = "lora_magnitude_vector"
-_CONFIG, _WEIGHTS, _BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+_CONFIG, _WEIGHTS, _BASE = ADAPTER_CONFIG, "adapter_model.safetensors", "base.json"
 _PICKLED = "adapter_model.bin"
 _SAMPLE_BYTES = 4096
 """So much of each tensor goes into the fingerprint of a base: two fine-tunes of one model differ in all of them."""
@@ -226,6 +226,8 @@ def read_adapter(folder: str | Path, *, flag: str) -> StoredAdapter:
     from safetensors.torch import load_file
 
     path = Path(folder).expanduser()
+    if not (path / _CONFIG).is_file() and (path / "adapter" / _CONFIG).is_file():
+        raise ConfigError(f"{flag}: {folder} is the folder of a run: its adapter is in {path / 'adapter'}")
     if not (path / _CONFIG).is_file():
         raise ConfigError(f"{flag}: there is no adapter in {folder}: it holds no {_CONFIG}")
     if not (path / _WEIGHTS).is_file() and (path / _PICKLED).is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from vlmrl.models.attention import see_all_images_at_once
 from vlmrl.models.buffers import restore_buffers
 from vlmrl.models.patches import project_patches
 from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
-from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line, looks_local, refuse_pickles
+from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line, located
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -176,20 +175,6 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
         counts[1] += size
     order: tuple[ParameterGroup, ...] = ("vision", "projector", "language")
     return [Part(group, *totals[group]) for group in order if group in totals]
-
-
-def located(path: str, *, flag: str = MODEL_FLAG) -> str:
-    """A folder as such, anything else as a Hub id.
-
-    Raises ConfigError for a folder that does not exist, or whose weights are pickled.
-    """
-    local = Path(path).expanduser()
-    if looks_local(path) and not local.is_dir():
-        raise ConfigError(f"{flag}: there is no folder {path}")
-    if not local.is_dir():
-        return path
-    refuse_pickles(local, flag=flag)
-    return str(local)
 
 
 def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -17,10 +17,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.load import located, read_weights, refuse_lacking, skeleton, without_weights
+from vlmrl.models.load import read_weights, refuse_lacking, skeleton, without_weights
 from vlmrl.models.quantize import FourBit, quantization
 from vlmrl.models.scorer import Backbone, ImageFeatures, scattered
-from vlmrl.plugins import MODEL_FLAG
+from vlmrl.plugins import MODEL_FLAG, located
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor

@@ -114,16 +114,7 @@ class WandbSink:
 
     def __init__(self, settings: Wandb, *, folder: Path, config: Mapping[str, Any]) -> None:
         """Raises ConfigError when the package or the key is missing, or the server refuses."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "logger.wandb.project is set, but the package wandb is not installed: pip install wandb, or unset it"
-            ) from error
-        if not os.environ.get(_KEY) and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-            raise ConfigError(
-                f"logger.wandb.project is set, but the environment variable {_KEY} is not: set it or WANDB_MODE=offline"
-            )
+        wandb = usable_wandb()
         try:
             self._run = wandb.init(
                 project=settings.project,
@@ -144,6 +135,21 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def usable_wandb() -> Any:
+    """The package wandb. Raises ConfigError when it is missing, or has no key."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "logger.wandb.project is set, but the package wandb is not installed: pip install wandb, or unset it"
+        ) from error
+    if not os.environ.get(_KEY) and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        raise ConfigError(
+            f"logger.wandb.project is set, but the environment variable {_KEY} is not: set it or WANDB_MODE=offline"
+        )
+    return wandb
 
 
 def _run_id(folder: Path) -> str:

@@ -46,3 +46,25 @@ def test_what_does_not_fit_names_the_role_and_the_flag() -> None:
     greedy = Role("actor", num_workers=9, slots_per_worker=1, flag="--actor.num_gpus_per_node")
     with pytest.raises(ClusterError, match=r"actor wants 9 GPUs.*with 8 in all.*--actor.num_gpus_per_node"):
         plan([greedy], shared=[], available=[8], unit="GPU")
+
+
+@pytest.mark.parametrize(
+    ("roles", "shared"),
+    [
+        ([ENGINES], []),
+        ([ACTOR, ENGINES], [frozenset({"actor", "vllm"})]),
+    ],
+)
+def test_sharing_is_no_advice_where_devices_are_shared_or_nobody_else_has_any(
+    roles: list[Role], shared: list[frozenset[str]]
+) -> None:
+    with pytest.raises(ClusterError, match=r"lower --\S+$"):
+        plan(roles, shared=shared, available=[1], unit="GPU")
+
+
+def test_too_few_machines_are_told_the_number_of_machines() -> None:
+    actor = Role("actor", num_workers=4, slots_per_worker=1, flag="--actor.num_gpus_per_node", workers_per_node=2)
+    with pytest.raises(ClusterError, match=r"only 2 of its 4 workers fit on 1 node .* lower --actor\.num_nodes$"):
+        plan([actor], shared=[], available=[8], unit="GPU")
+    with pytest.raises(ClusterError, match=r"lower --actor\.num_gpus_per_node$"):
+        plan([actor], shared=[], available=[1, 1], unit="GPU")

@@ -1,5 +1,6 @@
 """From YAML files and flags to settings, and from mistakes to lines."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -142,9 +143,15 @@ def test_a_section_is_not_a_setting(tmp_path: Path) -> None:
         (["--train.batch_size"], "--train.batch_size: wants a value"),
         (["--ds.zero_stage", "4"], "--ds.zero_stage 4: should be 0, 1, 2 or 3"),
         (["--train.colocate_all", "maybe"], "--train.colocate_all maybe: should be a valid boolean"),
-        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: has too few values"),
+        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: wants 2 values, not 1"),
         (["--actor.adam.lr", "nan"], "--actor.adam.lr nan: should be a finite number"),
-        (["--reward.functions", "{math"], "--reward.functions {math: should be a valid dictionary"),
+        (["--actor.eps_clip_low_high", "0.2"], "--actor.eps_clip_low_high 0.2: wants 2 values, not 1"),
+        (["--actor.adam.betas", "0.9", "0.9", "0.9"], "--actor.adam.betas 0.9 0.9 0.9: wants 2 values, not 3"),
+        (["--train.seed", "none"], "--train.seed none: wants a value: leave it out for its default, 42"),
+        (
+            ["--reward.functions", "{math"],
+            "--reward.functions {math: should be names, or names and their numbers: '{\"name\": 1}'",
+        ),
         (["--train.seed", "1", "2"], "--train.seed 1: takes one value, but '2' follows; quote what belongs together"),
         (["--eval.steps", "0"], "--eval.steps 0: wants a number of steps above 0, or -1 for never"),
     ],
@@ -159,9 +166,9 @@ def test_a_word_before_all_flags_is_refused() -> None:
 
 
 def test_a_wrong_value_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.yaml", "train:\n  batch_size: many\nds: {zero_stage: 7}\nreward:\n  functions: [math]\n")
+    file = write(tmp_path / "a.yaml", "train:\n  batch_size: many\nds: {zero_stage: 7}\nreward:\n  functions: 3\n")
     assert set(mistakes("--config", file)) == {
-        f"{file}:5: reward.functions: ['math']: should be a valid dictionary",
+        f"{file}:5: reward.functions: 3: should be names, or names and their numbers: '{{\"name\": 1}}'",
         f"{file}:2: train.batch_size: many: should be a valid integer",
         f"{file}:3: ds.zero_stage: 7: should be 0, 1, 2 or 3",
     }
@@ -170,7 +177,7 @@ def test_a_wrong_value_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
 def test_a_conflict_tells_where_both_sides_came_from(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "rollout:\n  batch_size: 10\n  n_samples_per_prompt: 4\n")
     (line,) = mistakes("--config", file, "--train.batch_size", "16")
-    assert line.startswith("train.batch_size 16 does not divide the 40 answers of a step")
+    assert line.startswith("train.batch_size 16 does not divide the 40 responses of a step")
     assert line.endswith(f" (--train.batch_size, {file}:2, {file}:3)")
 
 
@@ -228,8 +235,66 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert mistakes("--config", str(tmp_path)) == [f"--config {tmp_path}: cannot be read: Is a directory"]
     assert mistakes("--config") == ["--config: wants one YAML file, not 0; give it again for another one"]
     binary = tmp_path / "b.yaml"
-    binary.write_bytes(b"\xff\xfe\x00train")
+    binary.write_bytes(b"\x80\x81\x00train")
     assert mistakes("--config", str(binary))[0].startswith(f"--config {binary}: cannot be read: ")
+
+
+def test_what_a_file_holds_that_cannot_be_read_is_not_missed_and_not_compared() -> None:
+    lines = mistakes("--config", "no/such.yaml", "--train.batch_size", "12", "--train.seed", "x", needed=False)
+    assert lines == [
+        "--config no/such.yaml: cannot be read: No such file or directory",
+        "--train.seed x: should be a valid integer",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_a_file_may_be_written_by_windows(tmp_path: Path, encoding: str) -> None:
+    text = "train: {seed: 7}\ndata: {system_prompt: déjà vu}\n"
+    mark = "\ufeff" if encoding == "utf-16-le" else ""
+    (tmp_path / "a.yaml").write_bytes((mark + text).encode(encoding))
+    config = rl("--config", str(tmp_path / "a.yaml"))
+    assert (config.train.seed, config.data.system_prompt) == (7, "déjà vu")
+
+
+def test_null_is_no_value_where_a_setting_needs_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "train:\n  seed: null\n  max_steps: null\nactor: {optim: ~}\n")
+    assert set(mistakes("--config", file)) == {
+        f"{file}:2: train.seed: null: wants a value: leave it out for its default, 42",
+        f"{file}:4: actor.optim: ~: wants a value: leave it out for its default, adam",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        (["math"], {"math": 1.0}),
+        (["math", "format"], {"math": 1.0, "format": 1.0}),
+        (["exact,format"], {"exact": 1.0, "format": 1.0}),
+        (["math: 0.5"], {"math": 0.5}),
+        (['{"math":', "1,", '"format":', "0.1}"], {"math": 1.0, "format": 0.1}),
+    ],
+)
+def test_reward_functions_may_be_names_which_weigh_one(words: list[str], weights: dict[str, float]) -> None:
+    assert rl("--reward.functions", *words).reward.functions == weights
+
+
+def test_reward_functions_of_a_file_may_be_a_list(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "reward: {functions: [math, format]}\n")
+    assert rl("--config", file).reward.functions == {"math": 1.0, "format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "said"),
+    [
+        # Of 200 prompts with 8 responses each: 25 groups of 8, or 40.
+        ("200", "256", "does not divide the 1600 responses of a step .*: the nearest that do are 200 or 320"),
+        ("8", "400", "does not divide the 64 .*: the nearest that does is 64"),
+        ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: .* does is 8"),
+    ],
+)
+def test_a_batch_size_that_does_not_divide_is_told_those_that_do(prompts: str, size: str, said: str) -> None:
+    (line,) = mistakes("--rollout.batch_size", prompts, "--train.batch_size", size)
+    assert re.search(said, line)
 
 
 def test_the_other_verbs_load_too() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from vlmrl.config import names
 from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.vllm import Vllm
 
@@ -43,7 +44,7 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"rollout.n_samples_per_prompt": 1, "algo.advantage.estimator": "rloo"}, "estimator rloo without a group"),
         (
             {"rollout.batch_size": 10, "rollout.n_samples_per_prompt": 4, "train.batch_size": 16},
-            r"train.batch_size 16 does not divide the 40 answers of a step",
+            r"train.batch_size 16 does not divide the 40 responses of a step",
         ),
         (
             {"rollout.batch_size": 6, "rollout.n_samples_per_prompt": 4, "train.batch_size": 6},
@@ -97,7 +98,7 @@ def test_a_contradiction_is_refused(values: dict[str, Any], said: str) -> None:
 UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"ref.num_gpus_per_node": 1}, "algo.kl.init_coef is 0"),
     ({"algo.kl.estimator": "k1"}, "algo.kl.init_coef is 0"),
-    ({"train.colocate_actor_ref": False}, "algo.kl.init_coef is 0"),
+    ({"train.colocate_actor_ref": True}, "algo.kl.init_coef is 0"),
     (
         {"train.colocate_actor_ref": True, "train.colocate_all": True, "algo.kl.init_coef": 0.1},
         "colocate_all includes it",
@@ -132,6 +133,30 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"train.colocate_actor_ref": True, "ds.lora.rank": 8, "algo.kl.init_coef": 0.1}, "with its adapters off"),
     ({"data.output_key": "answer"}, "vlmrl rl does not have it"),
 ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eval.steps": -1},
+        {"train.colocate_actor_ref": False},
+        {
+            "algo.kl.init_coef": 0.0,
+            "ref.num_gpus_per_node": 8,
+            "ref.model_name_or_path": "r",
+            "algo.kl.estimator": "k3",
+        },
+        {"algo.kl.target": None},
+        {"eval.dataset": None, "eval.n_samples_per_prompt": 4},
+        {"ckpt.save_steps": -1, "ckpt.max_num": 3},
+        {"ds.lora.rank": 0, "ds.lora.alpha": 16.0, "ds.lora.dropout": 0.0},
+        {"logger.wandb.project": None, "logger.wandb.run_name": "a"},
+        {"vision.cache_gib": 0.0},
+    ],
+)
+def test_what_is_off_or_switched_off_by_hand_is_no_mistake(values: dict[str, Any]) -> None:
+    for name, given in values.items():
+        assert names.value(rl(**values), name) == given
 
 
 @pytest.mark.parametrize(("values", "said"), UNREAD)

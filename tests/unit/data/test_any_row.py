@@ -19,6 +19,7 @@ from PIL import Image
 from vlmrl.config.data import Columns
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, from_hugging_face, load_rows
+from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.types import Prompt
@@ -282,10 +283,16 @@ def test_tables_of_every_type(vlm: Processor, label_problems: LabelCheck, shapes
             cell = pictures[ENCODED.index(shape)]
         columns[key] = [cell, "fair" if shape is None and key == "input" else None] * (ROWS_OF_A_TABLE // 2)
     table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
-    check_rows(from_hugging_face("mine", table), vlm, label_problems)
+    try:
+        check_rows(from_hugging_face("mine", table), vlm, label_problems)
+    except DataError as error:
+        # Images that nothing reads are a mistake in the settings, and refused before any row is used.
+        if "has images in column" not in str(error):
+            raise
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(3600)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(COLUMN_POOLS)
 def test_many_more_rows_of_every_shape(vlm: Processor, label_problems: LabelCheck, pools: dict[str, list[Any]]) -> None:

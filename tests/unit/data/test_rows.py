@@ -104,6 +104,18 @@ def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(spec: str) -> N
         load(spec)
 
 
+@pytest.mark.parametrize("name", ["train.xlsx", "data/train.txt", "rows.jsonl.gz"])
+def test_a_file_name_is_not_looked_for_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"dataset {name}: there is no such file; vlmrl reads \.jsonl, "):
+        load(name)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a,b")
+    with pytest.raises(DataError, match=rf"dataset {name}: is a file of another kind; vlmrl reads"):
+        load(name)
+
+
 def test_a_seed_in_the_name_wins_over_the_runs() -> None:
     fixed = [load_rows("arithmetic?size=9&seed=5", split="train", max_samples=99, seed=s)[0] for s in (1, 2)]
     assert fixed[0] == fixed[1]

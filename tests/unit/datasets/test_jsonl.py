@@ -41,7 +41,9 @@ def test_json_may_be_a_list_a_list_per_split_or_lines(tmp_path: Path) -> None:
     assert [row["input"] for row in load(file)] == ["a", "b"]
     file.write_text(json.dumps({"train": [{"input": "a"}], "test": [{"input": "t"}], "version": 3}))
     assert [row["input"] for row in load(file, "test")] == ["t"]
-    with pytest.raises(DataError, match="no split 'dev'; it has: train, test"):
+    with pytest.raises(
+        DataError, match=r"no split 'dev'; it has: train, test: set data\.prompt_split \(or eval\.split\) to train"
+    ):
         load(file, "dev")
     file.write_text('{"input": "a"}\n{"input": "b"}\n')
     assert [row["input"] for row in load(file)] == ["a", "b"]
@@ -83,6 +85,21 @@ def test_files_that_cannot_be_used(
     with pytest.raises(DataError, match=message) as caught:
         load(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_under_one_key_name_the_setting_that_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"data": [{"input": "a"}]}')
+    with pytest.raises(DataError, match=r"no split 'train'; it has: data: set data\.prompt_split .* to data$"):
+        load(tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json", "data")[0] == {"input": "a"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_lines_in_utf_16_are_refused_with_the_command_that_mends_them(tmp_path: Path, encoding: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "mine.jsonl").write_bytes((mark + '{"input": "a"}\n').encode(encoding))
+    with pytest.raises(DataError, match=r"mine\.jsonl is UTF-16: make it UTF-8 \(iconv -f UTF-16 -t UTF-8"):
+        load(tmp_path / "mine.jsonl")
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -292,9 +292,20 @@ def test_what_is_in_the_output_folder_is_not_written_over(plain: Trained, tmp_pa
 
 def test_a_base_that_is_no_model_is_refused_under_the_name_of_its_setting(plain: Trained, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"merge\.model_name_or_path: .* is not a model that can be read"):
+        merged(plain, tmp_path / "merged", "--merge.model_name_or_path", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"merge\.model_name_or_path: .* holds an adapter and no model"):
         merged(plain, tmp_path / "merged", "--merge.model_name_or_path", str(plain.adapter))
 
 
 def test_a_folder_without_an_adapter_is_refused(plain: Trained, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"merge\.adapter: there is no adapter in"):
         merged(replace(plain, adapter=plain.base), tmp_path / "merged")
+
+
+def test_the_folder_of_a_run_is_told_where_its_adapter_is(plain: Trained, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "adapter").symlink_to(plain.adapter)
+    with pytest.raises(
+        ConfigError, match=rf"^merge\.adapter: {tmp_path}/run is the folder of a run: its adapter is in "
+    ):
+        merged(replace(plain, adapter=tmp_path / "run"), tmp_path / "merged")
