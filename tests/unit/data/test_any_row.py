@@ -26,8 +26,8 @@ from vlmrl.types import Prompt
 
 ROWS_OF_AN_EXAMPLE = 60
 ROWS_OF_A_TABLE = 20
-EXAMPLES = 52
-"""Of each property: 10,400 rows together."""
+EXAMPLES = 55
+"""Of each property: 11,000 rows together."""
 GOOD = {"input": "1 + 1?", "label": "2", "images": [], "more": None}
 KEYS = ("input", "label", "images", "more")
 COLUMNS = Columns(max_dropped_fraction=1.0, max_len=512, max_images_per_prompt=3)
@@ -143,7 +143,6 @@ def check_rows(rows: Rows, processor: Processor, label_problems: LabelCheck) -> 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vlmrl.data").addHandler(handler)
     try:
         stream = PromptStream(
             [rows, Rows(name="good", rows=[GOOD], columns=KEYS)],
@@ -153,6 +152,13 @@ def check_rows(rows: Rows, processor: Processor, label_problems: LabelCheck) -> 
             seed=0,
             label_problems=label_problems,
         )
+    except DataError as error:
+        # Refused before any row is read: columns that hold images and are not asked for.
+        if "has images in column" not in str(error):
+            raise
+        return
+    logging.getLogger("vlmrl.data").addHandler(handler)
+    try:
         prompts = stream.all_prompts(len(rows) + 1)
         again = json.loads(json.dumps(stream.state()))
     finally:
@@ -247,11 +253,11 @@ CELLS: tuple[tuple[pa.DataType, Any], ...] = (
     (pa.duration("s"), dt.timedelta(1)),
     (pa.string(), "a <image>"),
     (pa.large_string(), "a"),
-    (pa.binary(), b"\x89PNG"),
+    (pa.binary(), b"\x00raw"),
     (pa.list_(pa.float32()), [0.1, None]),
     (pa.list_(pa.float32(), 2), [0.1, 0.2]),
     (pa.large_list(pa.string()), ["a"]),
-    (pa.list_(pa.binary()), [b"\x89PNG"]),
+    (pa.list_(pa.binary()), [b"\x00raw"]),
     (pa.struct({"bytes": pa.binary(), "path": pa.string()}), {"bytes": b"", "path": "a\x1b.png"}),
     (pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})), [{"role": "user", "content": "a"}]),
 )
