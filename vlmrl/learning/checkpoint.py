@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
 from vlmrl.models.quantize import true_shape
 from vlmrl.plugins import Processor
+from vlmrl.storage import writing
 
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 
@@ -133,16 +136,30 @@ def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have all ranks write into a folder that comes to be at once, when the last of them is done."""
+    """Have all ranks write into a folder that comes to be at once, when the last of them is done.
+
+    Raises StorageError when the disk refuses: then nothing of the new folder stays, and an older one as it was.
+    """
     is_first = torch.distributed.get_rank() == 0
-    if is_first:
-        begin(folder)
-    torch.distributed.barrier()
-    write(partial(folder))
-    torch.distributed.barrier()
-    if is_first:
-        finish(folder)
-    torch.distributed.barrier()
+    with writing(folder.name, folder.parent), _removed_on_error(partial(folder)):
+        if is_first:
+            begin(folder)
+        torch.distributed.barrier()
+        write(partial(folder))
+        torch.distributed.barrier()
+        if is_first:
+            finish(folder)
+        torch.distributed.barrier()
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """Half a checkpoint would keep a full disk full."""
+    try:
+        yield
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 class _Settings(NamedTuple):

@@ -79,7 +79,7 @@ class Progress:
 
     def say(self, what: RenderableType) -> None:
         """Print something that stays, above the lines that change."""
-        self._console.print(what, soft_wrap=isinstance(what, str))
+        self._console.print(what, soft_wrap=isinstance(what, str | Text))
 
     def begin(self, *, total_steps: int, done: int = 0) -> None:
         """The first step starts now; `done` steps were made by the run that this one continues."""
