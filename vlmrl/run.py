@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.cluster.device_path import check_devices
@@ -38,6 +39,7 @@ from vlmrl.preflight import (
     check_hardware,
     check_machine,
     check_models,
+    checkpoints_planned,
     describe,
     plan_of,
     plan_of_critic,
@@ -47,8 +49,9 @@ from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
 from vlmrl.role_settings import last_step
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.saving import Saves
+from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.stage import Stage
+from vlmrl.storage import writing
 from vlmrl.supervised import fit
 from vlmrl.trainer import Carried, Course, Ending, train
 from vlmrl.types import Metrics, Prompt
@@ -61,11 +64,11 @@ _EVALUATION_SEED = 1_000_003
 
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     """`vlmrl rl`."""
-    folder, tools = _prepare(config, dry_run=dry_run)
+    folder, tools, warnings = _prepare(config, dry_run=dry_run)
     adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
         return check_data(config, adapter)
-    with _started(config, folder, adapter) as (stage, report):
+    with _started(config, folder, warnings, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
@@ -215,11 +218,11 @@ class Evaluations:
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     """`vlmrl sft`."""
-    folder, tools = _prepare(config, dry_run=dry_run)
+    folder, tools, warnings = _prepare(config, dry_run=dry_run)
     adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
-    with _started(config, folder) as (stage, report):
+    with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
         policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
@@ -242,10 +245,10 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     """`vlmrl eval`."""
-    folder, _ = _prepare(config, dry_run=dry_run)
+    folder, _, warnings = _prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config)
-    with _started(config, folder) as (stage, report):
+    with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
         rewarder = Judges(stage.rewarder(config), [])
         engines = stage.engines(config, report)
@@ -267,7 +270,8 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
 
 def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
     rows = policy.table()
-    save_table(folder.parameters, rows)
+    with writing(folder.parameters.name, folder.root):
+        save_table(folder.parameters, rows)
     report.say(parameter_table(rows))
     if done:
         report.say(f"continuing after step {done}")
@@ -285,8 +289,17 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
     )
 
 
-def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]:
-    """What can be checked before anything starts."""
+class Prepared(NamedTuple):
+    """What is known before anything starts."""
+
+    folder: RunFolder
+    tools: Processor
+    warnings: list[str]
+    """What this machine is short of, but will do: a line each."""
+
+
+def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
+    """Check what can be checked before anything starts."""
     try:
         # Ranks on a cluster that the user started stand in another folder.
         folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
@@ -296,7 +309,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         ) from error
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
-    check_machine(config)
+    warnings = check_machine(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
@@ -305,27 +318,32 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         if config.ckpt.best_metric_key is not None:
             read_best(folder.best, metric=config.ckpt.best_metric_key)
     actor = config.actor
-    return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    tools = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    return Prepared(folder, tools, warnings)
 
 
 @contextmanager
 def _started(
-    config: AnyConfig, folder: RunFolder, adapter: AdapterPlan | None = None
+    config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
 ) -> Iterator[tuple[Stage, RunReport]]:
-    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
+    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes.
+
+    `warnings` are for people, and come after the plan.
+    """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with session() as machines:
+    with naming_checkpoint(folder.checkpoints), session() as machines:
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
         check_nodes(config, machines, places, folder.root)
-        dump_yaml(config, folder.config)
+        with writing(folder.config.name, folder.root):
+            dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack, watched(machines, places) as watch:
             report.say(describe(places, machines))
-            for line in check_machine(config):
+            for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)
             yield Stage(machines, places, stack, watch), report

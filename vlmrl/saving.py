@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.errors import StorageError
 from vlmrl.learning.best import keep_best
 from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial
 from vlmrl.observe.folder import RunFolder
@@ -16,6 +19,18 @@ from vlmrl.observe.report import RunReport
 from vlmrl.sifting import Seen
 from vlmrl.trainer import Carried
 from vlmrl.types import Metrics
+
+
+@contextmanager
+def naming_checkpoint(folder: Path) -> Iterator[None]:
+    """Within the context an error of the disk says which checkpoint of `folder` is whole, if there is one."""
+    try:
+        yield
+    except StorageError as error:
+        whole = checkpoints(folder)
+        if not whole:
+            raise
+        raise StorageError(f"{error}; {whole[-1]} is whole: go on from it with --ckpt.load_enable") from error
 
 
 class Finished(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe.folder import RunFolder
-from vlmrl.saving import Saves
+from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.sifting import Seen
 from vlmrl.trainer import Carried
 
@@ -69,6 +69,18 @@ def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **change
     )
     prompts, policy, critic = (Remembering(name, log) for name in ("prompts", "policy", "critic"))
     return Saves(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_disk_names_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    error = StorageError("metrics.jsonl cannot be written to /run: No space left on device")
+    with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
+        raise error
+    assert caught.value is error, "there is none"
+    for name in ("step_000002", "step_000010", "step_000012.tmp"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
+        raise error
+    assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is whole: go on from it with --ckpt.load_enable"
 
 
 def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_path: Path, log: list[str]) -> None:

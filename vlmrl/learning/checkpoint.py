@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
+from vlmrl.learning.checksums import write_checksums
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.folders import begin, finish, partial, prune
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
@@ -58,6 +59,8 @@ def save_state(
 
     `optim` is the setting that names the optimizer, and its value. Of an adapted model the base is not written: it is
     where it was.
+
+    Raises StorageError when the disk refuses; an older folder of the name is whole then.
     """
 
     def write(path: Path) -> None:
@@ -72,6 +75,7 @@ def save_state(
         if torch.distributed.get_rank() == 0:
             (path / "identity.json").write_text(json.dumps(_identity(net, ds, optim, adapted), indent=1))
             (path / "extra.json").write_text(json.dumps(extra))
+        write_checksums(path, rank=torch.distributed.get_rank(), num_ranks=torch.distributed.get_world_size())
 
     _write_whole(folder, write)
 
