@@ -47,7 +47,7 @@ from vlmrl.preflight import (
 )
 from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
-from vlmrl.role_settings import last_step
+from vlmrl.role_settings import last_step_from
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.stage import Stage
@@ -75,9 +75,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
         done, carried = saves.restore()
-        last = last_step(config, prompts.num_rows)
+        last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         _begin(report, folder, policy, total_steps=last, done=done)
-        course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
+        course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(
             config, named(prompts.evaluation()), engines, judges, policy, transcripts, saves, report, last=last
@@ -227,7 +227,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
-        last = last_step(config, prompts.num_rows)
+        last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         _begin(report, folder, policy, total_steps=last, done=done)
 
         fit(
@@ -238,7 +238,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             save=saves.save,
             first_step=done + 1,
             last_step=last,
-            num_rows=prompts.num_rows * config.train.max_epochs,
+            rows_left=prompts.num_rows * config.train.max_epochs - saves.drawn,
         )
         saves.finish(has_adapter=adapter is not None)
 

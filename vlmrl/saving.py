@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
+from vlmrl.config.changes import changes, described, plain_settings
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.learning.best import keep_best
@@ -18,10 +19,14 @@ from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_p
 from vlmrl.learning.room import least_bytes
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
+from vlmrl.role_settings import share_done
 from vlmrl.sifting import Seen
 from vlmrl.storage import check_room, size_of, writing
 from vlmrl.trainer import Carried
 from vlmrl.types import Metrics
+
+_SIZES = {"rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size", "train.max_epochs"}
+"""Settings that say how many optimizer steps a run has of the same data."""
 
 
 @contextmanager
@@ -91,7 +96,24 @@ class Saves:
         if self.critic is not None:
             self.critic.load_checkpoint(self.folder.critic_checkpoints / newest.name)
         self.prompts.load_state(state["prompts"])
-        return int(state["step"]), self._carried(state)
+        step = int(state["step"])
+        if changed := changes(state.get("settings", {}), self.config):
+            self.report.say(f"going on from step {step} with other settings: {described(changed)}")
+        if changed.keys() & _SIZES:
+            self._follow(step)
+        return step, self._carried(state)
+
+    @property
+    def drawn(self) -> int:
+        """Rows that the run has drawn so far."""
+        return int(self.prompts.state()["position"])
+
+    def _follow(self, step: int) -> None:
+        """Put the schedules where the run is: they count optimizer steps, of which there are more or fewer now."""
+        share = share_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
+        for learner in (self.policy, self.critic):
+            if learner is not None:
+                learner.follow(share)
 
     def _newest_whole(self) -> Path | None:
         """The newest checkpoint of which every file is as it was written; None where there is no checkpoint.
@@ -144,7 +166,7 @@ class Saves:
         return Carried(coef, Seen(*state["seen"]) if "seen" in state else Seen())
 
     def _extra(self, step: int, carried: Carried | None) -> dict[str, Any]:
-        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state()}
+        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state(), "settings": plain_settings(self.config)}
         if isinstance(self.config, RlConfig) and carried is not None:
             extra |= {} if self.config.algo.kl.target is None else {"kl_coef": carried.kl_coef}
             extra |= {"seen": list(carried.seen)} if self.config.algo.dynamic_filtering_enable else {}

@@ -50,7 +50,12 @@ class Remembering:
     save_average = save_model
 
     def state(self) -> dict[str, int]:
-        return {"drawn": 7}
+        return {"position": 7}
+
+    num_rows = 28
+
+    def follow(self, share: float) -> None:
+        self.log.append(f"{self.name} at {share}")
 
     def load_state(self, state: dict[str, int]) -> None:
         self.log.append(f"{self.name} {state}")
@@ -114,7 +119,7 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[
     (tmp_path / "checkpoints/critic/step_000004").mkdir()
     log.clear()
     assert run.restore() == (2, Carried(0.25))
-    assert log == ["policy from step_000002", "critic from step_000002", "prompts {'drawn': 7}"]
+    assert log == ["policy from step_000002", "critic from step_000002", "prompts {'position': 7}"]
 
 
 def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp_path: Path, log: list[str]) -> None:
@@ -179,10 +184,10 @@ def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_pat
     assert run.save_finished() is None, "nothing is finished yet"
     run.save(1, Carried(0.0, Seen(-1.0, 2.0)))
     assert log == [], "ckpt.save_steps is -1"
-    run.prompts.state = lambda: {"drawn": 99}  # type: ignore[method-assign,assignment]
+    run.prompts.state = lambda: {"position": 99}  # type: ignore[method-assign,assignment]
     assert run.save_finished() == tmp_path / "checkpoints/step_000001"
     assert run.restore() == (1, Carried(0.0, Seen(-1.0, 2.0)))
-    assert log == ["policy step_000001", "policy from step_000001", "prompts {'drawn': 7}"]
+    assert log == ["policy step_000001", "policy from step_000001", "prompts {'position': 7}"]
     run.save_finished()
     assert log.count("policy step_000001") == 1, "it is there already"
 
@@ -303,3 +308,46 @@ def test_room_for_the_next_checkpoint_is_asked_for_before_it_is_begun(tmp_path: 
             run.save(4, Carried(0.4))
         with pytest.raises(StorageError, match="the checkpoint of step 4 takes about"):
             run.restore()
+
+
+def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule(
+    tmp_path: Path, log: list[str]
+) -> None:
+    before = saves(tmp_path, log)
+    before.save(2, Carried(0.5))
+    before.restore()
+    assert told(before) == [], "nothing changed"
+    assert not [line for line in log if " at " in line]
+
+    changed = {
+        "algo": {"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.5} | ADAPTIVE},
+        "ckpt": {"save_steps": 3, "load_enable": True, "output_dir": "elsewhere"},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 8, "max_new_tokens": 4},
+        "train": {"batch_size": 32},
+    }
+    run = Saves(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    log.clear()
+    assert run.restore()[0] == 2
+    (line,) = told(run)
+    start, _, settings = line.partition(": ")
+    assert start == "going on from step 2 with other settings"
+    assert set(settings.split(", ")) == {
+        "rollout.batch_size 2 -> 4",
+        "rollout.n_samples_per_prompt 2 -> 8",
+        "train.batch_size 4 -> 32",
+        "ckpt.save_steps 2 -> 3",
+        "ckpt.max_num 1 -> 3",
+    }
+    # 7 of the 28 prompts of the run are drawn.
+    assert log[-2:] == ["policy at 0.25", "critic at 0.25"]
+
+
+def test_another_learning_rate_is_told_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
+    before = saves(tmp_path, log)
+    before.save(2, Carried(0.5))
+    actor = {"model_name_or_path": "model", "adam": {"lr": 1e-4}}
+    settings = before.config.model_copy(update={"actor": before.config.actor.model_validate(actor)})
+    run = Saves(settings, RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    run.restore()
+    assert told(run) == ["going on from step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
+    assert not [line for line in log if " at " in line]

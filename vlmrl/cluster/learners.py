@@ -225,6 +225,10 @@ class RemotePolicy(RemoteReference):
         extra: dict[str, Any] = self._group.call("load_checkpoint", folder)[0]
         return extra
 
+    def follow(self, share: float) -> None:
+        """Go on at the learning rate of a run that is so far, from 0 to 1."""
+        self._group.call("follow", share)
+
     def save_model(self, folder: Path) -> None:
         self._group.call("save_model", folder)
 
@@ -261,6 +265,10 @@ class RemoteCritic:
 
     def load_checkpoint(self, folder: Path) -> None:
         self._ranks.group.call("load_critic_checkpoint", folder)
+
+    def follow(self, share: float) -> None:
+        """As `RemotePolicy.follow`; in the policy's processes both follow whoever is asked."""
+        self._ranks.group.call("follow", share)
 
     def save_model(self, folder: Path) -> None:
         """A folder that a reward model or another critic can start from."""

@@ -155,6 +155,11 @@ class Learner:
                 average=self._average,
             )
 
+    def follow(self, share: float) -> None:
+        """Go on at the learning rate of a run that is so far, from 0 to 1: its steps may be others than those that the
+        checkpoint has counted."""
+        self._follow((share, share))
+
     def checkpoint_damage(self, folder: Path) -> list[str]:
         """What this rank finds wrong with its files of a checkpoint, `name: why` each. No collective; the ranks
         together verify every file once."""
