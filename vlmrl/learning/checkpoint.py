@@ -145,7 +145,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     Raises StorageError when the disk refuses: then nothing of the new folder stays, and an older one as it was.
     """
     is_first = torch.distributed.get_rank() == 0
-    with writing(folder.name, folder.parent), _removed_on_error(partial(folder)):
+    with _removed_on_error(partial(folder)), writing(folder.name, folder.parent):
         if is_first:
             begin(folder)
         torch.distributed.barrier()
@@ -158,7 +158,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _removed_on_error(folder: Path) -> Iterator[None]:
-    """Half a checkpoint would keep a full disk full."""
+    """Half a checkpoint would keep a full disk full. Around `writing`, which looks at the disk as the error left it."""
     try:
         yield
     except Exception:
