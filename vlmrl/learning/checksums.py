@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files: each rank writes and verifies those of its own, side by side.
 
-A file is read once more while the kernel still holds it, at 10 GiB/s and more (XXH3, 128 bits): on 64 ranks a
-checkpoint of 800 GiB takes each rank little more than a second when it is written. When it is loaded its files must be
-read anyway, and come from memory the second time. `xxh128sum -c checksums_rank_0.xxh128` verifies by hand. They guard
-against accidents, not against an adversary.
+A file is read once more while the kernel still holds it, at 3 to 10 GiB/s (XXH3, 128 bits): a checkpoint of 800 GiB
+takes each of 64 ranks a few seconds when it is written. When it is loaded its files must be read anyway, and come from
+memory the second time. `xxh128sum -c checksums_rank_0.xxh128` verifies by hand. Checksums guard against accidents, not
+against an adversary.
 """
 
 from __future__ import annotations
