@@ -22,7 +22,7 @@ from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.errors import ConfigError, RewardError, VlmrlError
+from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
@@ -184,7 +184,10 @@ class Evaluations:
 
         Of an evaluation that failed the step is saved already.
         """
-        saved = None if error is self.failed else self.saves.save_finished()
+        try:
+            saved = None if error is self.failed else self.saves.save_finished()
+        except StorageError as full:  # it must not hide what ended the run
+            return type(error)(f"{error}; its last step is not saved: {full}")
         if saved is None:
             return error
         return type(error)(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
@@ -192,12 +195,16 @@ class Evaluations:
     def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
         """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
         that a run leaves."""
-        self.saves.save(step, carried, must=self.failed is not None)
-        if self.failed is None:
-            return
-        if step == self.last:
-            self.saves.finish(has_adapter=has_adapter)
-        raise self.failed
+        try:
+            self.saves.save(step, carried, must=self.failed is not None)
+            if self.failed is not None and step == self.last:
+                self.saves.finish(has_adapter=has_adapter)
+        except StorageError as full:
+            if self.failed is None:
+                raise
+            self.failed = type(self.failed)(f"{self.failed}; but {full}")
+        if self.failed is not None:
+            raise self.failed
 
     def at(self, step: int) -> Metrics:
         """Evaluate the policy of now."""

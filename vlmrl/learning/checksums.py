@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 _ENDING = ".xxh128"
+_ALWAYS = ("identity.json", "extra.json")
 _CHUNK = 1 << 24
 """Bytes that are read at a time."""
 _RANK = re.compile(r"rank_(\d+)")
@@ -34,12 +35,13 @@ def has_checksums(folder: Path) -> bool:
 
 
 def damage(folder: Path, *, rank: int, num_ranks: int) -> list[str]:
-    """What is wrong with the files that are this rank's to verify, one `name: why` each; [] for one without checksums.
+    """What is wrong with the files that are this rank's to verify, one `name: why` each.
 
-    The ranks may be other ones, and more or fewer, than those which wrote them.
+    The ranks may be other ones, and more or fewer, than those which wrote them. Of a checkpoint without checksums it is
+    asked whether its small files are there.
     """
     if not has_checksums(folder):
-        return []
+        return [f"{name}: it is gone" for name in _ALWAYS if rank == 0 and not (folder / name).is_file()]
     found = []
     # The lists of ranks that are gone are somebody's, too.
     for number in range(rank, _num_lists(folder), num_ranks):

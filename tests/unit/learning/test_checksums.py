@@ -103,3 +103,5 @@ def test_a_checkpoint_of_before_there_were_checksums_passes(checkpoint: Path) ->
     assert not has_checksums(checkpoint)
     flipped(checkpoint / OPTIMIZER)
     assert found(checkpoint) == [[], []]
+    (checkpoint / "extra.json").unlink()
+    assert found(checkpoint) == [["extra.json: it is gone"], []]
