@@ -76,6 +76,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         saves = Saves(config, folder, prompts, policy, report, critic)
         done, carried = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
+        saves.look_ahead(done=done, last=last)
         _begin(report, folder, policy, total_steps=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
@@ -235,6 +236,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
+        saves.look_ahead(done=done, last=last)
         _begin(report, folder, policy, total_steps=last, done=done)
 
         fit(

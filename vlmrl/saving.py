@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.text import Text
+
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.changes import changes, described, plain_settings
@@ -70,8 +72,7 @@ class Saves:
 
         Returns the steps that are done, and what they leave to the next one; None for a run that starts.
 
-        Raises ConfigError when there are checkpoints and none of them is whole, StorageError when there is no room for
-        the next one.
+        Raises ConfigError when there are checkpoints and none of them is whole.
         """
         # Others may have folders beside them. What becomes the best model is written as a whole one first.
         for whole in (partial(self.folder.best), *self.folder.models):
@@ -83,13 +84,7 @@ class Saves:
             if path.name not in complete:
                 # The run was killed before the policy's came. As the newest it would outlive others that are whole.
                 remove(path)
-        every = self.config.ckpt.save_steps
         newest = self._newest_whole() if self.config.ckpt.load_enable else None
-        if every > 0:
-            # Better now than after hours of training.
-            self.check_room(
-                every if newest is None else int(newest.name.removeprefix("step_")) // every * every + every
-            )
         if newest is None:
             return 0, None
         state = self.policy.load_checkpoint(newest)
@@ -98,7 +93,8 @@ class Saves:
         self.prompts.load_state(state["prompts"])
         step = int(state["step"])
         if changed := changes(state.get("settings", {}), self.config):
-            self.report.say(f"going on from step {step} with other settings: {described(changed)}")
+            # Not a plain string: values may look like Rich's markup.
+            self.report.say(Text(f"going on from step {step} with other settings: {described(changed)}"))
         if changed.keys() & _SIZES:
             self._follow(step)
         return step, self._carried(state)
@@ -111,9 +107,9 @@ class Saves:
     def _follow(self, step: int) -> None:
         """Put the schedules where the run is: they count optimizer steps, of which there are more or fewer now."""
         share = share_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
-        for learner in (self.policy, self.critic):
-            if learner is not None:
-                learner.follow(share)
+        self.policy.follow(share)
+        if self.critic is not None:
+            self.critic.follow(share)
 
     def _newest_whole(self) -> Path | None:
         """The newest checkpoint of which every file is as it was written; None where there is no checkpoint.
@@ -215,6 +211,13 @@ class Saves:
             best, is_new = keep_best(self.folder.best, metrics, metric=metric, step=step, save=self.policy.save_model)
         if is_new:
             self.report.say(f"best {metric} so far: {best.value:.3g} at step {step}, in {self.folder.best}")
+
+    def look_ahead(self, *, done: int, last: int) -> None:
+        """Ask now, and not after hours of training, for the room of the next checkpoint, if one is due before the run
+        ends. Raises StorageError."""
+        every = self.config.ckpt.save_steps
+        if every > 0 and (step := (done // every + 1) * every) <= last:
+            self.check_room(step)
 
     def check_room(self, step: int) -> None:
         """Raises StorageError where the disk has no room for the checkpoint of this step.
