@@ -42,7 +42,7 @@ def damage(folder: Path, *, rank: int, num_ranks: int) -> list[str]:
     """
     if not has_checksums(folder):
         return [f"{name}: it is gone" for name in _ALWAYS if rank == 0 and not (folder / name).is_file()]
-    found = []
+    found: list[str] = []
     # The lists of ranks that are gone are somebody's, too.
     for number in range(rank, _num_lists(folder), num_ranks):
         found += _damage_of(_list(folder, number))
@@ -54,7 +54,7 @@ def _damage_of(listing: Path) -> list[str]:
         lines = listing.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         return [f"{listing.name}: {_reason(error)}"]
-    found = []
+    found: list[str] = []
     for line in lines:
         match = re.fullmatch(r"([0-9a-f]{32})  (.+)", line)
         if match is None:
