@@ -37,3 +37,7 @@ class ClusterError(VlmrlError):
 
 class SyncError(VlmrlError):
     """Rollout engine and trainer are not the same function: other weights, other pixels, other tokens."""
+
+
+class StorageError(VlmrlError):
+    """A disk that is full, read-only or damaged, and what was to be written there."""

@@ -195,6 +195,16 @@ def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
     return machine.require(findings)
 
 
+def checkpoints_planned(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
+    """A line for people: how often the run can be continued from, if at all. None for a run that learns nothing."""
+    if isinstance(config, EvalConfig):
+        return []
+    every, folder = config.ckpt.save_steps, Path(config.ckpt.output_dir) / "checkpoints"
+    if every <= 0:
+        return ["checkpoints: none, so that a run that stops begins again at step 1; --ckpt.save_steps N writes them"]
+    return [f"checkpoints: every {every} steps to {folder}, of which the newest {config.ckpt.max_num} stay"]
+
+
 def check_hardware(
     config: RlConfig | SftConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None
 ) -> None:
@@ -250,7 +260,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
     _place(config, adapter, console)
     if isinstance(config, EvalConfig):
         check_lengths(config)
-    for line in check_machine(config):
+    for line in (*checkpoints_planned(config), *check_machine(config)):
         print_line(console, line)
     functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
     with closing(LabelCheck(functions)) as label_problems:

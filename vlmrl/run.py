@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.cluster.device_path import check_devices
@@ -21,7 +22,7 @@ from vlmrl.cluster.watch import watched
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.errors import ConfigError, RewardError, VlmrlError
+from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
 from vlmrl.evaluation import evaluate as evaluate_sets
 from vlmrl.evaluation import named
 from vlmrl.judging import Judged
@@ -39,6 +40,7 @@ from vlmrl.preflight import (
     check_hardware,
     check_machine,
     check_models,
+    checkpoints_planned,
     describe,
     plan_of,
     plan_of_critic,
@@ -46,10 +48,11 @@ from vlmrl.preflight import (
 )
 from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
-from vlmrl.role_settings import last_step
+from vlmrl.role_settings import last_step_from
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.saving import Saves
+from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.stage import Stage
+from vlmrl.storage import writing
 from vlmrl.supervised import fit
 from vlmrl.trainer import Carried, Course, Ending, train
 from vlmrl.types import Metrics, Prompt
@@ -62,11 +65,11 @@ _EVALUATION_SEED = 1_000_003
 
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     """`vlmrl rl`."""
-    folder, tools = _prepare(config, dry_run=dry_run)
+    folder, tools, warnings = _prepare(config, dry_run=dry_run)
     adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
         return check_data(config, adapter)
-    with _started(config, folder, adapter) as (stage, report):
+    with _started(config, folder, warnings, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
         sets = named(prompts.evaluation())  # before engines start: its rows are checked like those of training
         engines, policy, reference, critic, judges = stage.players(
@@ -74,9 +77,10 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
         done, carried = saves.restore()
-        last = last_step(config, prompts.num_rows)
+        last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
+        saves.look_ahead(done=done, last=last)
         _begin(report, folder, policy, total_steps=last, done=done)
-        course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
+        course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
         policy.publish(done)
@@ -181,7 +185,10 @@ class Evaluations:
 
         Of an evaluation that failed the step is saved already.
         """
-        saved = None if error is self.failed else self.saves.save_finished()
+        try:
+            saved = None if error is self.failed else self.saves.save_finished()
+        except StorageError as full:  # it must not hide what ended the run
+            return type(error)(f"{error}; its last step is not saved: {full}")
         if saved is None:
             return error
         return type(error)(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
@@ -189,12 +196,16 @@ class Evaluations:
     def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
         """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
         that a run leaves."""
-        self.saves.save(step, carried, must=self.failed is not None)
-        if self.failed is None:
-            return
-        if step == self.last:
-            self.saves.finish(has_adapter=has_adapter)
-        raise self.failed
+        try:
+            self.saves.save(step, carried, must=self.failed is not None)
+            if self.failed is not None and step == self.last:
+                self.saves.finish(has_adapter=has_adapter)
+        except StorageError as full:
+            if self.failed is None:
+                raise
+            self.failed = type(self.failed)(f"{self.failed}; but {full}")
+        if self.failed is not None:
+            raise self.failed
 
     def at(self, step: int) -> Metrics:
         """Evaluate the policy of now."""
@@ -215,16 +226,17 @@ class Evaluations:
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     """`vlmrl sft`."""
-    folder, tools = _prepare(config, dry_run=dry_run)
+    folder, tools, warnings = _prepare(config, dry_run=dry_run)
     adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
-    with _started(config, folder) as (stage, report):
+    with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
         policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
-        last = last_step(config, prompts.num_rows)
+        last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
+        saves.look_ahead(done=done, last=last)
         _begin(report, folder, policy, total_steps=last, done=done)
 
         fit(
@@ -235,17 +247,17 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
             save=saves.save,
             first_step=done + 1,
             last_step=last,
-            num_rows=prompts.num_rows * config.train.max_epochs,
+            rows_left=prompts.num_rows * config.train.max_epochs - saves.drawn,
         )
         saves.finish(has_adapter=adapter is not None)
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     """`vlmrl eval`."""
-    folder, _ = _prepare(config, dry_run=dry_run)
+    folder, _, warnings = _prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config)
-    with _started(config, folder) as (stage, report):
+    with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
         sets = named(prompts.evaluation())
         rewarder = Judges(stage.rewarder(config), [])
@@ -267,7 +279,8 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
 
 def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
     rows = policy.table()
-    save_table(folder.parameters, rows)
+    with writing(folder.parameters.name, folder.root):
+        save_table(folder.parameters, rows)
     report.say(parameter_table(rows))
     if done:
         report.say(f"continuing after step {done}")
@@ -285,8 +298,17 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
     )
 
 
-def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]:
-    """What can be checked before anything starts."""
+class Prepared(NamedTuple):
+    """What is known before anything starts."""
+
+    folder: RunFolder
+    tools: Processor
+    warnings: list[str]
+    """What this machine is short of, but will do: a line each."""
+
+
+def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
+    """Check what can be checked before anything starts."""
     try:
         # Ranks on a cluster that the user started stand in another folder.
         folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
@@ -296,7 +318,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         ) from error
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
-    check_machine(config)
+    warnings = check_machine(config)
     check_columns(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
@@ -306,27 +328,32 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         if config.ckpt.best_metric_key is not None:
             read_best(folder.best, metric=config.ckpt.best_metric_key)
     actor = config.actor
-    return folder, processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    tools = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    return Prepared(folder, tools, warnings)
 
 
 @contextmanager
 def _started(
-    config: AnyConfig, folder: RunFolder, adapter: AdapterPlan | None = None
+    config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
 ) -> Iterator[tuple[Stage, RunReport]]:
-    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
+    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes.
+
+    `warnings` are for people, and come after the plan.
+    """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with session() as machines:
+    with naming_checkpoint(folder.checkpoints), session() as machines:
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
         check_nodes(config, machines, places, folder.root)
-        dump_yaml(config, folder.config)
+        with writing(folder.config.name, folder.root):
+            dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack, watched(machines, places) as watch:
             report.say(describe(places, machines))
-            for line in check_machine(config):
+            for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)
             yield Stage(machines, places, stack, watch), report

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.text import Text
+
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
+from vlmrl.config.changes import changes, described, plain_settings
 from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.errors import ConfigError, StorageError
 from vlmrl.learning.best import keep_best
-from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial
+from vlmrl.learning.checksums import has_checksums
+from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial, set_aside
+from vlmrl.learning.room import least_bytes
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
+from vlmrl.role_settings import share_done
 from vlmrl.sifting import Seen
+from vlmrl.storage import check_room, size_of, writing
 from vlmrl.trainer import Carried
 from vlmrl.types import Metrics
+
+_SIZES = {"rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size", "train.max_epochs"}
+"""Settings that say how many optimizer steps a run has of the same data."""
+
+
+@contextmanager
+def naming_checkpoint(folder: Path) -> Iterator[None]:
+    """Within the context an error of the disk says which checkpoint of `folder` is whole, if there is one."""
+    try:
+        yield
+    except StorageError as error:
+        whole = checkpoints(folder)
+        if not whole:
+            raise
+        raise StorageError(f"{error}; {whole[-1]} is whole: go on from it with --ckpt.load_enable") from error
+
+
+def _few(lines: Sequence[str]) -> str:
+    return lines[0] + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
 
 
 class Finished(NamedTuple):
@@ -42,6 +71,8 @@ class Saves:
         """Go on from the last checkpoint, if that is wanted and there is one.
 
         Returns the steps that are done, and what they leave to the next one; None for a run that starts.
+
+        Raises ConfigError when there are checkpoints and none of them is whole.
         """
         # Others may have folders beside them. What becomes the best model is written as a whole one first.
         for whole in (partial(self.folder.best), *self.folder.models):
@@ -53,14 +84,75 @@ class Saves:
             if path.name not in complete:
                 # The run was killed before the policy's came. As the newest it would outlive others that are whole.
                 remove(path)
-        saved = checkpoints(self.folder.checkpoints) if self.config.ckpt.load_enable else []
-        if not saved:
+        newest = self._newest_whole() if self.config.ckpt.load_enable else None
+        if newest is None:
             return 0, None
-        state = self.policy.load_checkpoint(saved[-1])
+        state = self.policy.load_checkpoint(newest)
         if self.critic is not None:
-            self.critic.load_checkpoint(self.folder.critic_checkpoints / saved[-1].name)
+            self.critic.load_checkpoint(self.folder.critic_checkpoints / newest.name)
         self.prompts.load_state(state["prompts"])
-        return int(state["step"]), self._carried(state)
+        step = int(state["step"])
+        if changed := changes(state.get("settings", {}), self.config):
+            # Not a plain string: values may look like Rich's markup.
+            self.report.say(Text(f"going on from step {step} with other settings: {described(changed)}"))
+        if changed.keys() & _SIZES:
+            self._follow(step)
+        return step, self._carried(state)
+
+    @property
+    def drawn(self) -> int:
+        """Rows that the run has drawn so far."""
+        return int(self.prompts.state()["position"])
+
+    def _follow(self, step: int) -> None:
+        """Put the schedules where the run is: they count optimizer steps, of which there are more or fewer now."""
+        share = share_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
+        self.policy.follow(share)
+        if self.critic is not None:
+            self.critic.follow(share)
+
+    def _newest_whole(self) -> Path | None:
+        """The newest checkpoint of which every file is as it was written; None where there is no checkpoint.
+
+        Those that are newer get other names, so that they neither count as the newest nor are deleted: what is whole in
+        them may be worth something. Raises ConfigError when none is whole.
+        """
+        damaged: list[tuple[Path, list[str]]] = []
+        for folder in reversed(checkpoints(self.folder.checkpoints)):
+            found = self._damage(folder)
+            if not found:
+                self._set_aside(damaged, whole=folder)
+                return folder
+            damaged.append((folder, found))
+        if damaged:
+            folder, found = damaged[0]
+            raise ConfigError(
+                f"none of the {len(damaged)} checkpoints in {self.folder.checkpoints} is whole; the newest, "
+                f"{folder.name}: {_few(found)}: bring the file back, or start anew with another --ckpt.output_dir"
+            )
+        return None
+
+    def _damage(self, folder: Path) -> list[str]:
+        if not has_checksums(folder):
+            self.report.say(f"{folder} was written without checksums: it is taken to be whole")
+        found = self.policy.checkpoint_damage(folder)
+        if self.critic is not None:
+            critic = self.folder.critic_checkpoints / folder.name
+            lines = self.critic.checkpoint_damage(critic) if critic.is_dir() else ["its folder is gone"]
+            found = found + [f"critic/{folder.name}: {line}" for line in lines]
+        return found
+
+    def _set_aside(self, damaged: Sequence[tuple[Path, list[str]]], *, whole: Path) -> None:
+        for folder, found in damaged:
+            with writing(f"the new name of {folder.name}", folder.parent):
+                kept = set_aside(folder)
+                critic = self.folder.critic_checkpoints / folder.name
+                if critic.is_dir():
+                    set_aside(critic)
+            self.report.say(
+                f"checkpoint {folder.name} is damaged: {_few(found)}; it is {kept.name} now, and the run goes on from "
+                f"{whole.name}"
+            )
 
     def _carried(self, state: dict[str, Any]) -> Carried | None:
         if not isinstance(self.config, RlConfig):
@@ -70,7 +162,7 @@ class Saves:
         return Carried(coef, Seen(*state["seen"]) if "seen" in state else Seen())
 
     def _extra(self, step: int, carried: Carried | None) -> dict[str, Any]:
-        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state()}
+        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state(), "settings": plain_settings(self.config)}
         if isinstance(self.config, RlConfig) and carried is not None:
             extra |= {} if self.config.algo.kl.target is None else {"kl_coef": carried.kl_coef}
             extra |= {"seen": list(carried.seen)} if self.config.algo.dynamic_filtering_enable else {}
@@ -96,7 +188,8 @@ class Saves:
         return next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
 
     def _write(self, step: int, extra: dict[str, Any]) -> None:
-        with self.report.phase("save"):
+        self.check_room(step)
+        with self.report.phase("save"), writing(f"the checkpoint of step {step}", self.folder.checkpoints):
             # The policy's comes last: where it is, everything of the step is.
             if self.critic is not None:
                 self.critic.save_checkpoint(self.folder.critic_checkpoints / self.folder.checkpoint(step).name)
@@ -118,6 +211,30 @@ class Saves:
             best, is_new = keep_best(self.folder.best, metrics, metric=metric, step=step, save=self.policy.save_model)
         if is_new:
             self.report.say(f"best {metric} so far: {best.value:.3g} at step {step}, in {self.folder.best}")
+
+    def look_ahead(self, *, done: int, last: int) -> None:
+        """Ask now, and not after hours of training, for the room of the next checkpoint, if one is due before the run
+        ends. Raises StorageError."""
+        every = self.config.ckpt.save_steps
+        if every > 0 and (step := (done // every + 1) * every) <= last:
+            self.check_room(step)
+
+    def check_room(self, step: int) -> None:
+        """Raises StorageError where the disk has no room for the checkpoint of this step.
+
+        As much as the newest one takes, its critic's part included; for the first the least that it can take.
+        """
+        newest = checkpoints(self.folder.checkpoints)[-1:]
+        if newest:
+            critic = self.folder.critic_checkpoints / newest[0].name
+            needed = size_of(newest[0]) + (size_of(critic) if critic.is_dir() else 0)
+        else:
+            needed = least_bytes(self.config.actor, self.config.ds, self.policy.table())
+        kept = len(checkpoints(self.folder.checkpoints))
+        cure = "free some space there" + (
+            f", or lower --ckpt.max_num: {kept} checkpoints lie there" if kept > 1 else ""
+        )
+        check_room(needed, f"the checkpoint of step {step}", self.folder.checkpoints, cure=cure)
 
     def finish(self, *, has_adapter: bool) -> None:
         """The models that the run was for, and where everything is."""

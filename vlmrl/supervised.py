@@ -32,11 +32,11 @@ def fit(
     save: Callable[[int], None],
     first_step: int,
     last_step: int,
-    num_rows: int,
+    rows_left: int,
 ) -> None:
-    """Run the steps `first_step..last_step`, both included. Of the run's `num_rows`, those at the end that fill no
+    """Run the steps `first_step..last_step`, both included. Of the `rows_left` for them, those at the end that fill no
     batch are left out, and counted."""
-    left_out = num_rows - last_step * batch_size
+    left_out = rows_left - (last_step + 1 - first_step) * batch_size
     for step in range(first_step, last_step + 1):
         with report.phase("data"):
             samples, drawing = rows.draw_samples(batch_size)

@@ -1,4 +1,5 @@
-"""Kill a run without warning in the middle of a step, go on with the same command, get an unbroken run's numbers."""
+"""Kill a run without warning in the middle of a step, harm its newest checkpoint, go on with the same command, and get
+an unbroken run's numbers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from vlmrl.config.actor import Model
+from vlmrl.config.ds import Ds
+from vlmrl.learning.folders import checkpoints
+from vlmrl.learning.room import least_bytes
+from vlmrl.storage import size_of
 
 STEPS, KILLED_IN = 10, 7
 PER_STEP = 4
@@ -114,7 +121,28 @@ def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     left_behind = set(Path("/dev/shm").iterdir()) - in_shared_memory
     assert not left_behind
 
-    subprocess.run([*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, stdout=subprocess.DEVNULL)
+    saved = checkpoints(broken / "checkpoints")
+    harmed = next(
+        (saved[-1] / "deepspeed").glob("*optim_states.pt"), saved[-1] / "deepspeed/mp_rank_00_model_states.pt"
+    )
+    content = bytearray(harmed.read_bytes())
+    content[len(content) // 2] ^= 1
+    harmed.write_bytes(content)
+    # What room is asked for before there is a checkpoint is never more than one takes.
+    rows = [line.split("\t")[1:] for line in (broken / "parameters.tsv").read_text().splitlines()[1:]]
+    table = [("", int(trainable), int(total)) for trainable, total in rows]
+    least = least_bytes(Model(model_name_or_path=model), Ds(param_dtype="fp32"), table)
+    assert 0.7 * size_of(saved[-2]) < least <= size_of(saved[-2])
+
+    resumed = subprocess.run(
+        [*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, capture_output=True, text=True
+    )
+    told = " ".join(resumed.stdout.split())
+    assert f"{saved[-1].name} is damaged: deepspeed/{harmed.name}: its checksum differs; it is" in told
+    assert f"and the run goes on from {saved[-2].name}" in told
+    assert "with other settings" not in told
+    assert (broken / "checkpoints" / f"{saved[-1].name}.damaged").is_dir()
+    first = int(saved[-1].name.removeprefix("step_"))
 
     drawn = [
         json.loads(line)["index"]
@@ -125,12 +153,12 @@ def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
 
     wanted, found = read_metrics(unbroken), read_metrics(broken)
     assert sorted(found) == sorted(wanted)
-    assert found[KILLED_IN].keys() >= MEASURED_AT_A_START
+    assert found[first].keys() >= MEASURED_AT_A_START
     names = [n for n in wanted[STEPS] if not n.startswith(("time/", "throughput/")) and n not in MEASURED_AT_A_START]
     # Where two runs agree to the bit before the kill, they must agree to the bit after it.
-    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, KILLED_IN))]
+    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, first))]
     assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
-    for step in range(KILLED_IN, STEPS + 1):
+    for step in range(first, STEPS + 1):
         assert {n: wanted[step].get(n) for n in stable} == {n: found[step].get(n) for n in stable}, step
 
     last = f"checkpoints/step_{STEPS:06d}"

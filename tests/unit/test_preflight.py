@@ -14,12 +14,20 @@ from vlmrl import cli
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.session import Node, Session
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.plugins import processor
-from vlmrl.preflight import check_algorithm, check_hardware, check_models, plan_of, plan_of_critic, roles_of
+from vlmrl.preflight import (
+    check_algorithm,
+    check_hardware,
+    check_models,
+    checkpoints_planned,
+    plan_of,
+    plan_of_critic,
+    roles_of,
+)
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
 
@@ -44,7 +52,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "placement" in shown
     assert "evaluation: visual_math" in shown
     assert "How many circles?" in shown
+    assert "checkpoints: none, so that a run that stops begins again at step 1" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_says_how_often_a_run_can_be_continued_from() -> None:
+    words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", "out"]
+    for kind in (RlConfig, SftConfig):
+        (line,) = checkpoints_planned(load(kind, words))
+        assert line.startswith("checkpoints: none, ")
+        (line,) = checkpoints_planned(load(kind, [*words, "--ckpt.save_steps", "20", "--ckpt.max_num", "2"]))
+        assert line == "checkpoints: every 20 steps to out/checkpoints, of which the newest 2 stay"
+    words = ["--actor.model_name_or_path", "m", "--eval.dataset", "d"]
+    assert checkpoints_planned(load(EvalConfig, words)) == [], "nothing is learnt"
 
 
 def test_a_dry_run_names_labels_that_no_response_can_match(

@@ -11,7 +11,16 @@ from scripted_loop import config
 
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.errors import ConfigError
-from vlmrl.role_settings import absolute, critic_settings, demand, last_step, optimizer_steps, policy_loss
+from vlmrl.role_settings import (
+    absolute,
+    critic_settings,
+    demand,
+    last_step,
+    last_step_from,
+    optimizer_steps,
+    policy_loss,
+    share_done,
+)
 
 GAE = {"advantage": {"estimator": "gae"}}
 
@@ -91,6 +100,31 @@ def test_the_schedule_spans_every_optimizer_step() -> None:
     twice = config(train={"batch_size": 2, "max_epochs": 3})
     # 8 rows are 4 steps of 2 prompts, each with 2 optimizer steps of 2 answers, 3 times over.
     assert (last_step(twice, 8), optimizer_steps(twice, 8)) == (4, 24)
+
+
+def test_a_run_that_goes_on_with_other_batches_ends_with_its_rows() -> None:
+    # 64 rows in batches of 4 are 16 steps. After 5 of them 44 rows are left: 5 steps of 8, or 22 of 2.
+    of = {
+        size: config(rollout={"batch_size": size, "n_samples_per_prompt": 2, "max_new_tokens": 4}) for size in (2, 4, 8)
+    }
+    steps = {size: last_step_from(settings, 64, done=5, drawn=20) for size, settings in of.items()}
+    assert steps == {2: 5 + 22, 4: 16, 8: 5 + 5}
+    assert share_done(of[8], 64, done=5, drawn=20) == 20 / 64
+    assert last_step_from(of[4], 64, done=0, drawn=0) == last_step(of[4], 64)
+    assert last_step_from(of[4], 64, done=20, drawn=80) == 20, "fewer episodes than it has made"
+    assert share_done(of[4], 64, done=20, drawn=80) == 1.0
+
+
+def test_a_run_that_goes_on_is_still_bounded_by_its_steps() -> None:
+    short = config(train={"batch_size": 4, "max_steps": 7})
+    assert last_step_from(short, 64, done=5, drawn=20) == 7
+    assert share_done(short, 64, done=5, drawn=20) == 5 / 7
+
+
+def test_a_run_that_sifts_may_take_as_many_steps_as_if_every_group_taught() -> None:
+    sifting = config(algo={"dynamic_filtering_enable": True})
+    assert last_step_from(sifting, 64, done=5, drawn=40) == 32
+    assert last_step_from(sifting, 64, done=31, drawn=60) == 33, "its batches were smaller before"
 
 
 def test_the_actors_schedule_spans_the_steps_that_it_takes() -> None:

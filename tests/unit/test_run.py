@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
-from vlmrl.errors import RewardError, VlmrlError
+from vlmrl.errors import RewardError, StorageError, VlmrlError
 from vlmrl.run import Evaluations
 from vlmrl.trainer import Carried, Ending, ExhaustedError
 from vlmrl.types import Metrics
@@ -21,6 +21,7 @@ class Log:
     def __init__(self, saved: Path | None = None) -> None:
         self.lines: list[Any] = []
         self.saved = saved
+        self.is_full = False
 
     @contextmanager
     def phase(self, name: str) -> Any:
@@ -34,10 +35,14 @@ class Log:
 
     def save_finished(self) -> Path | None:
         self.lines.append("checkpoint")
+        if self.is_full:
+            raise StorageError("the disk is full")
         return self.saved
 
     def save(self, step: int, carried: Carried, *, must: bool) -> None:
         self.lines.append(("save", step, must))
+        if self.is_full:
+            raise StorageError("the disk is full")
 
     def finish(self, *, has_adapter: bool) -> None:
         self.lines.append("models")
@@ -118,3 +123,17 @@ def test_a_run_whose_rewards_fail_names_the_checkpoint_that_it_leaves_too(tmp_pa
     run.failed = RewardError("evaluation after step 7, which is saved for --ckpt.load_enable: nobody listens")
     assert run.stopped(run.failed) is run.failed
     assert log.lines == ["checkpoint"]
+
+
+def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
+    log = Log()
+    log.is_full = True
+    run = evaluations(log)
+    found = run.stopped(RewardError("7 of 64 answers could not be scored"))
+    assert type(found) is RewardError
+    assert str(found) == "7 of 64 answers could not be scored; its last step is not saved: the disk is full"
+    with pytest.raises(StorageError, match=r"^the disk is full$"):
+        run.save(7, Carried(0.0), has_adapter=False)
+    run.failed = RewardError("evaluation after step 7: nobody listens")
+    with pytest.raises(RewardError, match=r"^evaluation after step 7: nobody listens; but the disk is full$"):
+        run.save(7, Carried(0.0), has_adapter=False)

@@ -24,7 +24,7 @@ class Endless:
         return {"policy/loss": 0.5}
 
 
-def run(*, num_rows: int) -> Notebook:
+def run(*, rows_left: int) -> Notebook:
     rows, notebook, saved = Endless(), Notebook(), list[int]()
     fit(
         rows=rows,
@@ -34,7 +34,7 @@ def run(*, num_rows: int) -> Notebook:
         save=saved.append,
         first_step=2,
         last_step=3,
-        num_rows=num_rows,
+        rows_left=rows_left,
     )
     assert saved == list(notebook.steps) == [2, 3]
     assert rows.drawn == 8
@@ -42,11 +42,11 @@ def run(*, num_rows: int) -> Notebook:
 
 
 def test_rows_at_the_end_that_fill_no_batch_are_counted() -> None:
-    notebook = run(num_rows=15)
+    notebook = run(rows_left=11)
     assert "data/left_out" not in notebook.steps[2]
     assert notebook.steps[3]["data/left_out"] == 3
 
 
 def test_a_run_that_is_cut_short_has_not_left_rows_out() -> None:
-    assert "data/left_out" not in run(num_rows=100).steps[3]
-    assert "data/left_out" not in run(num_rows=12).steps[3]
+    assert "data/left_out" not in run(rows_left=96).steps[3]
+    assert "data/left_out" not in run(rows_left=8).steps[3]

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +26,20 @@ from vlmrl.startup.driver import has_gpu
 _END_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What a worker builds."""
+
+    path: str
+    """`package.module.Class`."""
+    settings: Mapping[str, Any]
+    """Its keyword arguments."""
+    variables: Mapping[str, str]
+    """Of the environment, set before the class is imported."""
+    driver: Mapping[str, str] | None
+    """The driver's environment where the run has several machines, else None."""
+
+
 class _Worker:
     """The process around a role: it builds the role after its environment is set, and hands calls on."""
 
@@ -40,21 +55,15 @@ class _Worker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def build(
-        self,
-        path: str,
-        variables: Mapping[str, str],
-        settings: Mapping[str, Any],
-        driver: Mapping[str, str] | None = None,
-    ) -> int:
-        """Build the role. `driver` is the driver's environment where the run has several machines, else None."""
-        os.environ.update(variables)
-        if driver is not None:
-            os.environ.update(_network(driver))
+    def build(self, role: _Role) -> int:
+        """Build the role; this process's id."""
+        os.environ.update(role.variables)
+        if role.driver is not None:
+            os.environ.update(_network(role.driver))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
             memory.keep_memory()
-        module, name = path.rsplit(".", 1)
-        self._role = getattr(import_module(module), name)(**settings)
+        module, name = role.path.rsplit(".", 1)
+        self._role = getattr(import_module(module), name)(**role.settings)
         return os.getpid()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -71,15 +80,9 @@ class _AsyncWorker(_Worker):
     async def address(self) -> tuple[str, int]:  # type: ignore[override]
         return super().address()
 
-    async def build(  # type: ignore[override]
-        self,
-        path: str,
-        variables: Mapping[str, str],
-        settings: Mapping[str, Any],
-        driver: Mapping[str, str] | None = None,
-    ) -> int:
+    async def build(self, role: _Role) -> int:  # type: ignore[override]
         # Model code may block for seconds while it starts: the event loop stays free for Ray's own messages.
-        return await asyncio.to_thread(super().build, path, variables, settings, driver)
+        return await asyncio.to_thread(super().build, role)
 
 
 def _network(driver: Mapping[str, str]) -> dict[str, str]:
@@ -159,7 +162,9 @@ class WorkerGroup:
             }
         pids: list[int] = self._get(
             [
-                worker.build.remote(path, world | ({"RANK": str(rank)} if distributed else {}), settings, self._driver)
+                worker.build.remote(
+                    _Role(path, settings, world | ({"RANK": str(rank)} if distributed else {}), self._driver)
+                )
                 for rank, worker in enumerate(self._alive())
             ]
         )

@@ -217,9 +217,17 @@ class RemotePolicy(RemoteReference):
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         self._group.call("save_checkpoint", folder, extra)
 
+    def checkpoint_damage(self, folder: Path) -> list[str]:
+        """What is wrong with the files of a checkpoint, `name: why` each; [] where it is whole."""
+        return _damage(self._group, folder)
+
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         extra: dict[str, Any] = self._group.call("load_checkpoint", folder)[0]
         return extra
+
+    def follow(self, share: float) -> None:
+        """Go on at the learning rate of a run that is so far, from 0 to 1."""
+        self._group.call("follow", share)
 
     def save_model(self, folder: Path) -> None:
         self._group.call("save_model", folder)
@@ -251,12 +259,24 @@ class RemoteCritic:
     def save_checkpoint(self, folder: Path) -> None:
         self._ranks.group.call("save_critic_checkpoint", folder)
 
+    def checkpoint_damage(self, folder: Path) -> list[str]:
+        """As `RemotePolicy.checkpoint_damage`, of the critic's part."""
+        return _damage(self._ranks.group, folder)
+
     def load_checkpoint(self, folder: Path) -> None:
         self._ranks.group.call("load_critic_checkpoint", folder)
+
+    def follow(self, share: float) -> None:
+        """As `RemotePolicy.follow`; in the policy's processes both follow whoever is asked."""
+        self._ranks.group.call("follow", share)
 
     def save_model(self, folder: Path) -> None:
         """A folder that a reward model or another critic can start from."""
         self._ranks.group.call("save_critic", folder)
+
+
+def _damage(group: WorkerGroup, folder: Path) -> list[str]:
+    return [line for lines in group.call("checkpoint_damage", folder) for line in lines]
 
 
 def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:

@@ -13,7 +13,7 @@ class Ckpt(Section):
     max_num: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
     load_enable: bool = False
-    """Continue from the last checkpoint in `output_dir`."""
+    """Continue from the newest whole checkpoint in `output_dir`; a damaged one is named, and set aside."""
     best_metric_key: str | None = None
     """Metric of the evaluation, such as `eval/visual_math/pass@1`: the model that is best by it stays in best/ in
     `output_dir`, whatever becomes of the checkpoints. None keeps none."""

@@ -8,6 +8,8 @@ from vlmrl.config.base import PositiveFloat, Section, Text
 
 LARGEST_RANK = 512
 """What vLLM serves at most."""
+ADAPTER_RATE = 1e-5
+"""Peak learning rate of adapters, where none is given."""
 
 
 class Lora(Section):

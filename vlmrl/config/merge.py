@@ -7,7 +7,8 @@ class Merge(Section):
     """An adapter, its base, and the folder that the sum goes to."""
 
     adapter: Text
-    """Folder of the adapter, in PEFT's format: adapter/ of a run with `ds.lora.rank`."""
+    """Folder of the adapter, in PEFT's format: adapter/ of a run with `ds.lora.rank`. The merged model has that run's
+    type, unless `ds.param_dtype` is given."""
     output: Text
     """Folder for the merged model; it must not exist yet, or be empty."""
     model_name_or_path: Text | None = None

@@ -13,7 +13,7 @@ class Adam(Section):
     """AdamW (arXiv:1711.05101)."""
 
     lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate; of adapters (`ds.lora.rank`) 1e-5 unless given."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: PositiveFloat = 1e-8

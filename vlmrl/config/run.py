@@ -13,6 +13,7 @@ from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
+from vlmrl.config.lora import ADAPTER_RATE
 from vlmrl.config.merge import Merge
 from vlmrl.config.names import all_but, is_given
 from vlmrl.config.reward import Reward, Scoring
@@ -74,6 +75,14 @@ class Training(Run):
         if self.ds.packing_samples is not None and not is_given(self.train, "layout"):
             # Frozen is for those who read the settings; here they are still being made.
             self.__dict__["train"] = self.train.model_copy(update={"layout": checks.layout(self.ds.packing_samples)})
+        return self
+
+    @model_validator(mode="after")
+    def resolve_rate(self) -> Self:
+        """Adapters, which begin at zero and are few, take larger steps than weights."""
+        if self.ds.lora.rank and not is_given(self.actor, "adam.lr"):
+            adam = self.actor.adam.model_copy(update={"lr": ADAPTER_RATE})
+            self.__dict__["actor"] = self.actor.model_copy(update={"adam": adam})
         return self
 
 

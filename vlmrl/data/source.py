@@ -20,6 +20,7 @@ from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.repeats import Repeats, find_repeats
 from vlmrl.data.rows import Rows, first_rows, load_all
 from vlmrl.plugins import Processor, processor_of
+from vlmrl.storage import writing
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 _ROWS_LOOKED_AT = 256
@@ -199,14 +200,15 @@ class Source:
         self._training.load_state(state)
 
     def save_media(self, folder: Path, media: Sequence[Media]) -> None:
-        """Write each image into `folder`, named by its hash, unless it is there."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for item in media:
-            target = folder / f"{item.hash}.png"
-            if not target.exists():
-                partial = target.with_suffix(".tmp")
-                Image.fromarray(item.fetch()).save(partial, format="PNG")
-                partial.replace(target)
+        """Write each image into `folder`, named by its hash, unless it is there. Raises StorageError."""
+        with writing("images of the rollouts", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for item in media:
+                target = folder / f"{item.hash}.png"
+                if not target.exists():
+                    partial = target.with_suffix(".tmp")
+                    Image.fromarray(item.fetch()).save(partial, format="PNG")
+                    partial.replace(target)
 
     def _count_and_share(self, media: InlineMedia) -> Media:
         self._bytes_moved += media.pixels.nbytes

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vlmrl.errors import ConfigError
 from vlmrl.learning.folders import partial, replace
+from vlmrl.storage import writing
 from vlmrl.types import Metrics
 
 _RECORD = "best.json"
@@ -53,7 +54,8 @@ def keep_best(
     killed meanwhile leaves the older model; one that goes on from a checkpoint compares with what lies there, of
     whichever step that is. Returns the best of now, and whether it is new.
 
-    Raises ConfigError when the metric was not measured, or is not one of which more is better.
+    Raises ConfigError when the metric was not measured, or is not one of which more is better; StorageError when the
+    disk refuses.
     """
     value = _value(metrics, metric)
     best = read_best(folder, metric=metric)
@@ -62,8 +64,9 @@ def keep_best(
     new = Best(metric=metric, value=value, step=step)
     written = partial(folder)
     save(written)
-    (written / _RECORD).write_text(json.dumps(asdict(new), indent=1) + "\n")
-    replace(folder, by=written)
+    with writing(folder.name, folder.parent):
+        (written / _RECORD).write_text(json.dumps(asdict(new), indent=1) + "\n")
+        replace(folder, by=written)
     return new, True
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
+from vlmrl.learning.checksums import write_checksums
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.folders import begin, finish, partial, prune
 from vlmrl.learning.pickles import read
@@ -23,6 +26,7 @@ from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
 from vlmrl.models.quantize import true_shape
 from vlmrl.plugins import Processor
+from vlmrl.storage import writing
 
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 
@@ -56,6 +60,8 @@ def save_state(
 
     `optim` is the setting that names the optimizer, and its value. Of an adapted model the base is not written: it is
     where it was.
+
+    Raises StorageError when the disk refuses; an older folder of the name is whole then.
     """
 
     def write(path: Path) -> None:
@@ -70,6 +76,7 @@ def save_state(
         if torch.distributed.get_rank() == 0:
             (path / "identity.json").write_text(json.dumps(_identity(net, ds, optim, adapted), indent=1))
             (path / "extra.json").write_text(json.dumps(extra))
+        write_checksums(path, rank=torch.distributed.get_rank(), num_ranks=torch.distributed.get_world_size())
 
     _write_whole(folder, write)
 
@@ -134,16 +141,30 @@ def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have all ranks write into a folder that comes to be at once, when the last of them is done."""
+    """Have all ranks write into a folder that comes to be at once, when the last of them is done.
+
+    Raises StorageError when the disk refuses: then nothing of the new folder stays, and an older one as it was.
+    """
     is_first = torch.distributed.get_rank() == 0
-    if is_first:
-        begin(folder)
-    torch.distributed.barrier()
-    write(partial(folder))
-    torch.distributed.barrier()
-    if is_first:
-        finish(folder)
-    torch.distributed.barrier()
+    with _removed_on_error(partial(folder)), writing(folder.name, folder.parent):
+        if is_first:
+            begin(folder)
+        torch.distributed.barrier()
+        write(partial(folder))
+        torch.distributed.barrier()
+        if is_first:
+            finish(folder)
+        torch.distributed.barrier()
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """Half a checkpoint would keep a full disk full. Around `writing`, which looks at the disk as the error left it."""
+    try:
+        yield
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 class _Settings(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 _PARTIAL = ".tmp"
@@ -63,6 +64,12 @@ def remove_partial(parent: Path, names: str = "*") -> list[Path]:
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
     return found
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name that nobody takes for a checkpoint: `step_000012.damaged`."""
+    free = (folder.with_name(f"{folder.name}.damaged{number or ''}") for number in count())
+    return folder.rename(next(path for path in free if not path.exists()))
 
 
 def checkpoints(parent: Path) -> list[Path]:

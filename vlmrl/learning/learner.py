@@ -21,6 +21,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack, place
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning.checkpoint import Adapted, load_state, save_state
+from vlmrl.learning.checksums import damage
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.engine import (
     device,
@@ -153,6 +154,17 @@ class Learner:
                 adapted=self._adapted,
                 average=self._average,
             )
+
+    def follow(self, share: float) -> None:
+        """Go on at the learning rate of a run that is so far, from 0 to 1: its steps may be others than those that the
+        checkpoint has counted."""
+        self._follow((share, share))
+
+    def checkpoint_damage(self, folder: Path) -> list[str]:
+        """What this rank finds wrong with its files of a checkpoint, `name: why` each. No collective; the ranks
+        together verify every file once."""
+        rank = torch.distributed.get_rank()
+        return damage(Path(folder), rank=rank, num_ranks=self._world_size)
 
     @property
     def _optim(self) -> dict[str, str]:

@@ -48,6 +48,10 @@ class PolicyAndCritic(Policy):
         self._compare_towers()
         return extra
 
+    def follow(self, share: float) -> None:
+        super().follow(share)
+        self._critic.follow(share)
+
     def save_critic_checkpoint(self, folder: Path) -> None:
         """See `Critic.save_critic_checkpoint`."""
         self._critic.save_critic_checkpoint(folder)

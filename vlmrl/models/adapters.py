@@ -60,6 +60,16 @@ class StoredAdapter:
     base: Base
 
     @property
+    def param_dtype(self) -> str | None:
+        """`ds.param_dtype` of the run that trained it; None where another program did, which may have kept the adapter
+        in another type than the model."""
+        if self.base.fingerprint is None:
+            return None
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(
+            self.tensors[f"{PREFIX}{self.targets[0]}.{_HALVES[0]}.weight"].dtype
+        )
+
+    @property
     def scaling(self) -> float:
         """What B @ A is multiplied by."""
         return scaling(self.rank, self.alpha, is_rank_stabilized=self.is_rank_stabilized)
@@ -207,7 +217,9 @@ def write_adapter(folder: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     save_file(whole, folder / _WEIGHTS, metadata={"format": "pt"})
     config = lora_config(plan)
-    config.base_model_name_or_path = base.path
+    # A folder is found from wherever the adapter is read; a Hub id stays one.
+    path = Path(base.path).expanduser()
+    config.base_model_name_or_path = str(path.absolute()) if path.is_dir() else base.path
     config.inference_mode = True
     config.save_pretrained(folder)
     told = {"fingerprint": base.fingerprint, "load_in_4bit": base.is_four_bit, "targets": plan.targets}

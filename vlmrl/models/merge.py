@@ -21,6 +21,7 @@ from vlmrl.models.load import load_model
 from vlmrl.models.quantize import DTYPES, dequantized, four_bit, is_four_bit
 from vlmrl.models.value_head import HEAD, is_classifier, value_net
 from vlmrl.plugins import Processor, first_line, looks_local, processor_of
+from vlmrl.storage import writing
 
 _FLAG = "merge.model_name_or_path"
 
@@ -29,10 +30,11 @@ def merge(config: MergeConfig) -> None:
     """Write the sum of an adapter and its base, and the processor, into `merge.output`.
 
     An adapter that was trained on a base of 4 bits is added to the values that those bits stand for, for these are what
-    it was trained with; `ds.load_in_4bit false` adds it to the weights in the base's files.
+    it was trained with; `ds.load_in_4bit false` adds it to the weights in the base's files. The sum has the type that
+    the adapter's run had, unless `ds.param_dtype` is given.
 
     Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when
-    there is something in the output folder.
+    there is something in the output folder; StorageError when the disk refuses.
     """
     output = Path(config.merge.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -44,8 +46,9 @@ def merge(config: MergeConfig) -> None:
     net = _load(path, config, stored, reader)
     write_out(net)
     add(net, stored)
-    net.save_pretrained(output)
-    reader.save(output)
+    with writing("the merged model", output):
+        net.save_pretrained(output)
+        reader.save(output)
     told = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
     Console().print(told, markup=False, highlight=False, soft_wrap=True)
 
@@ -133,6 +136,8 @@ def _ask_to_follow(path: str, adapter: str) -> None:
 def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Processor) -> PreTrainedModel:
     """The base as the adapter was trained on it."""
     ds = config.ds
+    if not is_given(config, "ds.param_dtype") and stored.param_dtype is not None:
+        ds = ds.model_copy(update={"param_dtype": stored.param_dtype})
     if not is_given(config, "ds.load_in_4bit"):
         ds = ds.model_copy(update={"load_in_4bit": stored.base.is_four_bit})
     elif ds.load_in_4bit and stored.base.fingerprint is not None and not stored.base.is_four_bit:

@@ -83,7 +83,7 @@ class Progress:
         if isinstance(what, str):
             print_line(self._console, what)
         else:
-            self._console.print(what)
+            self._console.print(what, soft_wrap=isinstance(what, Text))
 
     def begin(self, *, total_steps: int, done: int = 0) -> None:
         """The first step starts now; `done` steps were made by the run that this one continues."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -10,8 +10,10 @@ from typing import Any, Self
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from vlmrl.config.ckpt import Logger
+from vlmrl.errors import StorageError
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
@@ -32,15 +34,20 @@ class RunReport:
         self._progress = Progress(title=title)
         self._sinks: list[Sink] = []
         self._is_drawn = True
+        self._told: set[str] = set()
+        """What went wrong and was told."""
+        self._disk_failed = False
+        """The run ends for that: what cannot be written on the way out is no news."""
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._disk_failed = isinstance(error, StorageError)
         self._progress.__exit__(kind, error, tb)
         for sink in self._sinks:
-            sink.close()
+            self._try(sink.close, f"{type(sink).__name__} did not close")
         self._draw()
 
     def say(self, what: RenderableType) -> None:
@@ -96,8 +103,24 @@ class RunReport:
 
     def _draw(self) -> None:
         if not self._is_drawn:
-            draw_curves(self._folder.metrics, self._folder.curves)
-            self._is_drawn = True
+            self._is_drawn = self._try(
+                lambda: draw_curves(self._folder.metrics, self._folder.curves),
+                f"{self._folder.curves.name} is not drawn",
+            )
+
+    def _try(self, act: Callable[[], object], otherwise: str) -> bool:
+        """Whether `act` is done. What goes wrong is a line, no error: a picture is no reason to end a run, and what
+        fails on the way out must not hide what ended it."""
+        try:
+            act()
+        except Exception as error:  # matplotlib, TensorBoard and W&B raise what they like
+            is_known = self._disk_failed and isinstance(error, OSError | StorageError)
+            if otherwise not in self._told and not is_known:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                self._progress.say(Text(f"{otherwise}: {reason}"))
+            self._told.add(otherwise)
+            return False
+        return True
 
 
 def parameter_table(rows: Sequence[tuple[str, int, int]]) -> Table:

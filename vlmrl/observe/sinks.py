@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vlmrl.errors import ConfigError
 from vlmrl.observe.metrics import check_name
+from vlmrl.storage import writing
 from vlmrl.types import Metrics
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ def open_sinks(
 
     W&B shows `config` beside the curves.
 
-    Raises ConfigError when W&B is asked for and cannot be used.
+    Raises ConfigError when W&B is asked for and cannot be used, and StorageError, like every write, for a full disk.
     """
     # W&B comes first: it is the one that can fail, and then the others must not have dropped anything yet.
     sinks: list[Sink] = []
@@ -56,21 +59,24 @@ class JsonlSink:
     """One JSON object per line and step. A number that JSON does not have (NaN, infinity) is written as null."""
 
     def __init__(self, file: Path, *, first_step: int) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists():
-            kept = [json.dumps(record) + "\n" for record in read_metrics(file) if record["step"] < first_step]
-            partial = file.with_suffix(".tmp")
-            partial.write_text("".join(kept), encoding="utf-8")
-            partial.replace(file)
-        self._file = file.open("a", encoding="utf-8")
+        self._writing = partial(writing, file.name, file.parent)
+        with self._writing():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.exists():
+                kept = [json.dumps(record) + "\n" for record in read_metrics(file) if record["step"] < first_step]
+                written = file.with_suffix(".tmp")
+                written.write_text("".join(kept), encoding="utf-8")
+                written.replace(file)
+            self._file = file.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Metrics) -> None:
         for name in metrics:
             check_name(name)
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
-        self._file.write(json.dumps({"step": step} | numbers) + "\n")
-        # What is flushed is the kernel's: a killed process loses nothing of it.
-        self._file.flush()
+        with self._writing():
+            self._file.write(json.dumps({"step": step} | numbers) + "\n")
+            # What is flushed is the kernel's: a killed process loses nothing of it.
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -95,15 +101,26 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # torch: not before somebody really runs
 
-        self._writer = SummaryWriter(os.fspath(folder), purge_step=first_step if first_step > 0 else None)
+        self._writing = partial(writing, "TensorBoard's curves", folder)
+        if threading.excepthook is not _without_tensorboard:
+            threading.excepthook = _without_tensorboard
+        with self._writing():
+            self._writer = SummaryWriter(os.fspath(folder), purge_step=first_step if first_step > 0 else None)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-        self._writer.flush()
+        with self._writing():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, global_step=step)
+            self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _without_tensorboard(told: threading.ExceptHookArgs, otherwise: Any = threading.excepthook) -> None:
+    """Print no traceback of TensorBoard's writing thread: `TensorBoardSink.write` raises the same error."""
+    if type(told.thread).__name__ != "_AsyncWriterThread":
+        otherwise(told)
 
 
 class WandbSink:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmrl.storage import writing
 from vlmrl.types import Floats, Group, Media, Rollout, Score
 
 
@@ -80,19 +81,23 @@ class Transcripts:
         learnt: Iterable[Sequence[Mapping[str, float | None]]],
         kinds: Iterable[Mapping[str, bool]],
     ) -> Path:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        new = {media.hash: media for group in groups for media in group.prompt.media if media.hash not in self._saved}
+        target = self._folder / file
+        partial = target.with_suffix(".tmp")
+        with writing(f"rollouts of step {step}", self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._save_new_media([media for group in groups for media in group.prompt.media])
+            # An answer may hold half a surrogate pair, which UTF-8 has not; the backslash form is JSON for it.
+            with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
+                for record in _records(step, groups, scores, learnt, kinds):
+                    lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            partial.replace(target)
+        return target
+
+    def _save_new_media(self, media: Sequence[Media]) -> None:
+        new = {item.hash: item for item in media if item.hash not in self._saved}
         if new:
             self._save_media(self._folder / "media", list(new.values()))
             self._saved |= set(new)
-        target = self._folder / file
-        partial = target.with_suffix(".tmp")
-        # An answer may hold half a surrogate pair, which UTF-8 has not; the backslash form is JSON for it.
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-            for record in _records(step, groups, scores, learnt, kinds):
-                lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-        partial.replace(target)
-        return target
 
 
 def _records(

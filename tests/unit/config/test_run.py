@@ -1,5 +1,6 @@
 """What settings say about each other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,3 +220,15 @@ def test_evaluation_has_no_settings_of_training() -> None:
 def test_a_step_of_an_engine_has_a_token_for_each_response() -> None:
     with pytest.raises(ValidationError, match=r"vllm\.max_num_batched_tokens 64 is below vllm\.max_num_seqs 128"):
         Vllm(max_num_seqs=128, max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("make", [rl, sft])
+def test_adapters_have_a_learning_rate_of_their_own_unless_one_is_given(
+    make: Callable[..., RlConfig | SftConfig],
+) -> None:
+    lora = {"ds.lora.rank": 8}
+    assert make().actor.adam.lr == 1e-6
+    assert make(**lora).actor.adam.lr == 1e-5
+    assert make(**lora, **{"actor.adam.lr": 1e-6}).actor.adam.lr == 1e-6
+    adam = make(**lora, **{"actor.adam.eps": 1e-6}).actor.adam
+    assert (adam.lr, adam.eps) == (1e-5, 1e-6)

@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small_disk import small_disk, turn_read_only
 
-from vlmrl.errors import ConfigError
-from vlmrl.learning.checkpoint import _check_identity
+from vlmrl.errors import ConfigError, StorageError
+from vlmrl.learning.checkpoint import _check_identity, _write_whole
+from vlmrl.learning.checksums import damage, write_checksums
+from vlmrl.learning.engine import init_distributed
+from vlmrl.learning.folders import checkpoints
 
 FULL: dict[str, Any] = {
     "model": {"a": [2, 3], "b": [3]},
@@ -63,3 +68,51 @@ def test_what_differs_is_named_in_one_line(found: dict[str, Any], words: str) ->
     with pytest.raises(ConfigError, match=words) as caught:
         _check_identity(ADAPTED | found, ADAPTED, Path("c"))
     assert "\n" not in str(caught.value)
+
+
+def written(disk: Path, step: int, *, mib: int) -> Path:
+    """A checkpoint of so many MiB, as one rank writes it."""
+
+    def write(path: Path) -> None:
+        (path / "deepspeed").mkdir()
+        for number in range(mib):
+            torch.save(torch.zeros(2**18), path / "deepspeed" / f"{number}.pt")
+        write_checksums(path, rank=0, num_ranks=1)
+
+    folder = disk / f"step_{step:06d}"
+    _write_whole(folder, write)
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    return damage(folder, rank=0, num_ranks=1) == []
+
+
+def test_a_disk_that_is_full_before_a_checkpoint_is_leaves_the_last_one_whole_and_no_half(tmp_path: Path) -> None:
+    init_distributed(timeout_s=60)
+    with small_disk(tmp_path / "disk", mib=8) as disk:
+        whole = written(disk, 1, mib=3)
+        with pytest.raises(StorageError) as caught:
+            written(disk, 2, mib=6)
+        line = f"step_000002 cannot be written to {disk}: No space left on device ("
+        assert str(caught.value).startswith(line)
+        assert list(disk.iterdir()) == [whole]
+        assert is_whole(whole)
+        assert len(list((whole / "deepspeed").iterdir())) == 3
+        # What is written over an older one of its step leaves that.
+        with pytest.raises(StorageError):
+            written(disk, 1, mib=6)
+        assert checkpoints(disk) == [whole]
+        assert is_whole(whole)
+        assert is_whole(written(disk, 2, mib=3)), "with less to write it goes on"
+
+
+def test_a_disk_that_turns_read_only_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    init_distributed(timeout_s=60)
+    with small_disk(tmp_path / "disk", mib=8) as disk:
+        whole = written(disk, 1, mib=1)
+        turn_read_only(disk)
+        with pytest.raises(StorageError, match=r"step_000002 cannot be written to .*: Read-only file system"):
+            written(disk, 2, mib=1)
+        assert checkpoints(disk) == [whole]
+        assert is_whole(whole)

@@ -22,7 +22,7 @@ from vlmrl.config.run import MergeConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.models.adapters import Base, adapter_tensors, base_fingerprint, inject, write_adapter
+from vlmrl.models.adapters import Base, adapter_tensors, base_fingerprint, inject, read_adapter, write_adapter
 from vlmrl.models.load import load_model
 from vlmrl.models.merge import merge
 from vlmrl.models.quantize import four_bit
@@ -198,12 +198,40 @@ def test_an_adapter_of_a_reward_model_that_sees_is_merged_with_its_score_layer(
     assert want.abs().max() > 0.1
 
 
-# ---------------------------------------------------------------- bad input
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, folder: Callable[..., Path]) -> Trained:
     return trained(folder("qwen3"), tmp_path_factory.mktemp("plain") / "adapter", lora=Lora(rank=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_merged_model_has_the_type_of_the_run(plain: Trained, tmp_path: Path, dtype: torch.dtype) -> None:
+    found = copied(plain, tmp_path / "a", lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+    words = ["--merge.adapter", str(found.adapter), "--merge.model_name_or_path", str(found.base), "--merge.output"]
+    merge(load(MergeConfig, [*words, str(tmp_path / "merged")]))
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {dtype}
+    # What is given counts, and so it does where nobody knows the run.
+    merge(load(MergeConfig, [*words, str(tmp_path / "given"), "--ds.param_dtype", "bf16"]))
+    (found.adapter / "base.json").unlink()
+    merge(load(MergeConfig, [*words, str(tmp_path / "others")]))
+    for name in ("given", "others"):
+        weights = load_file(tmp_path / name / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_the_base_of_an_adapter_is_found_from_anywhere(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = folder("qwen3")
+    monkeypatch.chdir(base.parent)
+    trained(Path(base.name), tmp_path / "adapter", lora=Lora(rank=4))
+    monkeypatch.chdir("/")
+    assert read_adapter(tmp_path / "adapter", flag="merge.adapter").base.path == str(base.absolute())
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(base.absolute()), "PEFT and vLLM read it too"
+
+
+# ---------------------------------------------------------------- bad input
 
 
 def copied(found: Trained, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Trained:

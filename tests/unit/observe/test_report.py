@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+from small_disk import small_disk
+
 from vlmrl.config.ckpt import Logger
+from vlmrl.errors import StorageError
 from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, save_table
 from vlmrl.observe.sinks import read_metrics
@@ -48,3 +54,71 @@ def test_a_continued_run_writes_no_step_twice(tmp_path: Path) -> None:
 def test_the_table_of_what_trains_is_a_file_too(tmp_path: Path) -> None:
     save_table(tmp_path / "parameters.tsv", [("vision", 0, 10), ("language", 5, 5)])
     assert (tmp_path / "parameters.tsv").read_text() == "part\ttrainable\tall\nvision\t0\t10\nlanguage\t5\t5\n"
+
+
+class Broken:
+    """A sink that cannot be closed."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        raise OSError("no network")
+
+
+def test_what_fails_on_the_way_out_is_told_and_never_hides_what_ended_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "curves.png").mkdir()
+    last = Broken()
+    closed: list[int] = []
+    last.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the cause"), make_report(tmp_path) as report:  # noqa: PT012
+        report.begin(total_steps=1, done=0)
+        report._sinks = [Broken(), last]
+        report.step(1, {"reward/mean": 0.5})
+        raise RuntimeError("the cause")
+    told = capsys.readouterr().out
+    assert "Broken did not close: OSError: no network\n" in told
+    assert "curves.png is not drawn: IsADirectoryError: " in told
+    assert closed == [1], "the others are closed all the same"
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "curves.png").mkdir()
+    with make_report(tmp_path) as report:
+        report.begin(total_steps=30, done=0)
+        for step in range(1, 31):
+            report.step(step, {"reward/mean": 0.5})
+    assert capsys.readouterr().out.count("curves.png is not drawn") == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 30
+
+
+def filled(disk: Path) -> None:
+    """To the last byte of the last page."""
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk_is_told_once_by_what_was_to_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(disk: Path) -> None:
+        with make_report(disk) as report:
+            report.begin(total_steps=1000, done=0)
+            report.step(1, {"reward/mean": 0.5})
+            filled(disk)
+            for step in range(2, 1000):
+                report.step(step, {"reward/mean": 0.5, "reward/std": 0.5, "policy/loss": 0.5})
+
+    with small_disk(tmp_path / "disk", mib=1) as disk, pytest.raises(StorageError) as caught:
+        run(disk)
+    told, errors = capfd.readouterr()
+    assert re.fullmatch(
+        rf"(metrics\.jsonl|TensorBoard's curves) cannot be written to {disk}(/tensorboard)?: "
+        r"No space left on device \(0\.0 MiB of 1\.0 MiB free\): free some space there",
+        str(caught.value),
+    )
+    assert "cannot" not in told + errors, "the caller tells it"
+    assert "Traceback" not in told + errors

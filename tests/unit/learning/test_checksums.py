@@ -1,0 +1,107 @@
+"""Whatever is wrong with a file of a checkpoint is found, by one rank, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from vlmrl.learning.checksums import damage, has_checksums, write_checksums
+
+OPTIMIZER = "deepspeed/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+FILES = {
+    "deepspeed/mp_rank_00_model_states.pt": 0,
+    "deepspeed/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": 0,
+    OPTIMIZER: 1,
+    "random_rank_0.pt": 0,
+    "random_rank_1.pt": 1,
+    "average_rank_1.pt": 1,
+    "identity.json": 0,
+    "extra.json": 0,
+    "latest": 0,
+}
+"""Each with the rank that writes it."""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "step_000003"
+    (folder / "deepspeed").mkdir(parents=True)
+    for name in FILES:
+        (folder / name).write_bytes(name.encode() * 100)
+    # The first rank may be done before the other has begun.
+    for rank in (0, 1):
+        write_checksums(folder, rank=rank, num_ranks=2)
+    return folder
+
+
+def found(folder: Path, num_ranks: int = 2) -> list[list[str]]:
+    return [damage(folder, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+
+
+def test_each_rank_sees_to_what_it_wrote(checkpoint: Path) -> None:
+    for rank in (0, 1):
+        lines = (checkpoint / f"checksums_rank_{rank}.xxh128").read_text().splitlines()
+        listed = dict(line.split("  ")[::-1] for line in lines)
+        assert set(listed) == {name for name, owner in FILES.items() if owner == rank}
+        for name, digest in listed.items():
+            assert digest == xxhash.xxh3_128_hexdigest((checkpoint / name).read_bytes())
+    assert has_checksums(checkpoint)
+    assert found(checkpoint) == [[], []]
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (flipped, "its checksum differs"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its checksum differs"),
+        (lambda file: file.write_bytes(b""), "its checksum differs"),
+        (Path.unlink, "it is gone"),
+        (lambda file: (file.unlink(), file.mkdir()), "it cannot be read: Is a directory"),
+    ],
+)
+def test_a_harmed_file_is_named_by_the_rank_that_wrote_it(
+    checkpoint: Path, harm: Callable[[Path], object], why: str
+) -> None:
+    harm(checkpoint / OPTIMIZER)
+    assert found(checkpoint) == [[], [f"{OPTIMIZER}: {why}"]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_other_ranks_than_those_that_wrote_it_find_all_of_it_once(checkpoint: Path, num_ranks: int) -> None:
+    for name in FILES:
+        flipped(checkpoint / name)
+    lines = [line for of_rank in found(checkpoint, num_ranks) for line in of_rank]
+    assert sorted(lines) == sorted(f"{name}: its checksum differs" for name in FILES)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (Path.unlink, "it is gone"),
+        (lambda file: file.write_bytes(b""), "it is empty"),
+        (lambda file: file.write_bytes(bytes(10)), "it is no list of checksums"),
+        (lambda file: file.write_bytes(b"\xff\xfe"), "it cannot be read"),
+    ],
+)
+def test_a_harmed_list_is_damage_too(checkpoint: Path, harm: Callable[[Path], object], why: str) -> None:
+    harm(checkpoint / "checksums_rank_1.xxh128")
+    assert found(checkpoint) == [[], [f"checksums_rank_1.xxh128: {why}"]]
+
+
+def test_a_checkpoint_of_before_there_were_checksums_passes(checkpoint: Path) -> None:
+    for rank in (0, 1):
+        (checkpoint / f"checksums_rank_{rank}.xxh128").unlink()
+    assert not has_checksums(checkpoint)
+    flipped(checkpoint / OPTIMIZER)
+    assert found(checkpoint) == [[], []]
+    (checkpoint / "extra.json").unlink()
+    assert found(checkpoint) == [["extra.json: it is gone"], []]
