@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
+from vlmrl.cluster.deaths import told_of
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
@@ -29,6 +30,7 @@ from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.log import logged
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
@@ -315,16 +317,18 @@ def _started(
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with session() as machines:
+    with logged() as log, session() as machines:
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
+        log.keep_in(folder.log)
+        machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
         dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
-        with report, ExitStack() as stack, watched(machines, places) as watch:
+        with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
             report.say(describe(places, machines))
             for line in check_machine(config):
                 report.say(line)

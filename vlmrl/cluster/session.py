@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vlmrl import machine, startup
 from vlmrl.cluster import OF_OUR_OWN
+from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
@@ -40,6 +41,8 @@ class Session:
     """The machines of a run."""
 
     nodes: tuple[Node, ...]
+    roster: Roster = field(default_factory=Roster, compare=False, repr=False)
+    """The workers that have started, and which of them has died."""
 
     @property
     def has_gpus(self) -> bool:
