@@ -249,7 +249,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
-        rewarder = Judges(stage.rewarder(config), [])
+        rewarder = Judges(stage.rewarder(config, report.say), [])
         engines = stage.engines(config, report)
         report.begin(total_steps=0, done=0)
         sets = named(prompts.evaluation())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from vlmrl import machine, startup
 from vlmrl.cluster import OF_OUR_OWN
@@ -106,6 +107,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         machine.require([machine.shared_memory()])
     import ray
 
+    ray._private.worker.print_to_stdstream = _log_lines  # type: ignore[attr-defined]
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
@@ -130,6 +132,11 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         yield Session(_alive_nodes())
     finally:
         ray.shutdown()
+
+
+def _log_lines(data: Mapping[str, Any], **_: Any) -> None:
+    """Ray would print to people what its own processes say: that a worker has died, say. It has no setting for that."""
+    logging.getLogger("ray").error("(%s) %s", data["pid"], "\n".join(data["lines"]))
 
 
 def _alive_nodes() -> tuple[Node, ...]:

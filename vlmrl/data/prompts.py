@@ -214,6 +214,7 @@ class PromptStream:
                     label=question.label,
                     media=tuple(self._shared(item, shared) for item in media),
                     metadata=question.metadata,
+                    is_chat=not isinstance(question.text, str),
                 )
             )
         return prompts

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -28,9 +29,11 @@ class Trouble(NamedTuple):
     """One line."""
 
 
-def start_pool(names: tuple[str, ...], spec: str | None, *, num_workers: int, max_tasks: int = 0) -> ProcessPool:
-    """Processes with the built-in functions `names` and the user's function `spec`. With `max_tasks`, each ends after
-    so many calls."""
+def start_pool(
+    names: tuple[str, ...], spec: str | None, *, num_workers: int, max_tasks: int = 0, log: Path | None = None
+) -> ProcessPool:
+    """Processes with the built-in functions `names` and the user's function `spec`, whose prints go to `log`. With
+    `max_tasks`, each ends after so many calls."""
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
@@ -40,7 +43,7 @@ def start_pool(names: tuple[str, ...], spec: str | None, *, num_workers: int, ma
         max_tasks=max_tasks,
         context=context,
         initializer=worker.start,
-        initargs=(names, spec),
+        initargs=(names, spec, log),
     )
 
 
