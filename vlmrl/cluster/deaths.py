@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmrl.endings import Pidfd, described, fatal_signal, last_words, may_be_memory, oom_kills
 from vlmrl.errors import ClusterError, VlmrlError
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
 
 SURE_S = 5.0
 """Ray has said that some worker is dead: so long it is looked for."""
@@ -99,11 +102,10 @@ class Roster:
             if self.found is None and self.members:
                 dead = self._look(patience_s)
                 if dead is not None:
-                    member, said = dead
-                    self.found = self._told(member, said)
+                    self.found = self._told(*dead)
             return self.found
 
-    def _look(self, patience_s: float) -> tuple[Member, str] | None:
+    def _look(self, patience_s: float) -> tuple[Member, RayActorError] | None:
         """A worker that has died, and what Ray says of it."""
         import ray
 
@@ -117,11 +119,18 @@ class Roster:
                 return None
             try:
                 ray.get(done)
-            except ray.exceptions.RayError as error:
-                return asked[done[0]], str(error)
+            except ray.exceptions.ActorUnavailableError:
+                continue  # nobody knows yet whether it lives
+            except ray.exceptions.RayActorError as error:
+                return asked[done[0]], error
+            except ray.exceptions.RayError:
+                continue  # it was never there, and what kept it from starting is told by who started it
         return None
 
-    def _told(self, member: Member, said: str) -> str:
+    def _told(self, member: Member, error: RayActorError) -> str:
+        said = str(error)
+        if error.actor_init_failed:
+            return f"{member} could not start: {(said.strip().splitlines() or [said])[-1].strip()}"
         code = None if member.process is None else member.process.returncode()
         if code is None and member.log is not None:
             code = fatal_signal(member.log)

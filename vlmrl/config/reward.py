@@ -35,7 +35,7 @@ class Scoring(Section):
     their content."""
     time_limit_s: PositiveFloat = 10.0
     """A reward function that takes longer for one answer is stopped and called once more, alone in a fresh process; if
-    that takes as long, the answer scores as failed."""
+    that takes as long, the answer scores as failed. A batch has the time of all its answers."""
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     max_failed_fraction: Fraction = 0.1

@@ -23,6 +23,7 @@ class Workers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dead: dict[str, str] = {}
         self.busy: set[str] = set()
+        self.away: dict[str, Exception] = {}
         self.asked = 0
         monkeypatch.setattr(ray, "wait", self._wait)
         monkeypatch.setattr(ray, "get", self._get)
@@ -34,7 +35,10 @@ class Workers:
 
     def _get(self, names: list[str]) -> None:
         if names[0] in self.dead:
-            raise ray.exceptions.RayActorError(error_msg=self.dead[names[0]])
+            text = self.dead[names[0]]
+            raise ray.exceptions.RayActorError(error_msg=text, actor_init_failed=text.startswith("Traceback"))
+        if names[0] in self.away:
+            raise self.away[names[0]]
 
 
 class Process:
@@ -130,6 +134,15 @@ def test_a_worker_at_work_is_not_dead(workers: Workers) -> None:
     assert roster().why(0.05) is None
     workers.dead["reward"] = RAYS
     assert str(roster().why(0.05)).startswith("reward on 10.0.0.1 ")
+
+
+def test_a_worker_that_cannot_be_reached_is_not_dead_and_one_that_never_was_is_told_elsewhere(workers: Workers) -> None:
+    workers.away["it"] = ray.exceptions.ActorUnavailableError("gone for a moment", b"0" * 16)
+    assert roster().why(0.05) is None
+    workers.away["it"] = ray.exceptions.RuntimeEnvSetupError("no such package")
+    assert roster().why(0.05) is None
+    workers.dead["it"] = "Traceback (most recent call last):\n  many lines\nImportError: no module"
+    assert roster().why(0.05) == "data on 10.0.0.2 could not start: ImportError: no module"
 
 
 def test_rays_dump_and_the_last_words_go_where_people_need_not_look(workers: Workers, tmp_path: Path) -> None:
