@@ -177,16 +177,17 @@ class WorkerGroup:
 
     def _enlist(self) -> None:
         """Have the deaths of the workers noticed, from before they build their roles."""
-        for number, (worker, node) in enumerate(zip(self._workers, self.nodes, strict=True)):
-            about = (self.name, number, len(self._workers), self._addresses[number], worker.ping.remote)
+        workers = self._alive()
+        for number, (worker, node) in enumerate(zip(workers, self.nodes, strict=True)):
+            about = (self.name, number, len(workers), self._addresses[number], worker.ping.remote)
             self._roster.add(worker, Member(*about, is_here=node == 0))
-        processes = self._get([worker.process.remote() for worker in self._workers])
+        processes = self._get([worker.process.remote() for worker in workers])
         self.pids = [process.pid for process in processes]
-        for worker, process, node in zip(self._workers, processes, self.nodes, strict=True):
-            if node == 0:  # of this machine alone the kernel can be asked
+        for worker, process, node in zip(workers, processes, self.nodes, strict=True):
+            member = self._roster.members.get(worker)  # a machine that dies ends them at any moment
+            if node == 0 and member is not None:  # of this machine alone the kernel can be asked
                 log = Path(process.log) if process.log else None
-                known = replace(self._roster.members[worker], process=Pidfd(process.pid), log=log)
-                self._roster.add(worker, known)
+                self._roster.add(worker, replace(member, process=Pidfd(process.pid), log=log))
 
     def _build(self, path: str, settings: Mapping[str, Any], *, distributed: bool) -> None:
         """The roles in their workers."""
@@ -289,8 +290,7 @@ class WorkerGroup:
 
     def _name_of(self, error: ray.exceptions.RayTaskError) -> str:
         """The worker that raised it."""
-        known = [(pid, address) for pid, address in zip(self.pids, self._addresses, strict=True)]
-        if (error.pid, error.ip) not in known:
-            return self.name
-        number = known.index((error.pid, error.ip))
-        return f"{self.name} {number} of {len(known)} on {error.ip}"
+        for worker, pid, address in zip(self._workers, self.pids, self._addresses, strict=False):
+            if (pid, address) == (error.pid, error.ip) and worker in self._roster.members:
+                return str(self._roster.members[worker])
+        return self.name

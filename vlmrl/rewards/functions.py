@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -264,8 +264,9 @@ class Functions:
     def _note_end(self, _: Any) -> None:
         self._last_end = time.monotonic()
 
-    def _await(self, calls: Calls, number: int) -> Sequence[Verdict] | None:
-        """None when its pool broke before the call was made: then it is no longer under way."""
+    def _await(self, calls: Calls, number: int) -> Iterable[Verdict] | None:
+        """One verdict per answer; a second try is made when its verdict is asked for. None when the pool broke before
+        the call was made: then it is no longer under way."""
         self._check_open()
         if number not in calls.futures:
             return None
@@ -274,7 +275,9 @@ class Functions:
         found: tuple[Verdict, ...] | Trouble | None = outcome(future, call.function, self._time_limit_s)
         if found is None:
             del calls.futures[number]
-        return [self._once_more(one, found) for one in call.alone()] if isinstance(found, Trouble) else found
+        if isinstance(found, Trouble):
+            return (self._once_more(one, found) for one in call.alone())
+        return found
 
     def _once_more(self, call: _Call, trouble: Trouble) -> Verdict:
         """The verdict of a second try for one answer: the machine may have stood still, or other calls have taken its

@@ -21,7 +21,7 @@ from vlmrl.rewards.server import FunctionJudge
 from vlmrl.types import Group
 
 FUNCTIONS = """
-import re, os, time, torch
+import os, time
 
 def trl(completions, answer, **kwargs):
     return [float(c == a) for c, a in zip(completions, answer)]
@@ -38,12 +38,6 @@ def pictures(completions, images): return [float(i[0].size[0]) for i in images]
 def best(completions):
     longest = max(map(len, completions))
     return [float(len(c) == longest) for c in completions]
-
-def reward_func(queries, prompts, labels, **kwargs):
-    found = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
-    return {"rewards": found * 2, "scores": found, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
-def tensor(queries, prompts, labels): return torch.tensor([[1.0], [0.5]])
-def short(queries, prompts, labels): return torch.ones(3)
 
 CALLS = []
 def fails(completions):
@@ -65,11 +59,22 @@ def slow(completions):
     return [1.0] * len(completions)
 """
 
+TENSORS = """
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    found = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": found * 2, "scores": found, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
+def tensor(queries, prompts, labels): return torch.tensor([[1.0], [0.5]])
+def short(queries, prompts, labels): return torch.ones(3)
+"""
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("user") / "theirs.py"
     path.write_text(FUNCTIONS)
+    path.with_name("tensors.py").write_text(TENSORS)
     return path
 
 
@@ -80,6 +85,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def own(file: Path, function: str, **settings: Any) -> Rewarder:
+    if f"def {function}(queries" in TENSORS:
+        file = file.with_name("tensors.py")
     reward = {"functions": {}, "remote_url": f"{file}:{function}", "max_failed_fraction": 0.5}
     return Rewarder(Reward.model_validate(reward | settings), label_key="gold")
 
