@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import warnings
@@ -203,8 +204,9 @@ class Launch:
         ended = [child for child in self._children if child.exitcode]
         if not ended:
             return f"has died{self.because()}; {_LESS_MEMORY}"
-        codes = [child.exitcode for child in ended]
-        code = next((code for code in codes if may_be_memory(code)), codes[0])
+        # The first to go is not known; vLLM terminates the others.
+        codes = (child.exitcode for child in ended)
+        code = min(codes, key=lambda code: (not may_be_memory(code), code == -signal.SIGTERM))
         by_kernel = may_be_memory(code) and oom_kills() > self._killed_before
         line = f"has died, its process {described(code, is_out_of_memory=by_kernel)}{self.because()}"
         return f"{line}; {_LESS_MEMORY}" if may_be_memory(code) else line
