@@ -32,7 +32,7 @@ class Log:
         self._begin = 0
         self._saved = -1
         self._stderr = sys.stderr
-        self._own: io.TextIOWrapper | None = None
+        self._own: _Descriptor | None = None
         self._handlers: dict[str, tuple[list[logging.Handler], bool]] = {}
 
     def __enter__(self) -> Self:
@@ -41,10 +41,10 @@ class Log:
         with suppress(OSError, ValueError, AttributeError):  # somebody else may have replaced it, by what is no file
             if sys.stderr.fileno() == _STDERR:
                 sys.stderr.flush()
-                self._own = os.fdopen(os.dup(_STDERR), "w", 1, sys.stderr.encoding, "backslashreplace")
+                self._own = _Descriptor(self._saved)
                 sys.stderr = self._own
         os.dup2(self._file.fileno(), _STDERR)
-        handler = logging.StreamHandler(_Descriptor())
+        handler = logging.StreamHandler(_Descriptor(_STDERR))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         for name in _NOISY:
             logger = logging.getLogger(name)
@@ -61,7 +61,7 @@ class Log:
         if self._own is not None:
             if sys.stderr is self._own:
                 sys.stderr = self._stderr
-            self._own.close()
+            self._own.descriptor = _STDERR  # a library may have kept it
         os.dup2(self._saved, _STDERR)
         os.close(self._saved)
         if self.path is None and error is not None and not isinstance(error, VlmrlError):
@@ -94,10 +94,24 @@ class Log:
 
 
 class _Descriptor(io.TextIOBase):
-    """The error stream as native code sees it."""
+    """A file descriptor as a text stream without a buffer."""
+
+    encoding = "utf-8"
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
 
     def write(self, text: str) -> int:
-        return os.write(_STDERR, text.encode(errors="backslashreplace"))
+        left = text.encode(self.encoding, errors="backslashreplace")
+        while left:
+            left = left[os.write(self.descriptor, left) :]
+        return len(text)
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self.descriptor)
 
 
 @contextmanager

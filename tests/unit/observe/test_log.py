@@ -24,11 +24,13 @@ try:
         os.write(2, b"native after\\n")
         loud.error("Unhandled error\\nTraceback of forty lines")
         print("for people", file=sys.stderr)
+        kept = sys.stderr
         log.write("our own dump\\n")
         {end}
 except ClusterError as error:
     print(error, file=sys.stderr)
 os.write(2, b"as ever\\n")
+print("kept", file=kept)
 """
 
 
@@ -46,6 +48,7 @@ def test_libraries_write_into_the_file_and_the_error_names_it(tmp_path: Path) ->
         "for people",
         f"data died (what Ray and the libraries wrote: {file})",
         "as ever",
+        "kept",
     ]
     lines = file.read_text().splitlines()
     assert lines[:3] == ["an earlier run", "native before", "native after"]
@@ -54,7 +57,7 @@ def test_libraries_write_into_the_file_and_the_error_names_it(tmp_path: Path) ->
 
 
 def test_an_error_before_there_is_a_folder_is_told_alone_and_a_bug_with_all_that_is_known() -> None:
-    assert ran("pass", 'raise ClusterError("no memory")').splitlines() == ["for people", "no memory", "as ever"]
+    assert ran("pass", 'raise ClusterError("no memory")').splitlines() == ["for people", "no memory", "as ever", "kept"]
     said = ran("pass", "1 / 0")
     assert "native before" in said
     assert "ZeroDivisionError" in said
