@@ -107,7 +107,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         machine.require([machine.shared_memory()])
     import ray
 
-    ray._private.worker.print_to_stdstream = _log_lines  # type: ignore[attr-defined]
+    ray._private.worker.print_to_stdstream = _log_lines
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
