@@ -61,7 +61,7 @@ class Scoring(Section):
             return None
         listed = given.split(",") if isinstance(given, str) else given
         urls = [url.strip() for url in listed if url.strip()]
-        if len(urls) == 1 and urls[0].endswith(".py"):
+        if len(urls) == 1 and urls[0].endswith(".py") and not urls[0].startswith(_SCHEMES):
             urls = [f"{urls[0]}:reward_func"]
         if len(urls) == 1 and (names_function(urls[0]) or urls[0].startswith(_SCHEMES)):
             return urls[0]

@@ -141,6 +141,7 @@ def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
 
 def test_a_file_alone_is_its_reward_func(file: Path) -> None:
     assert Reward(remote_url=str(file)).user_function == f"{file}:reward_func"
+    assert Reward(remote_url="http://host/score.py").servers == ("http://host/score.py",)
 
 
 def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
