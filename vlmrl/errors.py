@@ -35,6 +35,10 @@ class ClusterError(VlmrlError):
     """A machine, port or amount of memory that is not there, or a role that does not fit."""
 
 
+class DiedError(ClusterError):
+    """A process that a role has started ended in the middle of its work; whoever asked the role knows which it is."""
+
+
 class SyncError(VlmrlError):
     """Rollout engine and trainer are not the same function: other weights, other pixels, other tokens."""
 

@@ -112,7 +112,7 @@ def of_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
         return lines
     texts = ["" if prompt.label is None else f"\\boxed{{{prompt.label}}}", ""]
     group = Group(prompt, tuple(_response(prompt, text) for text in dict.fromkeys(texts)))
-    with Rewarder(reward) as rewarder:
+    with Rewarder(reward, label_key=config.data.label_key) as rewarder:
         rewarder.begin(group)  # raises for a missing label; what follows is what a function makes of odd responses
         try:
             (scores,) = rewarder.score([group])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
+from vlmrl.cluster.deaths import told_of
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
@@ -30,6 +31,7 @@ from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.log import logged
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
@@ -260,7 +262,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
         sets = named(prompts.evaluation())
-        rewarder = Judges(stage.rewarder(config), [])
+        rewarder = Judges(stage.rewarder(config, report.say), [])
         engines = stage.engines(config, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
@@ -342,17 +344,19 @@ def _started(
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with naming_checkpoint(folder.checkpoints), session() as machines:
+    with logged() as log, naming_checkpoint(folder.checkpoints), session() as machines:
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         folder.open()
+        log.keep_in(folder.log)
+        machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
         with writing(folder.config.name, folder.root):
             dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
-        with report, ExitStack() as stack, watched(machines, places) as watch:
+        with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
             report.say(describe(places, machines))
             for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)

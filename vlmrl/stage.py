@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from vlmrl.cluster.device_path import DevicePath
@@ -23,6 +24,7 @@ from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.train import Loop
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
+from vlmrl.observe.folder import RunFolder
 from vlmrl.plugins import Processor
 from vlmrl.preflight import wants_of
 from vlmrl.rewards.http import read_token
@@ -92,7 +94,7 @@ class Stage:
             prompts.look_at_repeats()
         return prompts
 
-    def rewarder(self, config: RlConfig | EvalConfig) -> RemoteRewarder | None:
+    def rewarder(self, config: RlConfig | EvalConfig, say: Callable[[str], None] = print) -> RemoteRewarder | None:
         """Reward functions and servers; None when models alone say what answers are worth."""
         reward = config.reward
         if not reward.functions and reward.remote_url is None:
@@ -100,9 +102,10 @@ class Stage:
         if reward.user_function is not None:
             # The worker stands in another folder than the user does.
             reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
-        settings = {"reward": reward, "token": read_token()}
+        log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
+        settings = {"reward": reward, "token": read_token(), "log": log, "label_key": config.data.label_key}
         rewarder = RemoteRewarder(
-            self.group("reward", "vlmrl.rewards.combine.Rewarder", settings, timeout_s=config.train.timeout_s)
+            self.group("reward", "vlmrl.rewards.combine.Rewarder", settings, timeout_s=config.train.timeout_s), say=say
         )
         self.stack.callback(rewarder.close)
         return rewarder
@@ -156,7 +159,7 @@ class Stage:
         starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
             lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
-            lambda: self.rewarder(config),
+            lambda: self.rewarder(config, report.say),
             lambda: self.reward_models(config),
         ]
         # Side by side: each spends most of its start waiting for imports and files. But vLLM takes for its own what

@@ -68,6 +68,8 @@ class Prompt:
     """The other columns of the row that are plain JSON values."""
     answer: str | None = None
     """What the model should say, for supervised training; None in every other run."""
+    is_chat: bool = False
+    """The row holds the question as a list of messages, not as one text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +123,8 @@ class Score:
     """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second time was as bad."""
+    problem: str | None = None
+    """One line on what went wrong where there is no score: the error and its place, for people."""
 
     @property
     def failed(self) -> bool:

@@ -8,18 +8,21 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlmrl.cluster.deaths import DOUBT_S, SURE_S, Member, advice_of
 from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session, worker_environment
-from vlmrl.errors import ClusterError, VlmrlError
+from vlmrl.endings import Pidfd
+from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup import memory
 from vlmrl.startup.driver import has_gpu
 
@@ -40,6 +43,14 @@ class _Role:
     """The driver's environment where the run has several machines, else None."""
 
 
+class _Process(NamedTuple):
+    """The process of a worker."""
+
+    pid: int
+    log: str
+    """What it writes to its error stream; empty where that is no file."""
+
+
 class _Worker:
     """The process around a role: it builds the role after its environment is set, and hands calls on."""
 
@@ -49,14 +60,16 @@ class _Worker:
         startup.prepare()
         self._role: Any = None
 
+    def ping(self) -> None:
+        """A sign of life."""
+
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def build(self, role: _Role) -> int:
-        """Build the role; this process's id."""
+    def build(self, role: _Role) -> None:
         os.environ.update(role.variables)
         if role.driver is not None:
             os.environ.update(_network(role.driver))
@@ -64,7 +77,10 @@ class _Worker:
             memory.keep_memory()
         module, name = role.path.rsplit(".", 1)
         self._role = getattr(import_module(module), name)(**role.settings)
-        return os.getpid()
+
+    def process(self) -> _Process:
+        log = Path("/proc/self/fd/2").resolve()
+        return _Process(os.getpid(), str(log) if log.is_file() else "")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._role, method)(*args, **kwargs)
@@ -77,12 +93,18 @@ class _AsyncWorker(_Worker):
         result = getattr(self._role, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
+    async def ping(self) -> None:  # type: ignore[override]
+        """A sign of life."""
+
+    async def process(self) -> _Process:  # type: ignore[override]
+        return super().process()
+
     async def address(self) -> tuple[str, int]:  # type: ignore[override]
         return super().address()
 
-    async def build(self, role: _Role) -> int:  # type: ignore[override]
+    async def build(self, role: _Role) -> None:  # type: ignore[override]
         # Model code may block for seconds while it starts: the event loop stays free for Ray's own messages.
-        return await asyncio.to_thread(super().build, role)
+        await asyncio.to_thread(super().build, role)
 
 
 def _network(driver: Mapping[str, str]) -> dict[str, str]:
@@ -143,14 +165,33 @@ class WorkerGroup:
             )
         if at_end is not None:
             at_end(self.shutdown)
+        self._roster = session.roster
+        self._addresses = [session.nodes[node].address for node in self.nodes]
+        self.pids: list[int] = []
+        """Of each worker: its process."""
         try:
-            self.pids = self._build(path, settings, distributed=distributed)
+            self._enlist()
+            self._build(path, settings, distributed=distributed)
         except BaseException:
             self.shutdown()
             raise
 
-    def _build(self, path: str, settings: Mapping[str, Any], *, distributed: bool) -> list[int]:
-        """The roles in their workers; the processes' ids."""
+    def _enlist(self) -> None:
+        """Have the deaths of the workers noticed, from before they build their roles."""
+        workers = self._alive()
+        for number, (worker, node) in enumerate(zip(workers, self.nodes, strict=True)):
+            about = (self.name, number, len(workers), self._addresses[number], worker.ping.remote)
+            self._roster.add(worker, Member(*about, is_here=node == 0))
+        processes = self._get([worker.process.remote() for worker in workers])
+        self.pids = [process.pid for process in processes]
+        for worker, process, node in zip(workers, processes, self.nodes, strict=True):
+            member = self._roster.members.get(worker)  # a machine that dies ends them at any moment
+            if node == 0 and member is not None:  # of this machine alone the kernel can be asked
+                log = Path(process.log) if process.log else None
+                self._roster.add(worker, replace(member, process=Pidfd(process.pid), log=log))
+
+    def _build(self, path: str, settings: Mapping[str, Any], *, distributed: bool) -> None:
+        """The roles in their workers."""
         world: dict[str, str] = {}
         if distributed:
             address, port = self.address()
@@ -160,7 +201,7 @@ class WorkerGroup:
                 "WORLD_SIZE": str(len(self._workers)),
                 "LOCAL_RANK": "0",
             }
-        pids: list[int] = self._get(
+        self._get(
             [
                 worker.build.remote(
                     _Role(path, settings, world | ({"RANK": str(rank)} if distributed else {}), self._driver)
@@ -168,7 +209,6 @@ class WorkerGroup:
                 for rank, worker in enumerate(self._alive())
             ]
         )
-        return pids
 
     def _alive(self) -> list[Any]:
         """The workers. A call on none would succeed and do nothing: a model would be told to be saved that is not."""
@@ -218,6 +258,7 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """End the actors, at once."""
+        self._roster.remove(self._workers)
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
@@ -232,12 +273,27 @@ class WorkerGroup:
             ) from error
         except ray.exceptions.RayTaskError as error:
             # A user's mistake crosses the process as itself; a bug keeps its remote traceback.
+            if isinstance(error.cause, DiedError):
+                raise ClusterError(f"{self._name_of(error)}: {error.cause}") from None
             if isinstance(error.cause, VlmrlError):
                 raise error.cause from None
+            # A collective breaks in one rank when another has died, and an image is lost with its owner.
+            self._tell_of_death(SURE_S if isinstance(error.cause, ray.exceptions.RayError) else DOUBT_S)
             raise
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
+            self._tell_of_death(SURE_S)
             reason = " ".join(str(error).split())
-            raise ClusterError(
-                f"a worker of {self.name} died ({reason[:300]}): most often the machine ran out of memory; "
-                f"lower --train.max_tokens_per_gpu or look at `vlmrl doctor`"
-            ) from error
+            raise ClusterError(f"a worker of {self.name} died ({reason[:300]}): {advice_of(self.name)}") from error
+
+    def _tell_of_death(self, patience_s: float) -> None:
+        """Raise ClusterError when a worker of the run, of whichever role, has died."""
+        line = self._roster.why(patience_s)
+        if line is not None:
+            raise ClusterError(line) from None
+
+    def _name_of(self, error: ray.exceptions.RayTaskError) -> str:
+        """The worker that raised it."""
+        for worker, pid, address in zip(self._workers, self.pids, self._addresses, strict=False):
+            if (pid, address) == (error.pid, error.ip) and worker in self._roster.members:
+                return str(self._roster.members[worker])
+        return self.name

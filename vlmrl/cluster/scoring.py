@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,14 +12,17 @@ from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import Ranks
 from vlmrl.data.answers import to_samples
 from vlmrl.errors import RewardError
+from vlmrl.rewards.failures import FirstFailures
 from vlmrl.types import Floats, Group, Sample, Score
 
 
 class RemoteRewarder:
     """Reward functions and reward servers, in a process of its own with worker processes below it."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, *, say: Callable[[str], None]) -> None:
+        """`say` shows people why responses could not be scored, once for each kind of failure."""
         self._group = group
+        self._first = FirstFailures(say)
 
     def begin(self, group: Group) -> None:
         """Start on a group, and return at once."""
@@ -27,6 +30,7 @@ class RemoteRewarder:
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         scores: list[list[Score]] = self._group.call("score", list(groups), out_of=out_of, failed=failed)[0]
+        self._first.see(groups, scores)
         return scores
 
     def close(self) -> None:

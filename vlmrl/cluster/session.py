@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from vlmrl import machine, startup
 from vlmrl.cluster import OF_OUR_OWN
+from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
@@ -40,6 +42,8 @@ class Session:
     """The machines of a run."""
 
     nodes: tuple[Node, ...]
+    roster: Roster = field(default_factory=Roster, compare=False, repr=False)
+    """The workers that have started, and which of them has died."""
 
     @property
     def has_gpus(self) -> bool:
@@ -103,6 +107,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         machine.require([machine.shared_memory()])
     import ray
 
+    ray._private.worker.print_to_stdstream = _log_lines
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
@@ -127,6 +132,11 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         yield Session(_alive_nodes())
     finally:
         ray.shutdown()
+
+
+def _log_lines(data: Mapping[str, Any], **_: Any) -> None:
+    """Ray would print to people what its own processes say: that a worker has died, say. It has no setting for that."""
+    logging.getLogger("ray").error("(%s) %s", data["pid"], "\n".join(data["lines"]))
 
 
 def _alive_nodes() -> tuple[Node, ...]:

@@ -18,7 +18,8 @@ class Scoring(Section):
     """Built-in reward functions and their weights: `exact`, `math`, `format`; names alone (`math format`) weigh 1. By
     default `math`; none beside another source of rewards, and none for `serve-rm`."""
     remote_url: str | tuple[Text, ...] | None = None
-    """Your own reward: `path/to/file.py:function`, or the `http://` or `https://` URL of a reward server (`vlmrl
+    """Your own reward: `path/to/file.py:function` (`reward_func` where none is named, as in OpenRLHF), which takes
+    one response, or a batch as TRL's and OpenRLHF's do; or the `http://` or `https://` URL of a reward server (`vlmrl
     serve-rm`). Several URLs, separated by commas, are servers of the same reward: they share the work, and one that is
     down is left out."""
     remote_weight: float = 1.0
@@ -34,7 +35,7 @@ class Scoring(Section):
     their content."""
     time_limit_s: PositiveFloat = 10.0
     """A reward function that takes longer for one answer is stopped and called once more, alone in a fresh process; if
-    that takes as long, the answer scores as failed."""
+    that takes as long, the answer scores as failed. A batch has the time of all its answers."""
     num_workers: PositiveInt = 1
     """Processes that score answers."""
     pass_env: tuple[Text, ...] = ()
@@ -72,6 +73,8 @@ class Scoring(Section):
             return None
         listed = given.split(",") if isinstance(given, str) else given
         urls = [url.strip() for url in listed if url.strip()]
+        if len(urls) == 1 and urls[0].endswith(".py") and not urls[0].startswith(_SCHEMES):
+            urls = [f"{urls[0]}:reward_func"]
         if len(urls) == 1 and (names_function(urls[0]) or urls[0].startswith(_SCHEMES)):
             return urls[0]
         if len(urls) > 1 and all(url.startswith(_SCHEMES) for url in urls):

@@ -224,6 +224,7 @@ class PromptStream:
                     media=tuple(self._shared(item, shared) for item in media),
                     metadata=question.metadata,
                     answer=question.answer,
+                    is_chat=not isinstance(question.text, str),
                 )
             )
         return prompts

@@ -32,6 +32,16 @@ class RunFolder:
         return self.root / "curves.png"
 
     @property
+    def log(self) -> Path:
+        """What Ray and the libraries wrote that is not for people."""
+        return self.root / "logs" / "run.log"
+
+    @property
+    def reward_log(self) -> Path:
+        """What reward functions print."""
+        return self.root / "logs" / "rewards.log"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 

@@ -123,6 +123,7 @@ def _records(
                     "score": score.earned if score.has_reward else None,
                     "parts": dict(score.parts),
                     "failure": score.failure,
+                    "problem": score.problem,
                     **numbers,
                     "tokens": rollout.num_sampled,
                     "finish_reason": rollout.finish_reason,

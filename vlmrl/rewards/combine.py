@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -52,9 +53,12 @@ class Rewarder:
     `begin` starts on a group and returns; `score` collects, and starts on what was not begun. Both are for one thread.
     """
 
-    def __init__(self, reward: Scoring, *, token: str | None = None) -> None:
+    def __init__(
+        self, reward: Scoring, *, token: str | None = None, log: Path | None = None, label_key: str = "label"
+    ) -> None:
         """Starts the processes of the functions, and sees whether a server answers. `token` is what servers ask for;
-        by default what the environment variable VLMRL_RM_TOKEN holds.
+        by default what the environment variable VLMRL_RM_TOKEN holds. What functions print goes to `log`; `label_key`
+        is the column of the label.
 
         Raises ConfigError when the user's function cannot be loaded or wants arguments that do not exist, when no
         server answers, and when one refuses the token.
@@ -73,6 +77,8 @@ class Rewarder:
                     num_workers=reward.num_workers,
                     time_limit_s=reward.time_limit_s,
                     pass_env=reward.pass_env,
+                    log=log,
+                    label_key=label_key,
                 )
                 self._weights = {
                     name: reward.functions.get(name, reward.remote_weight) for name in self._functions.names
@@ -194,9 +200,11 @@ class _Failures:
         self._broken: list[str] = []
         """Why the user's source could not score an answer."""
         self._num_retried = 0
+        self._seen: set[_Answer] = set()
 
     def see(self, answer: _Answer, name: str, verdict: Verdict, source: str) -> None:
         """Raises RewardError as soon as it is clear, not after waiting for the others."""
+        self._seen.add(answer)
         if verdict.problem is None:
             self._own_has_scored |= name == self._own
             return
@@ -212,8 +220,9 @@ class _Failures:
     def _check_lost(self) -> None:
         num_lost = self._before + len(self._lost)
         if self._lost and num_lost > self._most * self._num_answers:
+            at_least = "at least " if len(self._seen) < self._num_answers else ""
             raise RewardError(
-                f"{num_lost} of {self._num_answers} answers could not be scored, more than "
+                f"{at_least}{num_lost} of {self._num_answers} answers could not be scored, more than "
                 f"reward.max_failed_fraction {self._most:g}; the first: {next(iter(self._lost.values()))}"
             )
 
@@ -250,7 +259,13 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> V
 
 
 def _score(verdict: Verdict) -> Score:
-    return Score(total=verdict.value, parts=verdict.parts, failure=verdict.failure, retried=verdict.retried)
+    return Score(
+        total=verdict.value,
+        parts=verdict.parts,
+        failure=verdict.failure,
+        retried=verdict.retried,
+        problem=verdict.problem,
+    )
 
 
 def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:

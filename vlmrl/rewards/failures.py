@@ -1,9 +1,10 @@
 """Says whose doing it is that a response could not be scored, and counts such responses for the metrics."""
 
 import errno
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
-from vlmrl.types import Failure, Metrics, Score
+from vlmrl.types import Failure, Group, Metrics, Score
 
 _NETWORK = {
     ("aiohttp", "ClientError"),
@@ -27,6 +28,8 @@ _UNFIT = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
 _REFUSALS = frozenset({400, 413, 422})
 """Statuses of a server that works and refuses what it was sent: too long for the judge, or not what it reads."""
 _MOST_CAUSES = 10
+_MOST_KINDS = 20
+"""Kinds of failures that are shown: a run of weeks must not fill its log with them."""
 
 
 class TooHardError(Exception):
@@ -55,6 +58,31 @@ def count_failures(scores: Sequence[Score]) -> Metrics:
         "reward/retried_timeouts": float(sum(score.retried == "timeout" for score in scores)),
         "reward/retried_deaths": float(sum(score.retried == "death" for score in scores)),
     }
+
+
+class FirstFailures:
+    """Tells people of the first failure of each kind, with its row; the others are counted and in the transcripts."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._known: set[str] = set()
+
+    def see(self, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
+        for group, group_scores in zip(groups, scores, strict=True):
+            for score in group_scores:
+                if score.problem is not None:
+                    self._see(group.prompt.source, score.problem, score.failure)
+
+    def _see(self, source: str, problem: str, failure: Failure | None) -> None:
+        # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError; numbers make no kind of their own.
+        kind = f"{failure} {re.sub(r'[0-9.]+', '#', problem.partition(': ')[0])}"
+        if kind in self._known or len(self._known) == _MOST_KINDS:
+            return
+        self._known.add(kind)
+        self._say(
+            f"reward: a response to {source} could not be scored: {problem}; more of this kind are counted in "
+            f"reward/failed_{failure}, and each is in the transcripts"
+        )
 
 
 def _is_about_content(error: BaseException) -> bool:

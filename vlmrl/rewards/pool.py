@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -35,9 +36,10 @@ def start_pool(
     num_workers: int,
     max_tasks: int = 0,
     pass_env: tuple[str, ...] = (),
+    log: Path | None = None,
 ) -> ProcessPool:
     """Processes with the built-in functions `names` and the user's function `spec`, which sees of the environment's
-    secrets those in `pass_env`. With `max_tasks`, each ends after so many calls."""
+    secrets those in `pass_env`, and whose prints go to `log`. With `max_tasks`, each ends after so many calls."""
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
@@ -47,7 +49,7 @@ def start_pool(
         max_tasks=max_tasks,
         context=context,
         initializer=worker.start,
-        initargs=(names, spec, pass_env),
+        initargs=(names, spec, pass_env, log),
     )
 
 

@@ -23,12 +23,14 @@ class Question:
     """The other columns of the row that are plain JSON values."""
     media: tuple[Media, ...] = ()
     """The images of the prompt."""
+    is_chat: bool = False
+    """The row holds the question as a list of messages."""
 
 
 def questions(group: Group) -> list[Question]:
     """One for each answer of the group; they share what the prompt holds."""
     prompt = group.prompt
     return [
-        Question(prompt.source, prompt.text, rollout.text, prompt.label, prompt.metadata, prompt.media)
+        Question(prompt.source, prompt.text, rollout.text, prompt.label, prompt.metadata, prompt.media, prompt.is_chat)
         for rollout in group.rollouts
     ]

@@ -6,6 +6,7 @@ travel to the process that trains.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import inspect
 import math
@@ -15,7 +16,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
+from vlmrl.rewards import batch
 from vlmrl.rewards.environment import hide_secrets
 from vlmrl.rewards.failures import TooHardError, doing_of
 from vlmrl.types import Failure, Retry
@@ -42,6 +44,8 @@ class Declared:
     """Which of `ARGUMENTS` it is to be given."""
     wants_label: bool
     """A prompt without a label is an error for it."""
+    batch: batch.Signature | None = None
+    """How it is called with many responses at once; None: it takes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +78,13 @@ class _Loaded:
 _loaded: dict[str, _Loaded | VlmrlError] = {}
 
 
-def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = ()) -> None:
-    """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see."""
+def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = (), log: Path | None = None) -> None:
+    """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see. From then
+    on what it prints goes to `log`."""
     _die_with_parent()
     hide_secrets(os.environ, keep=pass_env)
+    if log is not None:
+        _print_to(log)
     load(names, spec)
 
 
@@ -91,7 +98,7 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
         name = spec.rpartition(":")[2]
         try:
             function = user_function(spec, SETTING)
-            declared = Declared(declared_arguments(function, spec), wants_label=False)
+            declared = declare(function, spec)
             _loaded[name] = _Loaded(function, str(Path(spec.rpartition(":")[0]).expanduser().resolve()), declared)
         except VlmrlError as error:
             _loaded[name] = error
@@ -125,10 +132,50 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Ve
         return Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
 
 
+def call_all(
+    name: str, arguments: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, ...]]
+) -> tuple[Verdict, ...]:
+    """Score some responses, all at once where the function takes a batch; `arguments` and `images` are of each.
+
+    A batch that raises is scored one by one, so that a response fails by its own doing alone.
+    """
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError) or loaded.declared.batch is None:
+        return tuple(call(name, given, files) for given, files in zip(arguments, images, strict=True))
+    signature = loaded.declared.batch
+    try:
+        pictures = [[_open(file) for file in files] for files in images]
+        returned = loaded.function(**batch.arguments(signature, arguments, pictures))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+        values = batch.one_by_one(returned, len(arguments), style=signature.style)
+        return tuple(to_verdict(value) for value in values)
+    except TooHardError:
+        raise
+    except BaseException as error:  # the user's code may raise anything, sys.exit included
+        verdict = Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+    if len(arguments) == 1 or verdict.blame == "infrastructure":
+        return (verdict,) * len(arguments)
+    singles = [call_all(name, [given], [files]) for given, files in zip(arguments, images, strict=True)]
+    return tuple(verdict for (verdict,) in singles)
+
+
 def unusable(name: str, label: str) -> str | None:
     """Why no response can match the label by the built-in function `name`; None when one can."""
     problem: str | None = import_module(f"vlmrl.rewards.{name}").unusable(label)
     return problem
+
+
+def declare(function: Callable[..., Any], spec: str) -> Declared:
+    """What a user's function takes. Raises ConfigError as `declared_arguments` does."""
+    try:
+        signature = batch.signature_of(function, spec, setting=SETTING)
+    except (TypeError, ValueError):  # a signature that cannot be read, which is told below
+        signature = None
+    if signature is None:
+        return Declared(declared_arguments(function, spec), wants_label=False)
+    arguments = {"prompt", "response", "label", "metadata"} | ({"images"} & signature.names)
+    return Declared(frozenset(arguments), wants_label=False, batch=signature)
 
 
 def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:
@@ -144,17 +191,13 @@ def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str
     names = frozenset(by_keyword) & frozenset(ARGUMENTS)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         names |= frozenset(ARGUMENTS) - {"images"}
-    if {"queries", "prompts", "labels"} & set(by_keyword):
-        raise ConfigError(
-            f"{SETTING}: {spec} has OpenRLHF's batch signature ({', '.join(by_keyword)}); vlmrl calls a reward once "
-            "per answer: write def reward_func(prompt, response, label) and return one number"
-        )
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     unknown = nameless + [n for n, p in by_keyword.items() if n not in ARGUMENTS and p.default is p.empty]
     if unknown or "response" not in names:
         what = f"asks for {', '.join(unknown)}" if unknown else "does not ask for response"
         raise ConfigError(
-            f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}"
+            f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
+            "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
         )
     return names
 
@@ -234,6 +277,16 @@ def _open(file: str) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.load(file, allow_pickle=False))
+
+
+def _print_to(log: Path) -> None:
+    """Lines that are printed lie in the file at once: a process that is killed loses none."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _die_with_parent() -> None:

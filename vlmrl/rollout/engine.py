@@ -15,7 +15,7 @@ import torch
 from vlmrl import plugins, startup
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import ClusterError, DataError, SyncError
+from vlmrl.errors import ClusterError, DataError, DiedError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
@@ -394,6 +394,6 @@ class RolloutEngine(Inbox):
         await self._started().abort(list(self._running))
         return SyncError(self._broken)
 
-    async def _death(self) -> ClusterError:
+    async def _death(self) -> DiedError:
         await asyncio.sleep(LAST_WORDS_S)
-        return ClusterError(f"rollout engine {self.name} has died{self._launch.because()}")
+        return DiedError(f"rollout engine {self.name} {self._launch.death()}")

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ import torch
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
+from vlmrl.endings import described, may_be_memory, oom_kills
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.plugins import Processor
@@ -40,6 +42,7 @@ _CPU_BLOCK = 32
 blocks and prefill the rest each for itself. With vLLM's own 128, eight prompts of 234 tokens with eight answers each
 prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 1.95 (two cores, 13M model).
 """
+_LESS_MEMORY = "where memory is used up, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
 LAST_WORDS_S = 0.5
 """The news that an engine is dead comes before the last lines that it wrote."""
 
@@ -143,6 +146,7 @@ class Launch:
         self._console = Console()
         self._children: set[BaseProcess] = set()
         self._is_given_up = False
+        self._killed_before = oom_kills()
 
     async def start(self, arguments: Callable[[], Mapping[str, Any]], *, timeout_s: float) -> AsyncLLM:
         """Start vLLM and wait until it serves. Takes about 10 s on two cores.
@@ -196,6 +200,18 @@ class Launch:
         """`: <cause>` when vLLM's processes wrote of an error, else nothing."""
         cause = self._console.cause()
         return f": {cause} (VLLM_LOGGING_LEVEL=INFO shows more)" if cause else ""
+
+    def death(self) -> str:
+        """How vLLM's process ended, what it wrote last, and what to do."""
+        ended = [child for child in self._children if child.exitcode]
+        if not ended:
+            return f"has died{self.because()}; {_LESS_MEMORY}"
+        # The first to go is not known; vLLM terminates the others.
+        codes = (child.exitcode for child in ended)
+        code = min(codes, key=lambda code: (not may_be_memory(code), code == -signal.SIGTERM))
+        by_kernel = may_be_memory(code) and oom_kills() > self._killed_before
+        line = f"has died, its process {described(code, is_out_of_memory=by_kernel)}{self.because()}"
+        return f"{line}; {_LESS_MEMORY}" if may_be_memory(code) else line
 
     def _build(self, arguments: Callable[[], Mapping[str, Any]]) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import Cut, Ranks, RemotePolicy, Steps, Tally
 from vlmrl.cluster.publish import Publication
@@ -16,7 +17,7 @@ from vlmrl.errors import ClusterError
 def ended() -> WorkerGroup:
     """Ended by the watch, since a machine has died, while the driver was between two calls."""
     group = WorkerGroup.__new__(WorkerGroup)
-    group.name, group._timeout_s, group._workers = "actor", 1.0, []
+    group.name, group._timeout_s, group._workers, group._roster = "actor", 1.0, [], Roster()
     group.shutdown()
     return group
 

@@ -92,3 +92,9 @@ def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     head = Session((Node("a", num_cpus=8, num_gpus=0), Node("b", num_cpus=8, num_gpus=2)))
     assert "DS_ACCELERATOR" not in worker_environment(head, num_workers=1, slots=[0], node=1)
+
+
+def test_what_rays_own_processes_say_goes_where_rays_other_words_go(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("ERROR", logger="ray"):
+        session_module._log_lines({"pid": "raylet", "lines": ["A worker died", "of this"]}, ignore_prefix=False)
+    assert caplog.messages == ["(raylet) A worker died\nof this"]

@@ -50,7 +50,7 @@ def test_servers_are_a_list_in_a_file_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "a.py", "a.py:f,b.py:g", f"{ONE},a.py:f", "ftp://host/score", "host:5000", "a.py:f b.py:g"]
+    "url", ["", "a.py:", "a.py:f,b.py:g", f"{ONE},a.py:f", "ftp://host/score", "host:5000", "a.py:f b.py:g"]
 )
 def test_what_is_neither_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"one path/to/file\.py:function, or one or several URLs of servers"):

@@ -76,6 +76,7 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
                 "score": score,
                 "parts": {"exact": score},
                 "failure": None,
+                "problem": None,
                 "reward": score,
                 "advantage": advantage,
                 "tokens": 2,

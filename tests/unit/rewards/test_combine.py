@@ -64,6 +64,12 @@ def dies_later(response):
     import threading
     threading.Timer(0.2, os._exit, (1,)).start()
     return 1.0
+def talks(response):
+    print("I see", response)
+    os.write(2, b"natively\\n")
+    if response == "bad":
+        os.kill(os.getpid(), 9)
+    return 1.0
 async def later(response): return 1.0
 
 calls = 0
@@ -85,7 +91,7 @@ def wrapped(response):
     except OSError as error:
         raise RuntimeError("no judge") from error
 
-def reward_func(queries, prompts, labels): return [1.0]
+def elsewhere(completions, completion_ids): return [1.0]
 def asks(response, difficulty): return 1.0
 def blind(prompt): return 1.0
 """
@@ -342,6 +348,30 @@ def test_a_function_that_always_hangs_stops_the_run_early(file: Path) -> None:
     assert time.perf_counter() - start < 15
 
 
+def test_what_a_reward_prints_lies_in_its_log_also_when_its_process_is_killed(file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rewards.log"
+    reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:talks"})
+    with Rewarder(reward, log=log) as rewarder:
+        rewarder.score([group("good", "bad")])
+    lines = log.read_text().splitlines()
+    assert lines == ["I see good", "natively", *["I see bad", "natively"] * 2]
+
+
+def test_each_failure_says_what_went_wrong(file: Path) -> None:
+    with own(file, "raises", max_failed_fraction=0.5) as rewarder:
+        good, bad = rewarder.score([group("good", "bad")])[0]
+    assert good.problem is None
+    assert str(bad.problem).startswith("ValueError: cannot judge this (")
+
+
+def test_a_run_that_stops_before_all_are_seen_says_at_least(file: Path) -> None:
+    with own(file, "offline", max_failed_fraction=0.1) as rewarder:
+        with pytest.raises(RewardError, match=r"^at least 2 of 16 answers could not be scored"):
+            rewarder.score([group(*["bad"] * 16)])
+        with pytest.raises(RewardError, match=r"^1 of 1 answers"):
+            rewarder.score([group("bad")])
+
+
 def test_a_missing_label_names_the_row() -> None:
     said = "shapes:17 has no label, and the reward function exact"
     with Rewarder(Reward(functions={"exact": 1.0})) as rewarder, pytest.raises(RewardError, match=said):
@@ -390,7 +420,7 @@ def test_a_failure_of_the_response_comes_before_one_of_the_infrastructure(file: 
     ("function", "said"),
     [
         ("missing", "has no function missing"),
-        ("reward_func", "OpenRLHF's batch signature (queries, prompts, labels)"),
+        ("elsewhere", "TRL's signature and asks for completion_ids"),
         ("asks", "asks for difficulty"),
         ("blind", "does not ask for response"),
     ],

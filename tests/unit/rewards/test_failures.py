@@ -13,9 +13,10 @@ import httpx
 import pytest
 import requests
 import urllib3
+from rewards.answers import group
 
-from vlmrl.rewards.failures import TooHardError, count_failures, doing_of
-from vlmrl.types import Score
+from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, doing_of
+from vlmrl.types import Failure, Score
 
 ASKED = httpx.Request("POST", "http://judge")
 
@@ -109,3 +110,30 @@ def test_failures_are_counted_by_kind_and_second_tries_by_reason() -> None:
         "reward/retried_timeouts": 2.0,
         "reward/retried_deaths": 1.0,
     }
+
+
+def failed(problem: str, failure: Failure = "response") -> Score:
+    return Score(0.0, failure=failure, problem=problem)
+
+
+def test_the_first_failure_of_each_kind_is_shown_with_its_row() -> None:
+    said: list[str] = []
+    first = FirstFailures(said.append)
+    ones = group("a", "b", "c")
+    first.see([ones], [[Score(1.0), failed("ValueError: x (r.py:1)"), failed("ValueError: y (r.py:2)")]])
+    first.see([ones], [[failed("f took longer than 10"), failed("f took longer than 20.5"), failed("ValueError: z")]])
+    first.see([ones], [[failed("ValueError: x (r.py:1)", "infrastructure"), Score(1.0), Score(0.5)]])
+    assert [line.partition("; ")[0] for line in said] == [
+        "reward: a response to shapes:17 could not be scored: ValueError: x (r.py:1)",
+        "reward: a response to shapes:17 could not be scored: f took longer than 10",
+        "reward: a response to shapes:17 could not be scored: ValueError: x (r.py:1)",
+    ]
+    assert "reward/failed_infrastructure" in said[2]
+
+
+def test_a_run_of_weeks_does_not_fill_its_log_with_kinds() -> None:
+    said: list[str] = []
+    first = FirstFailures(said.append)
+    for number in range(100):
+        first.see([group("a")], [[failed(f"Error{chr(97 + number % 26)}{chr(97 + number // 26)}: x")]])
+    assert len(said) == 20

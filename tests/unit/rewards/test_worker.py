@@ -47,7 +47,6 @@ def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str
         ("*everything", "does not ask for response"),
         ("response, gold", "asks for gold"),
         ("response, /", "asks for response"),
-        ("queries, prompts, labels", "OpenRLHF's batch signature (queries, prompts, labels)"),
     ],
 )
 def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:

@@ -90,3 +90,36 @@ def test_the_largest_room_is_what_vllm_takes_offline() -> None:
     # On CPU, where this runs; on a GPU it is 256 or 1024 responses by the size of its memory.
     assert launch._offline_limits(1) == (256, 4096)
     assert (AsyncEngineArgs.max_num_seqs, AsyncEngineArgs.max_num_batched_tokens) == (None, None)
+
+
+class Ended:
+    """A process that has ended, or runs."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode
+
+
+@pytest.mark.parametrize(
+    ("codes", "kills", "said"),
+    [
+        (
+            (-9, None),
+            2,
+            "has died, its process was killed by signal 9 (SIGKILL); where memory is used up, lower",
+        ),
+        ((-9, -15), 3, "has died, its process was killed by the kernel: out of memory; where memory is used up, lower"),
+        ((-15, -11), 3, "has died, its process was killed by signal 11 (SIGSEGV)"),
+        ((1,), 3, "has died, its process ended with exit code 1"),
+        ((None,), 2, "has died; where memory is used up, lower --vllm.gpu_memory_utilization, or on CPU"),
+    ],
+)
+def test_an_engines_death_says_how_its_process_ended_and_which_settings_are_its_own(
+    codes: tuple[int | None, ...], kills: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = launch.Launch("vllm (tiny)")
+    dead._killed_before = 2
+    monkeypatch.setattr(launch, "oom_kills", lambda: kills)
+    dead._children = dict.fromkeys(Ended(code) for code in codes)  # type: ignore[assignment]
+    told = dead.death()
+    assert told.startswith(said)
+    assert ("--vllm." in told) == ("where memory" in said)

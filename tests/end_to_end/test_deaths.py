@@ -1,0 +1,163 @@
+"""A role dies in the middle of a run: one line says which, how it ended and what to do, and nothing else is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from recipes import recipe
+
+from vlmrl import run
+from vlmrl.cluster.group import WorkerGroup
+from vlmrl.config.load import load
+from vlmrl.config.run import RlConfig
+from vlmrl.errors import ClusterError
+from vlmrl.stage import Stage
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+COUNTING = {
+    "data.prompt_dataset": "visual_math?families=count&difficulty=1&pixels=56&size=64",
+    "data.max_len": 128,
+    "rollout.batch_size": 4,
+    "rollout.n_samples_per_prompt": 4,
+    "rollout.max_new_tokens": 6,
+    "train.batch_size": 8,
+    "train.max_steps": 200,
+    "vllm.cpu_kv_cache_gib": 0.25,
+    "eval.steps": -1,
+    "eval.max_samples": 4,
+    "ckpt.save_steps": -1,
+}
+"""Longer than anybody waits: only a death ends it."""
+REWARD = """
+def reward(completions, answer, **columns):
+    print("scoring", len(completions), "for", answer[0])
+    if len(completions) == 1 and len(completions[0]) % 2:
+        raise ValueError("an odd number of letters")
+    if len(completions) > 1 and any(len(text) % 2 for text in completions):
+        raise ValueError("one of them is odd")
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+"""
+BY_SIGKILL = r"(was killed by signal 9 \(SIGKILL\)|ended without a word)"
+
+
+def line_of_death(
+    kill: Callable[[dict[str, WorkerGroup]], None],
+    *,
+    model: str,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **flags: Any,
+) -> str:
+    """What the run says that `kill` was let loose on after its first step."""
+    started: list[Stage] = []
+    died: list[float] = []
+
+    class Seen(Stage):
+        def group(self, *given: Any, **how: Any) -> WorkerGroup:
+            started.append(self)
+            return super().group(*given, **how)
+
+    def wait_and_kill() -> None:
+        metrics = out / "metrics.jsonl"
+        while not (metrics.exists() and '"policy/loss"' in metrics.read_text()):
+            time.sleep(0.05)
+        kill(started[0].groups)
+        died.append(time.monotonic())
+
+    monkeypatch.setattr(run, "Stage", Seen)
+    threading.Thread(target=wait_and_kill, daemon=True).start()
+    words = recipe("visual_math_tiny.yaml", model, out, **(COUNTING | flags))
+    with pytest.raises(ClusterError) as error:
+        run.train_rl(load(RlConfig, words))
+    assert time.monotonic() - died[0] < 30
+    return str(error.value)
+
+
+@pytest.mark.timeout(300)
+def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_and_then_says_why(
+    tmp_path: Path,
+    tiny_model: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+
+    def kill(groups: dict[str, WorkerGroup]) -> None:
+        os.kill(groups["data"].pids[0], signal.SIGKILL)
+
+    (tmp_path / "theirs.py").write_text(REWARD)
+    own = {
+        "reward.functions": "{}",
+        "reward.remote_url": tmp_path / "theirs.py:reward",
+        "reward.max_failed_fraction": 1,
+    }
+    model = tiny_model("qwen2_5_vl", size="micro")
+    said = line_of_death(kill, model=model, out=out, monkeypatch=monkeypatch, **own)
+    shown = capfd.readouterr()
+    assert shown.err == "", "Ray's words are in the log"
+    assert "(raylet)" not in shown.out
+    assert "\n" not in said
+    assert re.match(rf"data on \S+ {BY_SIGKILL}", said), said
+    assert "lower --data.max_image_pixels" in said
+    log = out / "logs" / "run.log"
+    assert f"(what Ray and the libraries wrote: {log})" in said
+    assert "data on" in log.read_text()
+
+    problem = r"ValueError: an odd number of letters \(\S*theirs\.py:5\)"
+    told = re.findall(
+        rf"^reward: a response to visual_math:\d+ could not be scored: {problem}", shown.out, re.MULTILINE
+    )
+    assert len(told) == 1, shown.out
+    lines = [json.loads(line) for line in (out / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    for answer in (answer for line in lines for answer in line["answers"]):
+        is_odd = len(answer["text"]) % 2 == 1
+        assert answer["failure"] == ("response" if is_odd else None)
+        assert re.fullmatch(problem, answer["problem"]) if is_odd else answer["problem"] is None
+    printed = (out / "logs" / "rewards.log").read_text().splitlines()
+    assert any(re.fullmatch(r"scoring 4 for \d+", line) for line in printed), "a batch, but for those of the evaluation"
+
+
+DEATHS = {
+    "reward": ("reward on", {}),
+    "vllm": ("vllm 1 of 2 on", {"vllm.num_engines": 2}),
+    "engine core": ("vllm 1 of 2 on", {"vllm.num_engines": 2}),
+    "actor": ("actor 1 of 2 on", {"actor.num_gpus_per_node": 2}),
+    "ref": ("ref on", {"algo.kl.init_coef": 0.01, "train.colocate_all": "false"}),
+    "critic": ("critic on", {"algo.advantage.estimator": "gae", "train.colocate_all": "false"}),
+}
+"""Who dies -> how the line begins, and the settings of the run."""
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("who", DEATHS)
+def test_the_death_of_any_role_is_one_line(
+    who: str, tmp_path: Path, tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(groups: dict[str, WorkerGroup]) -> None:
+        process = psutil.Process(groups["vllm" if who == "engine core" else who].pids[-1])
+        if who == "engine core":
+            process = next(child for child in process.children() if "VLLM" in " ".join(child.cmdline()))
+        process.send_signal(signal.SIGKILL)
+
+    begins, flags = DEATHS[who]
+    model = tiny_model("qwen2_5_vl", size="micro")
+    said = line_of_death(kill, model=model, out=tmp_path / "run", monkeypatch=monkeypatch, **flags)
+    assert "\n" not in said
+    assert said.startswith(begins), said
+    if who == "engine core":
+        assert "has died, its process was killed by signal 9 (SIGKILL)" in said, said
+    else:
+        assert re.search(BY_SIGKILL, said), said
+    assert "lower --" in said

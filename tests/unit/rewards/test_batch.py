@@ -1,0 +1,214 @@
+"""Rewards as TRL and OpenRLHF have them: recognised by their signature, called in batches, read as they return."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rewards.answers import Picture, group
+
+from vlmrl.config.reward import Reward
+from vlmrl.errors import ConfigError, RewardError
+from vlmrl.rewards import batch
+from vlmrl.rewards.combine import Rewarder
+from vlmrl.rewards.server import FunctionJudge
+from vlmrl.types import Group
+
+FUNCTIONS = """
+import os, time
+
+def trl(completions, answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, answer)]
+def own_column(completions, gold): return [float(c == g) for c, g in zip(completions, gold)]
+def family(prompts, completions, family, seldom="no"): return [len(p) + (f == "x") for p, f in zip(prompts, family)]
+def chat(completions, **kwargs): return [float(len(c[0]["content"])) for c in completions]
+def all_of_it(completions, **kwargs):
+    names = ["family", "gold", "label", "prompts"]
+    return [float(sorted(kwargs) == names and len(kwargs["family"]) == len(completions))] * len(completions)
+def none(completions): return [None if c == "x" else 2 for c in completions]
+async def later(completions): return [3.0] * len(completions)
+def lost(completions, difficulty): return [1.0] * len(completions)
+def pictures(completions, images): return [float(i[0].size[0]) for i in images]
+def best(completions):
+    longest = max(map(len, completions))
+    return [float(len(c) == longest) for c in completions]
+
+CALLS = []
+def fails(completions):
+    CALLS.append(len(completions))
+    if "bad" in completions:
+        raise ValueError("no number")
+    return [float(len(CALLS))] * len(completions)
+def dies(completions):
+    if "bad" in completions:
+        os._exit(3)
+    return [1.0] * len(completions)
+def offline(completions):
+    if "bad" in completions:
+        raise ConnectionRefusedError
+    return [1.0] * len(completions)
+def slow(completions):
+    for _ in completions:
+        time.sleep(0.2)
+    return [1.0] * len(completions)
+"""
+
+TENSORS = """
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    found = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": found * 2, "scores": found, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
+def tensor(queries, prompts, labels): return torch.tensor([[1.0], [0.5]])
+def short(queries, prompts, labels): return torch.ones(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("user") / "theirs.py"
+    path.write_text(FUNCTIONS)
+    path.with_name("tensors.py").write_text(TENSORS)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+
+
+def own(file: Path, function: str, **settings: Any) -> Rewarder:
+    if f"def {function}(queries" in TENSORS:
+        file = file.with_name("tensors.py")
+    reward = {"functions": {}, "remote_url": f"{file}:{function}", "max_failed_fraction": 0.5}
+    return Rewarder(Reward.model_validate(reward | settings), label_key="gold")
+
+
+def totals(rewarder: Rewarder, *groups: Group) -> list[list[float]]:
+    with rewarder:
+        return [[score.total for score in scores] for scores in rewarder.score(groups)]
+
+
+def chatting(*texts: str) -> Group:
+    asked = group(*texts)
+    return replace(asked, prompt=replace(asked.prompt, is_chat=True))
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        ("trl", [[1.0, 0.0], [0.0, 1.0]]),
+        ("own_column", [[1.0, 0.0], [0.0, 1.0]]),
+        ("family", [[10.0, 10.0], [10.0, 10.0]]),
+        ("all_of_it", [[1.0, 1.0], [1.0, 1.0]]),
+        ("none", [[2.0, 2.0], [0.0, 2.0]]),
+        ("later", [[3.0, 3.0], [3.0, 3.0]]),
+        ("best", [[0.0, 1.0], [1.0, 1.0]]),
+        ("reward_func", [[2.0, 0.0], [0.0, 2.0]]),
+        ("tensor", [[1.0, 0.5], [1.0, 0.5]]),
+    ],
+)
+def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wanted: list[list[float]]) -> None:
+    assert totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
+
+
+def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
+    assert totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
+    assert totals(own(file, "trl"), group("7")) == [[1.0]]
+
+
+def test_images_come_to_who_asks_for_them(file: Path) -> None:
+    assert totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
+
+
+def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
+    with own(file, "reward_func") as rewarder:
+        (score, _) = rewarder.score([group("7", "8")])[0]
+    assert score.parts == {
+        "reward_func": 2.0,
+        "reward_func/scores": 1.0,
+        "reward_func/length": 1.0,
+        "reward_func/all": 4.0,
+    }
+
+
+def test_a_file_alone_is_its_reward_func(file: Path) -> None:
+    assert Reward(remote_url=str(file)).user_function == f"{file}:reward_func"
+    assert Reward(remote_url="http://host/score.py").servers == ("http://host/score.py",)
+
+
+def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
+    with own(file, "fails") as rewarder:
+        scores = rewarder.score([group("good", "bad", "fine")])[0]
+    assert [score.failure for score in scores] == [None, "response", None]
+    assert [score.total for score in scores] == [2.0, 0.0, 4.0], "the batch, then each alone"
+    assert str(scores[1].problem).startswith("ValueError: no number (")
+
+
+def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) -> None:
+    with own(file, "dies") as rewarder:
+        scores = rewarder.score([group("good", "bad"), group("good")])
+    assert [[score.failure for score in row] for row in scores] == [[None, "response"], [None]]
+    assert [[score.retried for score in row] for row in scores] == [["death", "death"], [None]]
+
+
+def test_a_network_that_fails_a_batch_fails_it_whole(file: Path) -> None:
+    with own(file, "offline", max_failed_fraction=1.0) as rewarder:
+        scores = rewarder.score([group("good", "bad"), group("good")])
+    assert [[score.failure for score in row] for row in scores] == [["infrastructure"] * 2, [None]]
+
+
+def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
+    assert totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
+
+
+def test_rewards_of_another_number_are_a_problem_that_says_so(file: Path) -> None:
+    with own(file, "short") as rewarder, pytest.raises(RewardError, match="it returned 3 rewards for 1 responses"):
+        rewarder.score([group("7", "8")])
+
+
+def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
+    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family\)"
+    with own(file, "lost") as rewarder, pytest.raises(RewardError, match=said):
+        rewarder.score([group("7")])
+
+
+def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
+    from vlmrl.rewards.question import Question
+
+    judge = FunctionJudge({}, f"{file}:trl", num_workers=1, time_limit_s=5.0)
+    verdicts = judge.judge([Question("a", "p", "7", "7"), Question("b", "q", "7", "8")])
+    judge.close()
+    assert [verdict.value for verdict in verdicts] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (1.0, "it returned float where a list of rewards is wanted"),
+        ({"scores": [1.0, 1.0]}, "without 'rewards'"),
+        ({"rewards": [1.0, 1.0], "extra_logs": {"a": [1]}}, "it returned 1 a for 2 responses"),
+        (np.ones((2, 2)), None),
+    ],
+)
+def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
+    if said is None:
+        assert batch.one_by_one(returned, 2, style="trl") == [[1.0, 1.0]] * 2, "which is no number, as is said later"
+        return
+    with pytest.raises(ValueError, match=said):
+        batch.one_by_one(returned, 2, style="openrlhf")
+
+
+def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
+    def function(queries: Any, prompts: Any, labels: Any, model: Any) -> Any:
+        return torch.zeros(len(queries))
+
+    with pytest.raises(ConfigError, match="OpenRLHF's signature and asks for model"):
+        batch.signature_of(function, "r.py:f", setting="reward.remote_url")

@@ -1,0 +1,156 @@
+"""Reward functions as TRL and OpenRLHF write them: recognised by their signature, and called with a batch.
+
+TRL's:      def reward(completions, answer, **kwargs): return [1.0, ...]
+OpenRLHF's: def reward_func(queries, prompts, labels): return {"rewards": ..., "scores": ..., "extra_logs": {...}}
+
+A batch is the responses to one prompt (of `vlmrl serve-rm`: those that came together). TRL's get `prompts`,
+`completions` and, by name, the columns of the row; the label goes by `label`, by the name of its column and by the
+names that are usual for one. In rows whose question is a list of messages, completions are lists of messages, too.
+OpenRLHF's get `queries` (prompt and response as one text), `prompts` and `labels`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from vlmrl.errors import ConfigError
+
+Style = Literal["trl", "openrlhf"]
+
+_OWN: Mapping[Style, frozenset[str]] = {
+    "trl": frozenset({"prompts", "completions", "images"}),
+    "openrlhf": frozenset({"queries", "prompts", "labels", "images"}),
+}
+"""What each style calls what is not a column of the row."""
+_LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
+"""By these names functions ask for the label, where the row has no other column of that name."""
+_ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+"""What TRL hands over beside columns, and only its trainer has."""
+
+
+class Signature(NamedTuple):
+    """What a function of another library asks for."""
+
+    style: Style
+    names: frozenset[str]
+    """Arguments that it declares."""
+    required: frozenset[str]
+    """Those of them that are columns of the row and have no default."""
+    takes_all: bool
+    """It has `**kwargs`, which are for all other columns."""
+
+    def missing(self, *, label: str | None, label_key: str, metadata: Mapping[str, Any]) -> str | None:
+        """A column that it asks for and the row has not."""
+        item = {"label": label, "label_key": label_key, "metadata": metadata}
+        return next((name for name in sorted(self.required) if not _has(name, item)), None)
+
+
+def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Signature | None:
+    """How another library would call the function; None where it takes one response.
+
+    Raises ConfigError when it asks for what nobody but that library's trainer has.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "completions" in names:
+        style: Style = "trl"
+    elif "queries" in names:
+        style = "openrlhf"
+    else:
+        return None
+    required = frozenset(name for name, p in names.items() if p.default is p.empty) - _OWN[style]
+    unknown = sorted(required if style == "openrlhf" else required & _ELSEWHERE)
+    if unknown:
+        library = "TRL" if style == "trl" else "OpenRLHF"
+        raise ConfigError(
+            f"{setting}: {spec} has {library}'s signature and asks for {', '.join(unknown)}, unknown here"
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Signature(style, frozenset(names), required, takes_all)
+
+
+def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
+    """What the function is called with, lists over the responses.
+
+    An item holds `prompt`, `response`, `label`, `label_key`, `metadata` and `is_chat`; `images` are PIL, per response.
+    """
+    if signature.style == "openrlhf":
+        known: dict[str, list[Any]] = {
+            "queries": [item["prompt"] + item["response"] for item in items],
+            "prompts": [item["prompt"] for item in items],
+            "labels": [item["label"] for item in items],
+        }
+        columns: set[str] = set()
+    else:
+        known = {
+            "prompts": [_message("user", item["prompt"], item) for item in items],
+            "completions": [_message("assistant", item["response"], item) for item in items],
+        }
+        columns = set(signature.names)
+        if signature.takes_all:
+            columns |= {
+                "label",
+                *(item["label_key"] for item in items),
+                *(name for i in items for name in i["metadata"]),
+            }
+    if "images" in signature.names:
+        known["images"] = list(images)
+    for name in columns - known.keys():
+        if any(_has(name, item) for item in items):
+            known[name] = [_column(name, item) for item in items]
+    wanted = known.keys() if signature.takes_all else known.keys() & signature.names
+    return {name: known[name] for name in wanted}
+
+
+def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
+    """What the function returned, per response: a number, or a dict of numbers with one named `total`.
+
+    TRL's None, a reward that does not apply, counts 0 as it does there. Raises ValueError when it is not one reward
+    per response.
+    """
+    if not isinstance(returned, Mapping):
+        rewards = _column_of(returned, count, "rewards")
+        return [0.0 if reward is None and style == "trl" else reward for reward in rewards]
+    if "rewards" not in returned:
+        raise ValueError(f"it returned a dict without 'rewards' (keys: {sorted(map(str, returned))})")
+    columns = {"total": _column_of(returned["rewards"], count, "rewards")}
+    if returned.get("scores") is not None:
+        columns["scores"] = _column_of(returned["scores"], count, "scores")
+    for name, values in (returned.get("extra_logs") or {}).items():
+        is_one = not hasattr(_plain(values), "__len__")
+        columns[str(name)] = [_plain(values)] * count if is_one else _column_of(values, count, str(name))
+    return [{name: values[number] for name, values in columns.items()} for number in range(count)]
+
+
+def _column_of(values: Any, count: int, name: str) -> list[Any]:
+    plain = _plain(values)
+    if not isinstance(plain, list | tuple):
+        raise ValueError(f"it returned {type(values).__name__} where a list of {name} is wanted")
+    # A tensor of [B, 1] is one number per response, too.
+    column = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in plain]
+    if len(column) != count:
+        raise ValueError(f"it returned {len(column)} {name} for {count} responses")
+    return column
+
+
+def _plain(values: Any) -> Any:
+    """Tensors and arrays as lists or numbers."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _has(name: str, item: Mapping[str, Any]) -> bool:
+    return name in item["metadata"] or _is_label(name, item)
+
+
+def _column(name: str, item: Mapping[str, Any]) -> Any:
+    return item["metadata"].get(name, item["label"] if _is_label(name, item) else None)
+
+
+def _is_label(name: str, item: Mapping[str, Any]) -> bool:
+    return name in _LABELS or name == item["label_key"]
+
+
+def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:
+    return [{"role": role, "content": text}] if item["is_chat"] else text
