@@ -6,13 +6,16 @@ JOBS ?= 2
 UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-qlora test prove check lint unit bench coverage map clean
+.PHONY: help setup lock quickstart quickstart-qlora test prove check lint unit bench coverage map clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup:  ## .venv with everything for this machine (CPU or GPU), then vlmrl doctor; nothing to do the second time
 	@$(PYTHON) vlmrl/startup/install.py
+
+lock: setup  ## the versions and hashes that setup installs, anew, as pyproject.toml allows
+	@$(BIN)/python assets/lock.py
 
 quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft, then GRPO, in minutes
 	@$(BIN)/python -m vlmrl.quickstart

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,46 @@ def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
         check=False,
     )
     assert "seen ('GPU-8932f937', '5', 'MIG-4d2a') ['5', 'GPU-8932f937,MIG-4d2a']" in found.stdout, found.stderr
+
+
+_PRIVATE = """
+import os, stat, tempfile
+from pathlib import Path
+from vlmrl import startup
+startup.prepare()
+from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.placement import Place
+from vlmrl.cluster.session import session
+import ray
+with session(num_cpus=2) as machines:
+    places = [Place(0, (rank,)) for rank in range(2)]
+    how = {"session": machines, "places": places, "timeout_s": 60, "distributed": True}
+    group = WorkerGroup("ranks", "vlmrl.learning.engine.init_distributed", {"timeout_s": 30}, **how)
+    def look(_):
+        import torch.distributed
+        tempfile.mkdtemp()
+        return [tempfile.gettempdir(), torch.distributed.get_world_size(), os.environ.get("MASTER_PORT")]
+    seen = [ray.get(worker.__ray_call__.remote(look)) for worker in group._workers]
+    folder = Path(tempfile.gettempdir())
+    of_ray = Path(ray._private.worker._global_node.get_session_dir_path())
+    print("seen", oct(stat.S_IMODE(folder.stat().st_mode)), folder in of_ray.parents, (of_ray / "sockets").exists())
+    print("ranks", [(own == str(folder), size, port) for own, size, port in seen])
+"""
+
+
+def test_ray_and_ranks_keep_to_a_folder_of_this_user_alone_which_is_gone_at_the_end() -> None:
+    with tempfile.TemporaryDirectory(prefix="v", dir="/tmp") as parent:
+        found = subprocess.run(
+            [sys.executable, "-c", _PRIVATE],
+            env={n: v for n, v in os.environ.items() if n not in ("RAY_ADDRESS", "RAY_TMPDIR")} | {"TMPDIR": parent},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "seen 0o700 True True" in found.stdout, found.stderr
+        assert "ranks [(True, 2, None), (True, 2, None)]" in found.stdout
+        assert list(Path(parent).iterdir()) == []
 
 
 def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Callable[..., str]) -> None:

@@ -352,7 +352,7 @@ except ClusterError as error:
 """
 
 
-@pytest.mark.parametrize(("is_taken", "words"), [(True, "address already in use"), (False, "waiting for clients")])
+@pytest.mark.parametrize(("is_taken", "words"), [(True, "Address already in use"), (False, "waiting for clients")])
 def test_a_taken_port_and_a_rank_that_never_comes_are_one_line_each(is_taken: bool, words: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

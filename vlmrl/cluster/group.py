@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from vlmrl.endings import Pidfd
 from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup import memory
 from vlmrl.startup.driver import has_gpu
+from vlmrl.startup.scratch import MEETING_FILE, enter_that_of_the_run
 
 _END_S = 60.0
 
@@ -57,6 +59,7 @@ class _Worker:
     def __init__(self) -> None:
         from vlmrl import startup
 
+        enter_that_of_the_run()
         startup.prepare()
         self._role: Any = None
 
@@ -69,10 +72,13 @@ class _Worker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
+    def meeting_file(self) -> str:
+        """A file that is not there yet, in a folder of this node that this user alone may enter."""
+        return str(Path(tempfile.mkdtemp(prefix="vlmrl-ranks-")) / "store")
+
     def build(self, role: _Role) -> None:
         os.environ.update(role.variables)
-        if role.driver is not None:
-            os.environ.update(_network(role.driver))
+        os.environ.update(_loopback() if role.driver is None else _network(role.driver))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
             memory.keep_memory()
         module, name = role.path.rsplit(".", 1)
@@ -113,6 +119,13 @@ def _network(driver: Mapping[str, str]) -> dict[str, str]:
     return interface_variables(ray.util.get_node_ip_address(), held, of_node=os.environ, of_driver=driver)
 
 
+def _loopback() -> dict[str, str]:
+    """What has gloo in this process listen to this machine alone."""
+    held = psutil.net_if_addrs().items()
+    loopback = next((name for name, entries in held if any(e.address == "127.0.0.1" for e in entries)), None)
+    return {} if loopback is None or os.environ.get(NAMES[0]) else {NAMES[0]: loopback}
+
+
 class WorkerGroup:
     """N actors of one class, one per place.
 
@@ -121,7 +134,7 @@ class WorkerGroup:
         path: `package.module.Class` of the role.
         settings: its keyword arguments, the same on every worker.
         places: where the workers run, from `placement.plan`.
-        distributed: the workers form one torch.distributed world: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
+        distributed: the workers form one torch.distributed world: RANK and WORLD_SIZE are set, and where they meet.
         concurrent: the role's methods are coroutines.
         at_end: is given `shutdown` before the roles are built, so that whoever ends everything ends a start, too.
         timeout_s: a call that takes longer is an error.
@@ -194,13 +207,7 @@ class WorkerGroup:
         """The roles in their workers."""
         world: dict[str, str] = {}
         if distributed:
-            address, port = self.address()
-            world = {
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(len(self._workers)),
-                "LOCAL_RANK": "0",
-            }
+            world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._meeting()
         self._get(
             [
                 worker.build.remote(
@@ -209,6 +216,13 @@ class WorkerGroup:
                 for rank, worker in enumerate(self._alive())
             ]
         )
+
+    def _meeting(self) -> dict[str, str]:
+        """Where the ranks meet: in a file when they are on one machine, else at a port of the first one's."""
+        if len(set(self.nodes)) == 1:
+            return {MEETING_FILE: self._get(self._alive()[0].meeting_file.remote())}
+        address, port = self.address()
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _alive(self) -> list[Any]:
         """The workers. A call on none would succeed and do nothing: a model would be told to be saved that is not."""

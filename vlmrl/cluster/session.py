@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vlmrl import machine, startup
@@ -15,6 +16,9 @@ from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
+from vlmrl.startup.scratch import VARIABLE, remove_here, scratch
+
+_CLEAR_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
+    temporary = ExitStack()
+    folder = temporary.enter_context(_private_folder())
     try:
         if joins:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -122,8 +128,11 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
+                # Ray opens this folder and what it makes in it to every user of the machine, sockets included.
+                _temp_dir=str(folder / "r"),
             )
     except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
+        temporary.close()
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
             f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
@@ -131,7 +140,44 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     try:
         yield Session(_alive_nodes())
     finally:
-        ray.shutdown()
+        with temporary:
+            if joins:
+                _clear(folder)
+            ray.shutdown()
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """The run's folder for temporary files; raises ClusterError when it cannot be made."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch())
+        except OSError as error:
+            raise ClusterError(f"no folder for temporary files ({error}): set TMPDIR to one of yours") from error
+        yield folder
+
+
+def _clear(folder: Path) -> None:
+    """Remove the run's folder from the other machines. What is left of a machine that has gone must not hide why."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remove = ray.remote(remove_here)
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    if not others:
+        return
+    with suppress(ray.exceptions.RayError):
+        asked = [
+            remove.options(
+                num_cpus=0,
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+                runtime_env={"env_vars": startup.portable_environment()},
+            ).remote(folder)
+            for node in others
+        ]
+        ray.wait(asked, num_returns=len(asked), timeout=_CLEAR_S)
 
 
 def _log_lines(data: Mapping[str, Any], **_: Any) -> None:
@@ -179,6 +225,8 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
         # shared memory: Ray would kill it before it can.
         "RAY_kill_child_processes_on_worker_exit": "0",
     }
+    if VARIABLE in os.environ:
+        variables[VARIABLE] = os.environ[VARIABLE]
     if session.has_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(session.nodes[node].gpu(slot) for slot in slots)
     else:

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
+from vlmrl.learning import rendezvous
 from vlmrl.learning.optimizers import optimizer, schedule
 from vlmrl.learning.pickles import guard
 from vlmrl.models.quantize import true_shape
@@ -48,7 +49,7 @@ _LARGEST_BUCKET = 500_000_000
 
 
 def init_distributed(timeout_s: float) -> None:
-    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; alone when they are not set.
+    """Join the process group that RANK and WORLD_SIZE name, where `rendezvous` says; alone when they are not set.
 
     A collective that waits longer than `timeout_s` seconds raises instead of hanging. Does nothing the second time.
     Raises ClusterError when the port is taken, when the other ranks do not come, or when torch cannot use the GPU that
@@ -57,9 +58,8 @@ def init_distributed(timeout_s: float) -> None:
     if torch.distributed.is_initialized():
         return
     _check_gpu()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "WORLD_SIZE" not in os.environ:
-        os.environ.update(alone)
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     if torch.cuda.is_available():
         # A worker that was given one GPU sees it as the first, whatever its rank on the machine.
         if torch.cuda.device_count() == 1:
@@ -69,14 +69,14 @@ def init_distributed(timeout_s: float) -> None:
         deepspeed.init_distributed(
             dist_backend="nccl" if torch.cuda.is_available() else "gloo",
             auto_mpi_discovery=False,
+            init_method=rendezvous.URL,
             verbose=False,
             timeout=timedelta(seconds=timeout_s),
         )
-    except (torch.distributed.DistError, RuntimeError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0]
+    except (torch.distributed.DistError, RuntimeError, OSError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
         rank = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        raise ClusterError(f"{rank} could not join the training ranks at {where}: {reason}") from None
+        raise ClusterError(f"{rank} could not join the training ranks at {rendezvous.place()}: {reason}") from None
 
 
 def device() -> torch.device:

@@ -118,8 +118,11 @@ class RunFolder:
             )
 
     def open(self) -> None:
-        """Make the folder. Raises ConfigError when that cannot be done."""
+        """Make the folder, open to this user alone; one that is there keeps its mode: it may be shared on purpose.
+
+        Raises ConfigError when that cannot be done.
+        """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"ckpt.output_dir {self.root} cannot be made: {error.strerror}") from error

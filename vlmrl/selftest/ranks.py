@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,13 +29,14 @@ _NUMBERS = 1 << 20
 _TIMEOUT_S = 60
 
 
-def rank(number: int, count: int, port: int) -> dict[str, Any]:
+def rank(number: int, count: int, meeting: str) -> dict[str, Any]:
     """Join the others, add, gather and broadcast; what this rank found. AssertionError where a sum is wrong."""
     has_gpu = torch.cuda.is_available()
     where = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        # A store of its own would listen on every interface of the machine.
+        store=dist.FileStore(meeting, count),
         rank=number,
         world_size=count,
         timeout=timedelta(seconds=_TIMEOUT_S),
@@ -61,10 +61,10 @@ def rank(number: int, count: int, port: int) -> dict[str, Any]:
     return {"uuid": uuid, "seconds": seconds}
 
 
-def _start(number: int, count: int, port: int, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start(number: int, count: int, meeting: Path, variables: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "vlmrl.selftest.ranks", str(number), str(count), str(port)],
+            [sys.executable, "-P", "-m", "vlmrl.selftest.ranks", str(number), str(count), str(meeting)],
             env=os.environ | variables | {"PYTHONPATH": os.environ["PYTHONPATH"]},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -77,13 +77,10 @@ def check(folder: Path) -> str:
     has_gpu = machines.has_gpus
     count = machines.slots[0] if has_gpu else 2
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)] if has_gpu else [""] * count
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environments = [worker_environment(machines, num_workers=count, slots=[i], node=0) for i in range(count)]
     logs = [folder / f"rank_{i}.txt" for i in range(count)]
     ranks = [
-        _start(number, count, port, variables, log)
+        _start(number, count, folder / "meeting", variables, log)
         for number, (variables, log) in enumerate(zip(environments, logs, strict=True))
     ]
     try:
@@ -114,4 +111,5 @@ def check(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(rank(*map(int, sys.argv[1:]))) + "\n")
+    number, count, meeting = sys.argv[1:]
+    sys.stdout.write(json.dumps(rank(int(number), int(count), meeting)) + "\n")

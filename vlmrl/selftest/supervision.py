@@ -104,7 +104,8 @@ class Supervisor:
             "parent": os.getpid(),
             "pipe": theirs.fileno(),
         }
-        environment = os.environ | startup.environment()
+        # Sockets of engines that are killed go with the folder.
+        environment = os.environ | startup.environment() | {"TMPDIR": str(self._folder)}
         environment["PYTHONPATH"] += f"{os.pathsep}{Path(vlmrl.__file__).parents[1]}"
         # It is this machine that is tested, not a cluster that the user has joined.
         environment.pop("RAY_ADDRESS", None)

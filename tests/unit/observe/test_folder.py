@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,16 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         RunFolder(file).check(resume=False, has_checkpoint=False)
     with pytest.raises(ConfigError, match="cannot be made"):
         RunFolder(file / "below").open()
+
+
+def test_a_new_folder_is_open_to_this_user_alone_and_one_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        RunFolder(tmp_path / "runs" / "new").open()
+        (tmp_path / "shared").mkdir()
+        RunFolder(tmp_path / "shared").open()
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755

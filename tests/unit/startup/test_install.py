@@ -49,7 +49,7 @@ def test_an_environment_for_cpu_is_rebuilt_when_a_gpu_appears(tmp_path: Path, ra
     install.install(tmp_path, "cpu")
     ran.clear()
     install.install(tmp_path, "gpu")
-    assert ran == ["virtual environment --clear", "vlmrl, its engine and its tools"]
+    assert ran == ["virtual environment --clear", "the engine and tools of the lock", "vlmrl"]
 
 
 def test_a_machine_that_does_not_pass_the_doctor_is_not_stamped(
@@ -68,10 +68,48 @@ def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
     succeeds = [sys.executable, "-c", f"open({str(writes)!r}, 'w')"]
     install._step("torch", [fails, succeeds])
     assert writes.exists()
-    plain, index = install.commands("cpu", Path("python"))[0][1]
-    assert "--index-url" not in plain
-    assert install.TORCH_CPU_INDEX in index
+    for commands in (install.commands, install.locked_commands):
+        plain, index = commands("cpu", Path("python"))[0][1]
+        assert "--index-url" not in plain
+        assert install.TORCH_CPU_INDEX in index
     assert capsys.readouterr().out.startswith("  torch ...")
+
+
+def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[str] = []
+
+    def step(what: str, alternatives: list[list[str]]) -> None:
+        steps.append(what)
+        if "lock" in what:
+            raise install.InstallError("no matching distribution")
+
+    monkeypatch.setattr(install, "_step", step)
+    install._install_packages("gpu", Path("python"))
+    assert steps == ["the engine and tools of the lock", "vlmrl, its engine and its tools"]
+    assert "The lock cannot be had here" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "raise SystemExit('ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE')"
+    ran: list[str] = []
+
+    def commands(kind: install.Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
+        return [("the lock", [[sys.executable, "-c", says]])]
+
+    monkeypatch.setattr(install, "locked_commands", commands)
+    monkeypatch.setattr(install, "commands", lambda kind, python: ran.append(kind))
+    with pytest.raises(install.MismatchError, match="not the file that the lock names"):
+        install._install_packages("cpu", Path("python"))
+    assert ran == []
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "ppc64le"])
+def test_another_machine_has_no_lock(machine: str, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    monkeypatch.setattr(install.platform, "machine", lambda: machine)
+    install._install_packages("gpu", Path("python"))
+    assert ran == ["vlmrl, its engine and its tools"]
 
 
 def test_a_command_that_fails_is_shown_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
