@@ -27,6 +27,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
 from vlmrl.rewards.label_check import LabelCheck
+from vlmrl.role_settings import check_steps
 
 _ROWS_LOOKED_AT = 256
 """A dry run reads so many rows and their images; a whole dataset would take as long as the run's first hour."""
@@ -211,6 +212,7 @@ def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console:
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
     if not isinstance(config, EvalConfig):
+        check_steps(config, source.num_rows())
         count = min(_ROWS_LOOKED_AT, source.num_rows())
         prompts, _ = source.draw(count)
         if isinstance(config, SftConfig):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vlmrl import stops
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.learners import RemotePolicy
@@ -29,6 +30,7 @@ from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.lock import held, refuse_if_live
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor, processor_of
@@ -45,10 +47,11 @@ from vlmrl.preflight import (
 )
 from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
-from vlmrl.role_settings import last_step
+from vlmrl.role_settings import check_steps
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves
 from vlmrl.stage import Stage
+from vlmrl.stops import Stopped, end_at_once
 from vlmrl.supervised import fit
 from vlmrl.trainer import Carried, Course, Ending, train
 from vlmrl.types import Metrics, Prompt
@@ -67,12 +70,12 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         return check_data(config, adapter)
     with _started(config, folder, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        last = check_steps(config, prompts.num_rows)
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
         done, carried = saves.restore()
-        last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=prompts.state()["position"])
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
@@ -100,8 +103,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         if adapter is not None:
             report.say(described(adapter, ds=config.ds, vllm=config.vllm))
             report.say(told(checks.published(done)))
-        if done == 0:
-            report.evaluation(0, evaluations.at(0))
+        stage.stack.enter_context(saves.kept())
+        if done == 0 or saves.owes_evaluation:
+            report.evaluation(done, evaluations.at(done))
         try:
             ending = train(
                 config,
@@ -151,7 +155,12 @@ class Evaluations:
         every = self.config.eval.steps
         if step != self.last and (every <= 0 or step % every):
             return {}
-        return self._tried(step, is_last=step == self.last)
+        try:
+            with stops.abandonable():
+                return self._tried(step, is_last=step == self.last)
+        except Stopped:  # the step itself is done, and is saved before the run ends
+            self.saves.owes_evaluation = True
+            return {}
 
     def _tried(self, step: int, *, is_last: bool) -> Metrics:
         try:
@@ -208,8 +217,9 @@ class Evaluations:
             )
             for name, (groups, scores) in answers.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
-        self.evaluated = step
-        self.saves.keep_best(step, metrics)
+        with stops.finishing():
+            self.saves.keep_best(step, metrics)
+        self.evaluated, self.saves.owes_evaluation = step, False
         return metrics
 
 
@@ -221,12 +231,12 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         return check_data(config)
     with _started(config, folder) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        last = check_steps(config, prompts.num_rows)
         policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
-        last = last_step(config, prompts.num_rows)
         _begin(report, folder, policy, total_steps=last, done=done)
-
+        stage.stack.enter_context(saves.kept())
         fit(
             rows=prompts,
             learner=policy,
@@ -294,6 +304,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> tuple[RunFolder, Processor]
         raise ConfigError(
             f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
         ) from error
+    refuse_if_live(folder.root)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     check_machine(config)
@@ -315,12 +326,12 @@ def _started(
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes."""
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with session() as machines:
+    folder.open()
+    with held(folder.root, lost=lambda line: end_at_once(line, 2), say=print), session() as machines:
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
-        folder.open()
         check_nodes(config, machines, places, folder.root)
         dump_yaml(config, folder.config)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
@@ -328,4 +339,6 @@ def _started(
             report.say(describe(places, machines))
             for line in check_machine(config):
                 report.say(line)
-            yield Stage(machines, places, stack, watch), report
+            stage = Stage(machines, places, stack, watch)
+            with stage.ending():
+                yield stage, report

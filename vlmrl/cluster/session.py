@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from vlmrl import machine, startup
+import psutil
+
+from vlmrl import machine, startup, stops
 from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
@@ -106,27 +108,43 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
+    before = set(psutil.Process().children())
     try:
-        if joins:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                # Else it would join whatever `ray start` has left on this machine.
-                address="local",
-                num_cpus=num_cpus or os.cpu_count(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        with stops.withheld():
+            if joins:
+                ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                ray.init(
+                    # Else it would join whatever `ray start` has left on this machine.
+                    address="local",
+                    num_cpus=num_cpus or os.cpu_count(),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        stops.attend()
     except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
             f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
         ) from error
+    family = [child for child in psutil.Process().children() if child not in before]
     try:
         yield Session(_alive_nodes())
     finally:
-        ray.shutdown()
+        _end_ray(family)
+
+
+def _end_ray(roots: Sequence[psutil.Process]) -> None:
+    """Leave Ray, and end what it has started on this machine: some of its agents would look for it for a minute."""
+    import ray
+
+    family = list(roots)
+    for root in roots:
+        with suppress(psutil.Error):  # it has ended by itself
+            family += root.children(recursive=True)
+    ray.shutdown()
+    stops.end_family(family)
 
 
 def _alive_nodes() -> tuple[Node, ...]:

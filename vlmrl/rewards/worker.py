@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vlmrl import stops
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
 from vlmrl.rewards.failures import TooHardError, doing_of
@@ -76,6 +77,7 @@ _loaded: dict[str, _Loaded | VlmrlError] = {}
 def start(names: tuple[str, ...], spec: str | None) -> None:
     """What a scoring process does first."""
     _die_with_parent()
+    stops.accepted()  # its pool ends one that takes too long by SIGTERM
     load(names, spec)
 
 
