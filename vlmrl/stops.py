@@ -213,6 +213,15 @@ def withheld() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def ignored() -> None:
+    """This process lives on where `withheld` does not hold: Python lets SIGTERM and SIGINT through again when it starts
+    its resource tracker. A role whose methods are coroutines is built in another thread, and ends like any other.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def accepted() -> None:
     """This thread, and the processes that it starts, get the signals of `withheld` again."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -230,14 +239,27 @@ def end_family(family: list[psutil.Process]) -> None:
     """Kill these processes; Python's resource trackers among them end by themselves."""
     trackers = [member for member in family if _tracks_resources(member)]
     _kill([member for member in family if member not in trackers])
-    _kill(psutil.wait_procs(trackers, timeout=_TRACKERS_S)[1])
+    end = time.monotonic() + _TRACKERS_S
+    while any(map(_is_running, trackers)) and time.monotonic() < end:
+        time.sleep(0.02)
+    _kill(trackers)
 
 
 def _kill(family: list[psutil.Process]) -> None:
     for member in family:
         with suppress(psutil.Error):  # it has ended by itself
             member.kill()
-    psutil.wait_procs(family, timeout=_TRACKERS_S)
+    end = time.monotonic() + _TRACKERS_S
+    while any(map(_is_running, family)) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Not so of the dead whom nobody buries: the first process of a container may not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _tracks_resources(process: psutil.Process) -> bool:

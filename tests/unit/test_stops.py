@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 from scripted_loop import CountingPrompts, LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, run
 
@@ -182,11 +183,11 @@ def start(grace_s: float) -> tuple[subprocess.Popen[str], int]:
 
 
 def is_there(pid: int) -> bool:
+    """Whether a process runs: one that is dead and that nobody has buried does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
+from vlmrl.stops import Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
-        stops.attend()
+            stops.attend()
+    except SystemExit:  # Ray's own handler, in the moment between its start and our taking over
+        raise Stopped(signal.SIGTERM) from None
     except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "

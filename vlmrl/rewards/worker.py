@@ -57,6 +57,8 @@ class Verdict:
     """Whose doing the problem is, where there is one."""
     retried: Retry | None = None
     """Why the call was made twice, if it was."""
+    never_returned: bool = False
+    """This call ran too long or ended its process, and so did every call of its function before."""
 
     @property
     def failure(self) -> Failure | None:
