@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vlmrl import __version__, startup
 from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.stops import Stopped, heeded
 
 if TYPE_CHECKING:
     from vlmrl.config.verb import Run
@@ -36,6 +37,9 @@ Reinforcement learning of language and vision-language models.
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
 Not built yet: rm, dpo."""
 
+_GRACE_S = 60.0
+"""What `train.stop_grace_s` is by default, for verbs that do not have it."""
+
 _NOT_BUILT = {
     "rm": "training reward models is not built yet; reward.model_name_or_path takes one that is trained",
     "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
@@ -62,14 +66,17 @@ _ELSEWHERE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 `doctor` has found something that does not
-    work, 2 a mistake of the user's or of the machine's, 130 interrupted."""
+    work, 2 a mistake of the user's or of the machine's, 130 interrupted, 143 ended by SIGTERM or SIGHUP."""
     words = list(sys.argv[1:] if argv is None else argv)
+    verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
     try:
         return _run(words)
     except VlmrlError as error:
-        verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
         print(f"{verb}: {error}", file=sys.stderr)
         return 2
+    except Stopped as stop:
+        print(f"{verb}: {stop}", file=sys.stderr)
+        return stop.exit_code
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "vlmrl":
             raise
@@ -111,7 +118,8 @@ def _rl(words: list[str]) -> int:
     if (asked := _ask(RlConfig, words, has_dry_run=True)) is not None:
         from vlmrl.run import train_rl
 
-        train_rl(asked.config, dry_run=asked.dry_run)
+        with heeded(asked.config.train.stop_grace_s):
+            train_rl(asked.config, dry_run=asked.dry_run)
     return 0
 
 
@@ -121,7 +129,8 @@ def _sft(words: list[str]) -> int:
     if (asked := _ask(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.run import train_sft
 
-        train_sft(asked.config, dry_run=asked.dry_run)
+        with heeded(asked.config.train.stop_grace_s):
+            train_sft(asked.config, dry_run=asked.dry_run)
     return 0
 
 
@@ -131,7 +140,8 @@ def _eval(words: list[str]) -> int:
     if (asked := _ask(EvalConfig, words, has_dry_run=True)) is not None:
         from vlmrl.run import evaluate
 
-        evaluate(asked.config, dry_run=asked.dry_run)
+        with heeded(asked.config.train.stop_grace_s):
+            evaluate(asked.config, dry_run=asked.dry_run)
     return 0
 
 
@@ -151,7 +161,8 @@ def _bench_publish(words: list[str]) -> int:
     if (asked := _ask(PublishBench, words)) is not None:
         from vlmrl.bench.cluster import publish
 
-        publish(asked.config)
+        with heeded(_GRACE_S):
+            publish(asked.config)
     return 0
 
 
@@ -161,7 +172,8 @@ def _bench_rollout(words: list[str]) -> int:
     if (asked := _ask(RolloutBench, words)) is not None:
         from vlmrl.bench.cluster import rollout
 
-        rollout(asked.config)
+        with heeded(asked.config.train.stop_grace_s):
+            rollout(asked.config)
     return 0
 
 

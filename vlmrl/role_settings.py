@@ -40,6 +40,17 @@ def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int
     }
 
 
+def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
+    """`last_step`, where there is also something to learn until then.
+
+    Raises:
+        ConfigError: the data are not enough for one step, or the critic has all steps for itself.
+    """
+    frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
+    optimizer_steps(config, num_rows, frozen=frozen)
+    return last_step(config, num_rows)
+
+
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
     """Optimizer steps of the whole run: what the learning rate's schedule is laid over. In the first `frozen` steps of
     the run none is taken.

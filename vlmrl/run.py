@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from vlmrl import stops
 from vlmrl.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.cluster.deaths import told_of
 from vlmrl.cluster.device_path import check_devices
@@ -31,6 +32,7 @@ from vlmrl.learning.best import read_best
 from vlmrl.learning.folders import checkpoints
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.folder import RunFolder
+from vlmrl.observe.lock import held, refuse_if_live
 from vlmrl.observe.log import logged
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.transcripts import Transcripts
@@ -50,10 +52,11 @@ from vlmrl.preflight import (
 )
 from vlmrl.probe import told
 from vlmrl.rewards.combine import check_functions
-from vlmrl.role_settings import last_step_from
+from vlmrl.role_settings import check_steps, last_step_from
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.stage import Stage
+from vlmrl.stops import Stopped, end_at_once
 from vlmrl.storage import writing
 from vlmrl.supervised import fit
 from vlmrl.trainer import Carried, Course, Ending, train
@@ -73,6 +76,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         return check_data(config, adapter)
     with _started(config, folder, warnings, adapter) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        check_steps(config, prompts.num_rows)
         sets = named(prompts.evaluation())  # before engines start: its rows are checked like those of training
         engines, policy, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
@@ -106,8 +110,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         if adapter is not None:
             report.say(described(adapter, ds=config.ds, vllm=config.vllm))
             report.say(told(checks.published(done)))
-        if done == 0:
-            report.evaluation(0, evaluations.at(0))
+        stage.stack.enter_context(saves.kept())
+        if done == 0 or saves.owes_evaluation:
+            report.evaluation(done, evaluations.at(done))
         try:
             ending = train(
                 config,
@@ -157,7 +162,12 @@ class Evaluations:
         every = self.config.eval.steps
         if step != self.last and (every <= 0 or step % every):
             return {}
-        return self._tried(step, is_last=step == self.last)
+        try:
+            with stops.abandonable():
+                return self._tried(step, is_last=step == self.last)
+        except Stopped:  # the step itself is done, and is saved before the run ends
+            self.saves.owes_evaluation = True
+            return {}
 
     def _tried(self, step: int, *, is_last: bool) -> Metrics:
         try:
@@ -221,8 +231,9 @@ class Evaluations:
             )
             for name, (groups, scores) in answers.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
-        self.evaluated = step
-        self.saves.keep_best(step, metrics)
+        with stops.finishing():
+            self.saves.keep_best(step, metrics)
+        self.evaluated, self.saves.owes_evaluation = step, False
         return metrics
 
 
@@ -234,13 +245,14 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         return check_data(config)
     with _started(config, folder, warnings) as (stage, report):
         prompts = stage.prompts(config, report.say)
+        check_steps(config, prompts.num_rows)
         policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
         _begin(report, folder, policy, total_steps=last, done=done)
-
+        stage.stack.enter_context(saves.kept())
         fit(
             rows=prompts,
             learner=policy,
@@ -318,6 +330,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         raise ConfigError(
             f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
         ) from error
+    refuse_if_live(folder.root)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
     warnings = check_machine(config)
@@ -344,13 +357,15 @@ def _started(
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with logged() as log, naming_checkpoint(folder.checkpoints), session() as machines:
+    with logged() as log, naming_checkpoint(folder.checkpoints), ExitStack() as held_folder:
+        folder.open()
+        log.keep_in(folder.log)
+        held_folder.enter_context(held(folder.root, lost=lambda line: end_at_once(line, 2), say=print))
+        machines = held_folder.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
-        folder.open()
-        log.keep_in(folder.log)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
         with writing(folder.config.name, folder.root):
@@ -360,4 +375,6 @@ def _started(
             report.say(describe(places, machines))
             for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)
-            yield Stage(machines, places, stack, watch), report
+            stage = Stage(machines, places, stack, watch)
+            with stage.ending():
+                yield stage, report

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from vlmrl import stops
 from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.changes import changes, described, plain_settings
@@ -23,6 +24,7 @@ from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport
 from vlmrl.role_settings import share_done
 from vlmrl.sifting import Seen
+from vlmrl.stops import Stopped
 from vlmrl.storage import check_room, size_of, writing
 from vlmrl.trainer import Carried
 from vlmrl.types import Metrics
@@ -65,7 +67,9 @@ class Saves:
     report: RunReport
     critic: RemoteCritic | None = None
     finished: Finished | None = None
-    """The last step, where a checkpoint of it may be wanted after prompts for the next one have been drawn."""
+    """The last step: a checkpoint of it may be wanted after prompts for the next one have been drawn."""
+    owes_evaluation: bool = False
+    """The evaluation of the last step was abandoned by a stop: the run that goes on makes it first."""
 
     def restore(self) -> tuple[int, Carried | None]:
         """Go on from the last checkpoint, if that is wanted and there is one.
@@ -91,6 +95,7 @@ class Saves:
         if self.critic is not None:
             self.critic.load_checkpoint(self.folder.critic_checkpoints / newest.name)
         self.prompts.load_state(state["prompts"])
+        self.owes_evaluation = bool(state.get("owes_evaluation"))
         step = int(state["step"])
         if changed := changes(state.get("settings", {}), self.config):
             # Not a plain string: values may look like Rich's markup.
@@ -166,26 +171,42 @@ class Saves:
         if isinstance(self.config, RlConfig) and carried is not None:
             extra |= {} if self.config.algo.kl.target is None else {"kl_coef": carried.kl_coef}
             extra |= {"seen": list(carried.seen)} if self.config.algo.dynamic_filtering_enable else {}
-        return extra
+        return extra | ({"owes_evaluation": True} if self.owes_evaluation else {})
 
     def save(self, step: int, carried: Carried | None = None, *, must: bool = False) -> None:
-        """A checkpoint, if one is due or `must` be; `carried` is what the next step is given."""
+        """A checkpoint, if one is due, asked for (SIGUSR1) or `must` be; `carried` is what the next step is given."""
         every = self.config.ckpt.save_steps
-        is_due = must or (every > 0 and step % every == 0)
-        may_be_last = isinstance(self.config, RlConfig)
-        if not is_due and not may_be_last:
-            return
-        extra = self._extra(step, carried)
-        if may_be_last:
-            self.finished = Finished(step, extra)
-        if is_due:
-            self._write(step, extra)
+        is_asked = stops.take_checkpoint_request()
+        self.finished = Finished(step, self._extra(step, carried))
+        if is_asked or must or (every > 0 and step % every == 0):
+            self._write(*self.finished)
+        if is_asked:
+            self.report.say(f"SIGUSR1: step {step} is saved in {self.folder.checkpoint(step)}")
 
     def save_finished(self) -> Path | None:
         """The checkpoint of the last step, written if there is none yet; None before the first step."""
         if self.finished is not None and not self.folder.checkpoint(self.finished.step).exists():
             self._write(*self.finished)
         return next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The steps of a run: a stop interrupts waits and nothing else, and loses no step that is done."""
+        try:
+            with stops.only_in_waits():
+                yield
+        except Stopped as stop:
+            raise self.stopped(stop) from None
+
+    def stopped(self, stop: Stopped) -> Stopped:
+        """The stop with a line that says from where another run can go on; saves the last step if that is wanted."""
+        saves = self.config.ckpt.saves_on_stop
+        path = self.save_finished() if saves else next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
+        done = "before its first step was done" if self.finished is None else f"after step {self.finished.step}"
+        if path is None:
+            lost = "" if self.finished is None else ", and nothing of it is saved (ckpt.save_on_stop)"
+            return Stopped(stop.number, done + lost)
+        return Stopped(stop.number, f"{done}; go on from {path} with --ckpt.load_enable")
 
     def _write(self, step: int, extra: dict[str, Any]) -> None:
         self.check_room(step)

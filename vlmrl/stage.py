@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,10 @@ from vlmrl.preflight import wants_of
 from vlmrl.rewards.http import read_token
 from vlmrl.role_settings import absolute, critic_settings, demand, model_settings, optimizer_steps, policy_loss
 from vlmrl.rollout.capacity import described
-from vlmrl.together import together
+from vlmrl.together import settle, together
+
+_SETTLE_S = 30.0
+"""For starts that were given up, most of which end as soon as their workers have."""
 
 
 class Progress(Protocol):
@@ -54,6 +58,12 @@ class Stage:
     """Over the other machines, when there are any."""
     groups: dict[str, WorkerGroup] = field(default_factory=dict)
     """The workers of every role that has started."""
+    is_over: threading.Event = field(default_factory=threading.Event)
+    """Set when the stack ends: roles that other threads are still starting end at once."""
+
+    def __post_init__(self) -> None:
+        # Ends last: what waits for roles has nothing left to wait for, and Ray must not end under it.
+        self.stack.callback(settle, _SETTLE_S)
 
     def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
         """Workers of a role, which end with the stage, also when they or others do not start."""
@@ -69,8 +79,18 @@ class Stage:
         )
         return self.groups[name]
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around whatever uses the stage: nothing starts any more once it has ended, whatever its end."""
+        try:
+            yield
+        finally:
+            self.is_over.set()
+
     def _at_end(self, end: Callable[[], None]) -> None:
         self.stack.callback(end)
+        if self.is_over.is_set():
+            end()
         if self.watch is not None:
             self.watch.at_loss(end)
 

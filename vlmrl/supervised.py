@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from vlmrl import stops
 from vlmrl.trainer import Report
 from vlmrl.types import Metrics, Sample
 
@@ -40,8 +41,10 @@ def fit(
     for step in range(first_step, last_step + 1):
         with report.phase("data"):
             samples, drawing = rows.draw_samples(batch_size)
-        with report.phase("update"):
-            learning = learner.fit(samples)
-        is_short = step == last_step and 0 < left_out < batch_size
-        report.step(step, drawing | learning | ({"data/left_out": float(left_out)} if is_short else {}))
-        save(step)
+        with stops.finishing():
+            with report.phase("update"):
+                learning = learner.fit(samples)
+            is_short = step == last_step and 0 < left_out < batch_size
+            report.step(step, drawing | learning | ({"data/left_out": float(left_out)} if is_short else {}))
+            save(step)
+        stops.check()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from vlmrl import stops
 from vlmrl.agreement import check_agreement, check_versions
 from vlmrl.algorithms.kl import AdaptiveKl
 from vlmrl.config.adapter_checks import is_one_pass
@@ -166,6 +167,7 @@ def train(
 
     Raises:
         ExhaustedError: too few groups teach; what was learnt before is whole.
+        Stopped: the run was asked to stop; the last step whose update has begun is whole.
     """
     leash = AdaptiveKl(coef=carried.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
     seen = carried.seen
@@ -199,27 +201,30 @@ def train(
         )
         left_out = [(one.group, one.scores, one.rewards) for one in collected.sifted if not one.is_kept]
         judged = judged._replace(left_out=left_out)
-        with report.phase("update"):
-            learning = learn(
-                judged.experience,
-                step,
-                policy=None if only_critic else policy,
-                critic=critic,
-                in_turn=config.critic_is_with_actor,
-            )
-        if old is None and any(sample.sampled.any() for sample in judged.experience.samples):
-            check_agreement(config, learning)
-        if not only_critic:
-            # A policy that does not move stays with its reference, which is no reason to let it go.
-            leash = leash.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
-        with report.phase("publish"):
-            publishing = policy.publish(step)
-        probing = check_publish(step)
-        after = after_step(step, judged)
-        if step == last_step and 0 < course.left < config.rollout.batch_size:
-            after = after | {"data/left_out": float(course.left)}
-        report.step(step, collected.metrics | seeing | judging | learning | publishing | probing | after)
-        save(step, Carried(leash.coef, seen))
+        # An update cannot be taken back: once it has begun, the step is finished and reported as any other.
+        with stops.finishing():
+            with report.phase("update"):
+                learning = learn(
+                    judged.experience,
+                    step,
+                    policy=None if only_critic else policy,
+                    critic=critic,
+                    in_turn=config.critic_is_with_actor,
+                )
+            if old is None and any(sample.sampled.any() for sample in judged.experience.samples):
+                check_agreement(config, learning)
+            if not only_critic:
+                # A policy that does not move stays with its reference, which is no reason to let it go.
+                leash = leash.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
+            with report.phase("publish"):
+                publishing = policy.publish(step)
+            probing = check_publish(step)
+            after = after_step(step, judged)
+            if step == last_step and 0 < course.left < config.rollout.batch_size:
+                after = after | {"data/left_out": float(course.left)}
+            report.step(step, collected.metrics | seeing | judging | learning | publishing | probing | after)
+            save(step, Carried(leash.coef, seen))
+        stops.check()
     return Ending(max(last_step, first_step - 1))
 
 

@@ -1,5 +1,5 @@
-"""Kill a run without warning in the middle of a step, harm its newest checkpoint, go on with the same command, and get
-an unbroken run's numbers."""
+"""Stop a run in order, kill it without warning in the middle of a step, harm its newest checkpoint, go on with the same
+command each time, and get an unbroken run's numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from vlmrl.learning.folders import checkpoints
 from vlmrl.learning.room import least_bytes
 from vlmrl.storage import size_of
 
-STEPS, KILLED_IN = 10, 7
+STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
+GRACE_S = 60
 PER_STEP = 4
 MEASURED_AT_A_START = {"sync/noise", "sync/decode_gap", "sync/layout_gap"}
 """In a run's first step and in every tenth: a run that goes on measures anew, maybe on another machine."""
@@ -90,24 +91,61 @@ def assert_same(one: Any, other: Any, where: str) -> None:
         assert one == other, where
 
 
+def begun(words: list[str], out: Path, log: Path, *, until: int) -> tuple[subprocess.Popen[bytes], str]:
+    """A run that has made the step `until`, and the mark of its processes."""
+    mark = f"VLMRL_TEST_RUN={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
+    with log.open("w") as file:
+        # A group of its own, as `timeout` makes one.
+        run = subprocess.Popen(words, env=os.environ | {name: value}, stdout=file, stderr=file, process_group=0)
+    deadline = time.monotonic() + 240
+    while until not in read_metrics(out):
+        assert run.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return run, mark
+
+
+def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, out: Path, log: Path) -> None:
+    """Stop a run as `timeout` does, every process of its group at once; nothing is left, and nothing is lost."""
+    began = time.monotonic()
+    os.killpg(run.pid, number)
+    assert run.wait(timeout=GRACE_S + 20) == (130 if number == signal.SIGINT else 143), log.read_text()[-2000:]
+    assert time.monotonic() - began < GRACE_S
+    assert not relatives(mark)
+    done = max(read_metrics(out))
+    saved = out / f"checkpoints/step_{done:06d}"
+    assert (saved / "extra.json").exists()
+    line = f"vlmrl rl: stopped by {number.name}: after step {done}; go on from {saved} with --ckpt.load_enable"
+    assert log.read_text().splitlines()[-1] == line
+    assert "Traceback" not in log.read_text()
+    assert not (out / "run.lock").exists()
+
+
+def check_numbers(wanted: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]], *, since: int) -> None:
+    """Where two runs agree to the bit before the first break, they must agree to the bit after it."""
+    names = [n for n in wanted[STEPS] if not n.startswith(("time/", "throughput/")) and n not in MEASURED_AT_A_START]
+    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, since))]
+    assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
+    for step in range(since, STEPS + 1):
+        assert {n: wanted[step].get(n) for n in stable} == {n: found[step].get(n) for n in stable}, step
+
+
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
+def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     tmp_path: Path, tiny_model: Callable[..., str]
 ) -> None:
     model = tiny_model("qwen2_5_vl", size="micro")
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
 
-    mark = f"VLMRL_TEST_RUN={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
-    log = (tmp_path / "log").open("w")
     in_shared_memory = set(Path("/dev/shm").iterdir())
-    victim = subprocess.Popen(command(model, broken), env=os.environ | {name: value}, stdout=log, stderr=log)
-    deadline = time.monotonic() + 240
-    while KILLED_IN - 1 not in read_metrics(broken):
-        assert victim.poll() is None, (tmp_path / "log").read_text()[-2000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    log = tmp_path / "log"
+    stopped, mark = begun([*command(model, broken), "--ckpt.save_steps", "100"], broken, log, until=STOPPED_IN - 1)
+    check_stop(stopped, signal.SIGTERM, mark, broken, log)
+
+    victim, mark = begun([*command(model, broken), "--ckpt.load_enable"], broken, log, until=KILLED_IN - 1)
     time.sleep(0.2)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
@@ -154,12 +192,7 @@ def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     wanted, found = read_metrics(unbroken), read_metrics(broken)
     assert sorted(found) == sorted(wanted)
     assert found[first].keys() >= MEASURED_AT_A_START
-    names = [n for n in wanted[STEPS] if not n.startswith(("time/", "throughput/")) and n not in MEASURED_AT_A_START]
-    # Where two runs agree to the bit before the kill, they must agree to the bit after it.
-    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, first))]
-    assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
-    for step in range(first, STEPS + 1):
-        assert {n: wanted[step].get(n) for n in stable} == {n: found[step].get(n) for n in stable}, step
+    check_numbers(wanted, found, since=STOPPED_IN)
 
     last = f"checkpoints/step_{STEPS:06d}"
     files = sorted(path.relative_to(unbroken) for path in (unbroken / last).rglob("*.pt"))
@@ -167,3 +200,25 @@ def test_a_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     for file in files:
         one, other = (torch.load(root / file, map_location="cpu", weights_only=False) for root in (unbroken, broken))
         assert_same(one, other, str(file))
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_whatever_a_run_is_doing_when_it_is_stopped_it_goes_on_with_the_same_numbers(
+    tmp_path: Path, tiny_model: Callable[..., str]
+) -> None:
+    model = tiny_model("qwen2_5_vl", size="micro")
+    unbroken = tmp_path / "unbroken"
+    subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
+    step_s = read_metrics(unbroken)[STEPS]["time/step_s"]
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in range(9):
+        out, log = tmp_path / f"broken-{number}", tmp_path / "log"
+        words = [*command(model, out), "--ckpt.save_steps", "100"]
+        run, mark = begun(words, out, log, until=STOPPED_IN - 1)
+        time.sleep(step_s * number / 9)
+        check_stop(run, signals[number % 3], mark, out, log)
+        subprocess.run([*words, "--ckpt.load_enable"], check=True, timeout=240, stdout=subprocess.DEVNULL)
+        found = read_metrics(out)
+        assert sorted(found) == list(range(1, STEPS + 1))
+        check_numbers(read_metrics(unbroken), found, since=STOPPED_IN)

@@ -153,6 +153,7 @@ def test_a_dry_run_of_supervised_training_looks_at_the_answers(
         (["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "4"], "rollout.n_samples_per_prompt"),
         (["--ds.lora.rank", "8", "--ds.lora.target_modules", "q_prog"], "did you mean q_proj?"),
         (["--actor.optim", "adam_8bit"], "actor.optim adam_8bit"),
+        (["--rollout.batch_size", "1280"], "do not fill one batch of 1280: lower --rollout.batch_size"),
         (
             ["--ds.lora.rank", "8", "--ds.lora.target_modules", "qkv", "--actor.freeze_visual_encoder"],
             "reaches into the frozen vision tower",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,10 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
+from vlmrl import stops
 from vlmrl.errors import RewardError, StorageError, VlmrlError
 from vlmrl.run import Evaluations
+from vlmrl.stops import Stopped
 from vlmrl.trainer import Carried, Ending, ExhaustedError
 from vlmrl.types import Metrics
 
@@ -137,3 +142,24 @@ def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
     run.failed = RewardError("evaluation after step 7: nobody listens")
     with pytest.raises(RewardError, match=r"^evaluation after step 7: nobody listens; but the disk is full$"):
         run.save(7, Carried(0.0), has_adapter=False)
+
+
+def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> None:
+    log = Log()
+    ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
+
+    def at(step: int) -> Metrics:
+        with stops.waiting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        return {}
+
+    ends.at = at  # type: ignore[method-assign]
+    with stops.heeded(60), stops.only_in_waits():
+        with stops.finishing():
+            assert ends.after(7) == {}
+            ends.save(7, Carried(0.0), has_adapter=False)
+        with pytest.raises(Stopped):
+            stops.check()
+    assert log.owes_evaluation  # type: ignore[attr-defined]
+    assert log.lines == [("save", 7, False)]

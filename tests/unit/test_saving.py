@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,13 @@ import pytest
 from scripted_loop import config
 from small_disk import small_disk
 
+from vlmrl import stops
+from vlmrl.config.run import SftConfig
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe.folder import RunFolder
 from vlmrl.saving import Saves, naming_checkpoint
 from vlmrl.sifting import Seen
+from vlmrl.stops import Stopped
 from vlmrl.trainer import Carried
 
 
@@ -352,3 +358,77 @@ def test_another_learning_rate_is_told_and_moves_no_schedule(tmp_path: Path, log
     run.restore()
     assert told(run) == ["going on from step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
     assert not [line for line in log if " at " in line]
+
+
+def stop() -> Stopped:
+    return Stopped(signal.SIGTERM)
+
+
+def test_a_stopped_run_saves_the_last_step_and_says_where_to_go_on(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    run.save(1, Carried(0.5))
+
+    def step() -> None:
+        with stops.waiting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+
+    with pytest.raises(Stopped) as stopped, stops.heeded(60), run.kept():
+        step()
+    folder = tmp_path / "checkpoints/step_000001"
+    assert log == ["critic step_000001", "policy step_000001"], "ckpt.save_steps is 2"
+    assert str(stopped.value) == f"stopped by SIGTERM: after step 1; go on from {folder} with --ckpt.load_enable"
+
+
+def stopped_after(step: int, root: Path, log: list[str], **ckpt: Any) -> str:
+    """What a run says that is stopped after a step."""
+    policy = Remembering("policy", log)
+    run = Saves(config(ckpt=ckpt), RunFolder(root), policy, policy, Silent())  # type: ignore[arg-type]
+    for number in range(1, step + 1):
+        run.save(number, Carried(0.0))
+    return str(run.stopped(stop()))
+
+
+def test_a_run_without_checkpoints_saves_none_at_a_stop_unless_it_is_asked_to(tmp_path: Path, log: list[str]) -> None:
+    assert stopped_after(0, tmp_path, log) == "stopped by SIGTERM: before its first step was done"
+    lost = "stopped by SIGTERM: after step 1, and nothing of it is saved (ckpt.save_on_stop)"
+    assert stopped_after(1, tmp_path, log) == lost
+    assert log == []
+    assert "go on from" in stopped_after(1, tmp_path, log, save_on_stop=True)
+    assert log == ["policy step_000001"]
+
+
+def test_a_run_may_do_without_a_checkpoint_at_a_stop(tmp_path: Path, log: list[str]) -> None:
+    said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
+    assert said.startswith(f"stopped by SIGTERM: after step 3; go on from {tmp_path / 'checkpoints/step_000002'} with")
+    assert log == ["policy step_000002"]
+
+
+def test_supervised_training_too_is_saved_at_a_stop(tmp_path: Path, log: list[str]) -> None:
+    settings = SftConfig.model_validate(
+        {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "ckpt": {"save_steps": 5}}
+    )
+    policy = Remembering("policy", log)
+    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    run.save(3)
+    run.stopped(stop())
+    assert log == ["policy step_000003"]
+
+
+def test_sigusr1_saves_the_step_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    with stops.heeded(60):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        run.save(1, Carried(0.5))
+        run.save(3, Carried(0.5))
+    assert log == ["critic step_000001", "policy step_000001"]
+
+
+def test_an_evaluation_that_a_stop_abandoned_is_owed(tmp_path: Path, log: list[str]) -> None:
+    run = saves(tmp_path, log)
+    run.owes_evaluation = True
+    run.save(2, Carried(0.5))
+    run = Saves(run.config, run.folder, run.prompts, run.policy, run.report, run.critic)
+    assert not run.owes_evaluation
+    run.restore()
+    assert run.owes_evaluation

@@ -136,7 +136,9 @@ def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, S
     with session() as machines, ExitStack() as stack:
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
-        yield Stage(machines, places, stack), machines
+        stage = Stage(machines, places, stack)
+        with stage.ending():
+            yield stage, machines
 
 
 def _engines(

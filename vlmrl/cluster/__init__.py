@@ -12,4 +12,6 @@ if os.environ.get("RAY_ADDRESS", "") in OF_OUR_OWN:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Else a call that comes after the end of the session, from a thread that has not heard of it, starts a new Ray.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

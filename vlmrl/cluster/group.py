@@ -18,6 +18,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vlmrl import stops
 from vlmrl.cluster.deaths import DOUBT_S, SURE_S, Member, advice_of
 from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
@@ -280,7 +281,8 @@ class WorkerGroup:
     def _get(self, refs: Any, timeout_s: float | None = None) -> Any:
         limit = timeout_s or self._timeout_s
         try:
-            return ray.get(refs, timeout=limit)
+            with stops.waiting():
+                return ray.get(refs, timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             raise ClusterError(
                 f"{self.name} did not answer within {limit:.0f} s: raise --train.timeout_s if its work takes that long"

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from vlmrl import stops
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.publish import send
@@ -158,7 +159,8 @@ class RemoteEngines:
                 under_way[ref] = (number, engine)
                 self._answered_by[prompts[number].index] = engine
                 load[engine] += 1
-            done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
+            with stops.waiting():
+                done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
             if not done:
                 raise ClusterError(
                     f"no engine finished an answer within {self._timeout_s:.0f} s "

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmrl import machine, startup
+import psutil
+
+from vlmrl import machine, startup, stops
 from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
 from vlmrl.startup.scratch import VARIABLE, remove_here, scratch
+from vlmrl.stops import Stopped
 
 _CLEAR_S = 10.0
 
@@ -117,33 +121,40 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         return
     temporary = ExitStack()
     folder = temporary.enter_context(_private_folder())
+    before = set(psutil.Process().children())
     try:
-        if joins:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                # Else it would join whatever `ray start` has left on this machine.
-                address="local",
-                num_cpus=num_cpus or os.cpu_count(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                # Ray opens this folder and what it makes in it to every user of the machine, sockets included.
-                _temp_dir=str(folder / "r"),
-            )
+        with stops.withheld():
+            if joins:
+                ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                ray.init(
+                    # Else it would join whatever `ray start` has left on this machine.
+                    address="local",
+                    num_cpus=num_cpus or os.cpu_count(),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    # Ray opens this folder and what it makes in it to every user of the machine, sockets included.
+                    _temp_dir=str(folder / "r"),
+                )
+            stops.attend()
+    except SystemExit:  # Ray's own handler, in the moment between its start and our taking over
+        temporary.close()
+        raise Stopped(signal.SIGTERM) from None
     except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
         temporary.close()
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
             f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
         ) from error
+    family = [child for child in psutil.Process().children() if child not in before]
     try:
         yield Session(_alive_nodes())
     finally:
         with temporary:
             if joins:
                 _clear(folder)
-            ray.shutdown()
+            _end_ray(family)
 
 
 @contextmanager
@@ -183,6 +194,18 @@ def _clear(folder: Path) -> None:
 def _log_lines(data: Mapping[str, Any], **_: Any) -> None:
     """Ray would print to people what its own processes say: that a worker has died, say. It has no setting for that."""
     logging.getLogger("ray").error("(%s) %s", data["pid"], "\n".join(data["lines"]))
+
+
+def _end_ray(roots: Sequence[psutil.Process]) -> None:
+    """Leave Ray, and end what it has started on this machine: some of its agents would look for it for a minute."""
+    import ray
+
+    family = list(roots)
+    for root in roots:
+        with suppress(psutil.Error):  # it has ended by itself
+            family += root.children(recursive=True)
+    ray.shutdown()
+    stops.end_family(family)
 
 
 def _alive_nodes() -> tuple[Node, ...]:

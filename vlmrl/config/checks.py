@@ -96,7 +96,7 @@ def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
 
 def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
     found: Unread = {}
-    if ckpt.save_steps == -1:
+    if ckpt.save_steps == -1 and not ckpt.saves_on_stop:
         found["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
     if logger.wandb.project is None:
         names = ("logger.wandb.org", "logger.wandb.group", "logger.wandb.run_name")

@@ -12,11 +12,17 @@ class Ckpt(Section):
     """Checkpoint every so many steps; -1 means never."""
     max_num: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
+    save_on_stop: bool | None = None
+    """Save a checkpoint when SIGTERM, SIGHUP or Ctrl-C stops the run; by default where `save_steps` asks for some."""
     load_enable: bool = False
     """Continue from the newest whole checkpoint in `output_dir`; a damaged one is named, and set aside."""
     best_metric_key: str | None = None
     """Metric of the evaluation, such as `eval/visual_math/pass@1`: the model that is best by it stays in best/ in
     `output_dir`, whatever becomes of the checkpoints. None keeps none."""
+
+    @property
+    def saves_on_stop(self) -> bool:
+        return self.save_steps > 0 if self.save_on_stop is None else self.save_on_stop
 
 
 class Wandb(Section):

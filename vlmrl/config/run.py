@@ -25,7 +25,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
-_EVERY_RUN = ("seed", "timeout_s")
+_EVERY_RUN = ("seed", "timeout_s", "stop_grace_s")
 _PUBLISH = ("bucket_mib", "sync_backend")
 _TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")

@@ -31,6 +31,9 @@ class Loop(Section):
     """Ask PyTorch for deterministic kernels, at some cost in speed."""
     timeout_s: PositiveInt = 3600
     """A role that does not answer for so many seconds is an error."""
+    stop_grace_s: PositiveInt = 60
+    """Seconds from a signal that stops the run (SIGTERM, SIGHUP, Ctrl-C) to its end: finishing the update, saving a
+    checkpoint, ending every process. What is left then is killed."""
 
 
 class TrainRl(Loop):

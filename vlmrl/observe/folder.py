@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrl.errors import ConfigError
+from vlmrl.observe.sinks import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class RunFolder:
     def check(self, *, resume: bool, has_checkpoint: bool) -> None:
         """Whether this run may write here, without writing anything.
 
-        A run that was killed before its first checkpoint has nothing to continue from and nothing to lose.
+        A run that was killed before its first checkpoint has nothing to continue from and nothing to lose, and one that
+        ended before its first step may be started again.
 
         Raises:
             ConfigError: the folder holds another run, or there is nothing to continue.
@@ -111,11 +113,24 @@ class RunFolder:
                     f"choose another --ckpt.output_dir"
                 )
             return
-        if not resume and (self.config.exists() or self.metrics.exists()):
+        if not resume and (self.config.exists() or self.metrics.exists()) and (has_checkpoint or self._holds_results):
             raise ConfigError(
                 f"ckpt.output_dir {self.root} holds another run: continue it with --ckpt.load_enable, "
                 f"or choose another --ckpt.output_dir"
             )
+
+    @property
+    def _holds_results(self) -> bool:
+        """Whether something would be lost: a model, a step, or an evaluation that was all there was to do."""
+        if any(model.exists() for model in self.models) or any(self.rollouts.glob("step_*")):
+            return True
+        if not self.metrics.exists():
+            return False
+        if not self.config.exists():  # numbers without settings: who knows whose they are
+            return True
+        # A run that trains writes its parameters first; its evaluation before the first step is made again.
+        steps = [record["step"] for record in read_metrics(self.metrics)]
+        return any(step > 0 for step in steps) or (bool(steps) and not self.parameters.exists())
 
     def open(self) -> None:
         """Make the folder, open to this user alone; one that is there keeps its mode: it may be shared on purpose.

@@ -27,6 +27,9 @@ REMOTE = "remote"
 _MOST_HUNG = 8
 """Answers that a user's function must be given, at least, before one that hangs or dies at each of them ends a run."""
 
+_MOST_HUNG_EVER = 2
+"""The same for one that has not returned even once in the run."""
+
 _Answer = tuple[int, int]
 """(number of its group, number of the answer in it)"""
 
@@ -201,6 +204,7 @@ class _Failures:
         """Why the user's source could not score an answer."""
         self._num_retried = 0
         self._seen: set[_Answer] = set()
+        self._num_never = 0
 
     def see(self, answer: _Answer, name: str, verdict: Verdict, source: str) -> None:
         """Raises RewardError as soon as it is clear, not after waiting for the others."""
@@ -214,6 +218,7 @@ class _Failures:
         if name == self._own:
             self._broken.append(reason)
             self._num_retried += verdict.retried is not None
+            self._num_never += verdict.never_returned
         self._check_lost()
         self._check_own()
 
@@ -231,6 +236,7 @@ class _Failures:
             return
         # Each that hangs takes twice the time limit: nobody waits for all of them.
         hangs = self._num_retried > _MOST_HUNG and len(self._broken) > self._most * self._num_answers
+        hangs = hangs or self._num_never >= _MOST_HUNG_EVER
         if hangs or len(self._broken) == self._num_answers:
             raise RewardError(
                 f"{self._own} of reward.remote_url scored none of the first {len(self._broken)} of {self._num_answers} "

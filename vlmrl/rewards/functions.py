@@ -26,6 +26,7 @@ from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ from vlmrl.rewards.worker import SETTING, Declared, Verdict
 
 _MOST_RESTARTS = 3
 _MOST_IN_VAIN = 16
-"""Second tries in a row that went no better than the first, after which it is not the machine: no more are made."""
+"""Second tries in a row that went no better than the first, after which it is not the machine: no more are made. Of a
+function that has not returned even once, one is enough."""
 
 
 class _Call(NamedTuple):
@@ -120,6 +122,8 @@ class Functions:
         self._is_closed = False
         self._alone: ProcessPool | None = None
         self._in_vain = 0
+        self._have_returned: set[str] = set()
+        """The functions that came to an end by themselves, for at least one answer."""
         self._pool = self._start_pool(self._num_workers)
         try:
             self._declared = {name: self._describe(name) for name in self.names}
@@ -271,11 +275,13 @@ class Functions:
                     limit_s = self._time_limit_s * len(call.answers)
                     self._longest_s = max(self._longest_s, limit_s)
                     future = self._pool.schedule(worker.call_all, args=arguments, timeout=limit_s)
-                    future.add_done_callback(self._note_end)
+                    future.add_done_callback(partial(self._note_end, call.function))
                     calls.futures[i] = (future, self._pool)
 
-    def _note_end(self, _: Any) -> None:
+    def _note_end(self, function: str, future: Any) -> None:
         self._last_end = time.monotonic()
+        if not future.cancelled() and future.exception() is None:
+            self._have_returned.add(function)
 
     def _await(self, calls: Calls, number: int) -> Iterable[Verdict] | None:
         """One verdict per answer; a second try is made when its verdict is asked for. None when the pool broke before
@@ -295,14 +301,15 @@ class Functions:
     def _once_more(self, call: _Call, trouble: Trouble) -> Verdict:
         """The verdict of a second try for one answer: the machine may have stood still, or other calls have taken its
         memory."""
-        if self._in_vain >= _MOST_IN_VAIN:
-            return Verdict(problem=trouble.problem)
+        never = call.function not in self._have_returned
+        if self._in_vain >= (1 if never else _MOST_IN_VAIN):
+            return Verdict(problem=trouble.problem, never_returned=never)
         if self._alone is None or not self._alone.active:
             self._end_alone()
             self._alone = self._start_pool(1, max_tasks=1)
         arguments = (call.function, call.arguments, call.images)
         future = self._alone.schedule(worker.call_all, args=arguments, timeout=self._time_limit_s)
-        future.add_done_callback(self._note_end)
+        future.add_done_callback(partial(self._note_end, call.function))
         self._wait(future, self._alone, call.function)
         found: tuple[Verdict, ...] | Trouble | None = outcome(future, call.function, self._time_limit_s)
         self._in_vain = self._in_vain + 1 if isinstance(found, Trouble) else 0
@@ -311,7 +318,8 @@ class Functions:
         if found is None:
             problem = f"{trouble.problem}, and no process could be started to try again"
             return Verdict(problem=problem, blame="infrastructure", retried=trouble.kind)
-        return Verdict(problem=f"{found.problem}, also when tried again alone", retried=trouble.kind)
+        problem = f"{found.problem}, also when tried again alone"
+        return Verdict(problem=problem, retried=trouble.kind, never_returned=never)
 
     def _wait(self, future: ProcessFuture[tuple[Verdict, ...]], pool: ProcessPool, function: str) -> None:
         """Until the call is done or its pool broke."""

@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vlmrl import stops
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
 from vlmrl.rewards import batch
@@ -61,6 +62,8 @@ class Verdict:
     """Whose doing the problem is, where there is one."""
     retried: Retry | None = None
     """Why the call was made twice, if it was."""
+    never_returned: bool = False
+    """This call ran too long or ended its process, and so did every call of its function before."""
 
     @property
     def failure(self) -> Failure | None:
@@ -82,6 +85,7 @@ def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = 
     """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see. From then
     on what it prints goes to `log`."""
     _die_with_parent()
+    stops.accepted()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
     if log is not None:
         _print_to(log)

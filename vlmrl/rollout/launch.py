@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from vlmrl import stops
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.endings import described, may_be_memory, oom_kills
@@ -219,6 +220,7 @@ class Launch:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
+        stops.accepted()  # vLLM ends its engine core by SIGTERM
         lacks = missing(FRONT_END)
         if lacks:
             raise ClusterError(line(lacks, on_gpu=torch.cuda.is_available()))

@@ -32,7 +32,7 @@ def test_settings_have_their_full_names_and_sections_none_of_their_own() -> None
 
 
 def test_all_but_leaves_what_is_kept() -> None:
-    kept = {"ckpt.save_steps", "ckpt.max_num", "ckpt.load_enable"}
+    kept = {"ckpt.save_steps", "ckpt.max_num", "ckpt.load_enable", "ckpt.save_on_stop"}
     assert all_but(Ckpt, "ckpt", "output_dir", "best_metric_key") == kept
     kept = {"ds.lora.rank", "ds.lora.alpha", "ds.param_dtype"}
     assert not kept & all_but(Ds, "ds", "lora", "param_dtype")

@@ -27,6 +27,32 @@ def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path: Path
     folder.check(resume=True, has_checkpoint=False)
 
 
+def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("actor: {}\n")
+    folder.check(resume=False, has_checkpoint=False)
+    folder.parameters.write_text("part\n")
+    folder.metrics.write_text('{"step": 0, "eval/toy/pass@1": 0.5}\n')
+    folder.check(resume=False, has_checkpoint=False)
+
+
+@pytest.mark.parametrize("left", ["step", "evaluation", "transcript", "checkpoint", "best"])
+def test_a_run_that_has_something_to_lose_is_not_started_again(left: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("actor: {}\n")
+    if left != "evaluation":
+        folder.parameters.write_text("part\n")
+    if left in ("step", "evaluation"):
+        folder.metrics.write_text(f'{{"step": {int(left == "step")}, "reward/mean": 0.5}}\n')
+    if left == "transcript":  # logger.logging_steps may have left its numbers out
+        folder.rollouts.mkdir()
+        (folder.rollouts / "step_000001.jsonl").touch()
+    if left == "best":
+        folder.best.mkdir()
+    with pytest.raises(ConfigError, match="holds another run"):
+        folder.check(resume=False, has_checkpoint=left == "checkpoint")
+
+
 @pytest.mark.parametrize("left", ["model", "adapter"])
 def test_a_finished_run_is_not_run_over(left: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
