@@ -118,7 +118,13 @@ class Stage:
             reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
         settings = {"reward": reward, "token": read_token()}
         rewarder = RemoteRewarder(
-            self.group("reward", "vlmrl.rewards.combine.Rewarder", settings, timeout_s=config.train.timeout_s)
+            self.group(
+                "reward",
+                "vlmrl.rewards.combine.Rewarder",
+                settings,
+                timeout_s=config.train.timeout_s,
+                interruptible=True,
+            )
         )
         self.stack.callback(rewarder.close)
         return rewarder
