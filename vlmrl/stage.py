@@ -125,7 +125,14 @@ class Stage:
         log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
         settings = {"reward": reward, "token": read_token(), "log": log, "label_key": config.data.label_key}
         rewarder = RemoteRewarder(
-            self.group("reward", "vlmrl.rewards.combine.Rewarder", settings, timeout_s=config.train.timeout_s), say=say
+            self.group(
+                "reward",
+                "vlmrl.rewards.combine.Rewarder",
+                settings,
+                timeout_s=config.train.timeout_s,
+                interruptible=True,
+            ),
+            say=say,
         )
         self.stack.callback(rewarder.close)
         return rewarder

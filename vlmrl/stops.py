@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from types import FrameType
 
 import psutil
@@ -222,9 +223,15 @@ def ignored() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def withhold() -> None:
+    """This thread does not get the signals any more, even where Python starts its resource tracker later."""
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
 def accepted() -> None:
-    """This thread, and the processes that it starts, get the signals of `withheld` again."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    """This process ends by SIGTERM in spite of `withheld`: that is how the one that started it ends it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def end_at_once(line: str, code: int) -> None:

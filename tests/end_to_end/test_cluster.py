@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,35 @@ def test_an_actor_that_dies_is_an_error_that_names_it() -> None:
     with pytest.raises(ClusterError, match=r"^helper on \S+ ended (with exit code 3|without a word)") as caught:
         group.call("_exit", 3)
     assert "\n" not in str(caught.value)
+    group.shutdown()
+
+
+def test_what_an_actor_held_in_shared_memory_is_gone_with_it() -> None:
+    name = f"vlmrl-test-{os.getpid()}"
+    group = start("multiprocessing.shared_memory.SharedMemory", {"name": name, "create": True, "size": 16})
+    file = Path("/dev/shm", name)
+    assert file.exists()
+    group.shutdown()
+    deadline = time.monotonic() + 20
+    while file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not file.exists(), "Ray has killed Python's resource tracker"
+
+
+def test_a_role_that_is_busy_hears_that_it_is_to_end() -> None:
+    with session() as machines:
+        group = WorkerGroup(
+            *("helper", "threading.Event", {}),
+            session=machines,
+            places=[Place(0, (0,))],
+            timeout_s=60,
+            interruptible=True,
+        )
+    waiting = group.submit("wait")
+    began = time.monotonic()
+    group.end("set")
+    assert group.wait(waiting) == [True]
+    assert time.monotonic() - began < 10
     group.shutdown()
 
 

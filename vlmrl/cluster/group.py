@@ -62,6 +62,7 @@ class _Worker:
 
         enter_that_of_the_run()
         startup.prepare()
+        stops.ignored()
         self._role: Any = None
 
     def ping(self) -> None:
@@ -137,6 +138,7 @@ class WorkerGroup:
         places: where the workers run, from `placement.plan`.
         distributed: the workers form one torch.distributed world: RANK and WORLD_SIZE are set, and where they meet.
         concurrent: the role's methods are coroutines.
+        interruptible: `end` is heard while another call is under way, and ends that one too.
         at_end: is given `shutdown` before the roles are built, so that whoever ends everything ends a start, too.
         timeout_s: a call that takes longer is an error.
     """
@@ -152,6 +154,7 @@ class WorkerGroup:
         timeout_s: float,
         distributed: bool = False,
         concurrent: bool = False,
+        interruptible: bool = False,
         at_end: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.name = name
@@ -161,7 +164,10 @@ class WorkerGroup:
         self._driver: dict[str, str] | None = None
         if len(session.nodes) > 1:
             self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
+        self._end_group = "aside" if interruptible else None
         actor = ray.remote(_AsyncWorker if concurrent else _Worker)
+        if interruptible:
+            actor = ray.remote(concurrency_groups={"aside": 1})(_Worker)
         per_node = {place.node: sum(p.node == place.node for p in places) for place in places}
         self._workers = []
         for place in places:
@@ -269,7 +275,8 @@ class WorkerGroup:
     def end(self, method: str) -> None:
         """Ask the workers to end by themselves. Who does not answer must not hide what ended the run."""
         with suppress(ClusterError):
-            self.wait(self.submit(method), timeout_s=_END_S)
+            calls = [worker.call.options(concurrency_group=self._end_group).remote(method) for worker in self._alive()]
+            self.wait(calls, timeout_s=_END_S)
 
     def shutdown(self) -> None:
         """End the actors, at once."""

@@ -220,7 +220,7 @@ class Launch:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
-        stops.accepted()  # vLLM ends its engine core by SIGTERM
+        stops.withhold()
         lacks = missing(FRONT_END)
         if lacks:
             raise ClusterError(line(lacks, on_gpu=torch.cuda.is_available()))

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vlmrl import stops
+
 _INTERVAL_S = 0.2
 
 _armed = False
@@ -46,6 +48,7 @@ def arm(parent: int) -> None:
         return
     if os.getppid() == parent:
         _armed = True
+        stops.accepted()
         threading.Thread(target=_watch, args=(parent,), name="vlmrl-lifeline", daemon=True).start()
     elif not _is_running(parent):
         _die()
