@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vlmrl.data.columns import Keys, value_at
+from vlmrl.data.columns import Keys, as_list, value_at
+from vlmrl.data.conversations import read_conversation
+from vlmrl.data.image_source import NOWHERE, Reach, locate
 from vlmrl.data.rows import Rows
+from vlmrl.errors import DataError
 
 _BLOCK = 64 * 2**10
 _WHOLE_BYTES = 256 * 2**20
@@ -41,21 +44,19 @@ class Marked(NamedTuple):
     rows: Rows
     keys: Keys
     """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
-    root: Path | None
-    """Where relative image paths start."""
+    reach: Reach = NOWHERE
+    """The files that its images may come from."""
 
     def mark(self, row: int) -> RowMark | None:
         """The marks of one row; None when it cannot be read."""
         with suppress(Exception):  # a damaged row may raise anything; it is dropped where prompts are made
             values = self.rows[row]
-            question, label, images = (
-                value_at(values, self.keys[key]) for key in ("input_key", "label_key", "image_key")
-            )
-            listed = images if isinstance(images, list | tuple) else [images]
+            question, inline = read_conversation(value_at(values, self.keys["input_key"]))
+            images = inline or as_list(value_at(values, self.keys["image_key"]))
             return RowMark(
                 _digest(_canonical(question)),
-                _digest(_canonical(label)),
-                _digest(*(_of_image(image, self.root) for image in listed if image is not None)),
+                _digest(_canonical(value_at(values, self.keys["label_key"]))),
+                _digest(*(_of_image(image, self.reach) for image in images if image is not None)),
             )
         return None
 
@@ -98,7 +99,7 @@ def _read_blocks(path: Path, count: int) -> str:
     return digest.hexdigest()
 
 
-def _of_image(image: Any, root: Path | None) -> bytes:
+def _of_image(image: Any, reach: Reach) -> bytes:
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") if content is None else content
@@ -110,9 +111,8 @@ def _of_image(image: Any, root: Path | None) -> bytes:
         return f"{image.dtype} {image.shape} ".encode() + image.tobytes()
     text = str(image)
     if isinstance(image, str | Path) and len(text) < 4096 and "://" not in text:
-        with suppress(OSError, ValueError, RuntimeError):  # no file of that name, or no name of a file
-            path = Path(text).expanduser()
-            path = path if root is None else root / path
+        with suppress(OSError, ValueError, RuntimeError, DataError):  # no file, no name of one, or out of reach
+            path = locate(Path(text), reach)
             return f"{path.stat().st_size} {_read_blocks(path, _ENDS)}".encode()
     return text.encode(errors="backslashreplace")
 
@@ -126,7 +126,7 @@ def _canonical(value: Any) -> bytes:
 def _told(value: object) -> object:
     """What JSON has no form for, in words that are the same in another process."""
     if isinstance(value, Image.Image | np.ndarray | bytes | bytearray | memoryview):
-        return _digest(_of_image(value, None))
+        return _digest(_of_image(value, NOWHERE))
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     # Without the place in memory.

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from vlmrl.config.data import Columns
-from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, value_at
+from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, top, value_at
 from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.fingerprint import differences, fingerprint
 from vlmrl.data.image_source import Reach
@@ -113,9 +113,9 @@ class PromptStream:
 
     @property
     def marked(self) -> list[Marked]:
-        """What marks are made from: each source with its columns and the folder of its images."""
+        """What marks are made from: each source with its columns and the reach of its images."""
         return [
-            Marked(source, keys, reach.start)
+            Marked(source, keys, reach)
             for source, keys, reach in zip(self._sources, self._keys, self._reaches, strict=True)
         ]
 
@@ -254,7 +254,7 @@ class PromptStream:
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]
         with blamed_on_row("label unusable"):
-            precision = self._sources[place.source].precisions.get(column or "")
+            precision = self._sources[place.source].precisions.get(top(column) or "")
             label = label_text(value_at(row, column), precision=precision)
             (label or "").encode()
         if label is None and self._wants.label is not None:

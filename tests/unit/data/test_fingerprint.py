@@ -11,9 +11,10 @@ from PIL import Image
 
 from vlmrl.config.data import Columns
 from vlmrl.data import marks
-from vlmrl.data.marks import mark_file, spread
+from vlmrl.data.image_source import Reach
+from vlmrl.data.marks import Marked, mark_file, spread
 from vlmrl.data.prompts import PromptStream
-from vlmrl.data.rows import load_all
+from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
 from vlmrl.plugins import Processor
 
@@ -142,7 +143,7 @@ def test_marks_are_the_same_in_another_process() -> None:
         "from vlmrl.data.marks import Marked; from vlmrl.data.rows import Rows\n"
         "said = [{'role': 'user', 'content': [{'image': Image.new('L', (2, 2))}, {'more': {'b', 'a', 'c'}}]}]\n"
         "rows = Rows('mine', [{'q': said, 'l': object(), 'i': [np.ones(2), Image.new('L', (1, 1)), b'7']}], ('q',))\n"
-        "print(Marked(rows, {'input_key': 'q', 'label_key': 'l', 'image_key': 'i'}, None).mark(0))"
+        "print(Marked(rows, {'input_key': 'q', 'label_key': 'l', 'image_key': 'i'}).mark(0))"
     )
     outputs = {
         subprocess.run(
@@ -156,3 +157,20 @@ def test_marks_are_the_same_in_another_process() -> None:
     }
     assert len(outputs) == 1
     assert outputs.pop().startswith("RowMark(question='")
+
+
+def test_images_inside_messages_are_known_by_content_and_files_out_of_reach_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    inside, outside = tmp_path / "mine" / "a.png", tmp_path / "b.png"
+    said = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}]
+    rows = Rows("mine", [{"q": said}, {"q": "what?", "i": str(outside)}], ("q", "i"))
+    marked = Marked(
+        rows, {"input_key": "q", "label_key": None, "image_key": "i"}, Reach.of(tmp_path / "mine", Columns())
+    )
+    marks = []
+    for content in (b"red", b"blue"):
+        inside.write_bytes(content)
+        outside.write_bytes(content)
+        marks.append((marked.mark(0), marked.mark(1)))
+    assert marks[0][0] != marks[1][0]
+    assert marks[0][1] == marks[1][1] is not None
