@@ -65,4 +65,4 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, 
     raise RuntimeError("ranks meet once")
 
 
-register_rendezvous_handler(URL.removesuffix("://"), _meet)  # type: ignore[no-untyped-call]
+register_rendezvous_handler(URL.removesuffix("://"), _meet)
