@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from vlmrl.startup.scratch import MEETING_FILE
 
@@ -25,21 +26,21 @@ def place() -> str:
     return os.environ.get(MEETING_FILE) or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def store(timeout: timedelta) -> dist.Store:
+def store(timeout: timedelta) -> Store:
     """The store of this rank, RANK of WORLD_SIZE.
 
     Raises OSError when the port is taken, DistError or RuntimeError when the other ranks do not come in time.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     if file := os.environ.get(MEETING_FILE):
-        return dist.FileStore(file, world_size)
+        return FileStore(file, world_size)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     how: dict[str, Any] = {}
     if rank == 0:
         how["master_listen_fd"] = listener(host, port).detach()
-    return dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, **how)
+    return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, **how)
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -59,9 +60,9 @@ def listener(host: str, port: int) -> socket.socket:
     return found
 
 
-def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
     yield store(timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     raise RuntimeError("ranks meet once")
 
 
-dist.register_rendezvous_handler(URL.removesuffix("://"), _meet)
+register_rendezvous_handler(URL.removesuffix("://"), _meet)

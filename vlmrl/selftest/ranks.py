@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from vlmrl.cluster.session import local_session, worker_environment
 from vlmrl.selftest.outcome import Broken
@@ -36,7 +37,7 @@ def rank(number: int, count: int, meeting: str) -> dict[str, Any]:
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
         # A store of its own would listen on every interface of the machine.
-        store=dist.FileStore(meeting, count),
+        store=FileStore(meeting, count),
         rank=number,
         world_size=count,
         timeout=timedelta(seconds=_TIMEOUT_S),
