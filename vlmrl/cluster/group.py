@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from vlmrl.startup.driver import has_gpu
 from vlmrl.startup.scratch import MEETING_FILE, enter_that_of_the_run
 
 _END_S = 60.0
+_PROCESS = re.compile(r"\(pid=(\d+), ip=([^,)\s]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,10 @@ class WorkerGroup:
 
     def _name_of(self, error: ray.exceptions.RayTaskError) -> str:
         """The worker that raised it."""
+        # Ray's error that is also of our class has no field of its own but its text.
+        told = _PROCESS.search(str(error))
         for worker, pid, address in zip(self._workers, self.pids, self._addresses, strict=False):
-            if (pid, address) == (error.pid, error.ip) and worker in self._roster.members:
+            is_it = told is not None and (str(pid), address) == told.groups()
+            if is_it and worker in self._roster.members:
                 return str(self._roster.members[worker])
         return self.name

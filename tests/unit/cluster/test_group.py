@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import ray
 
-from vlmrl.cluster.deaths import Roster
+from vlmrl.cluster.deaths import Member, Roster
 from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.learners import Cut, Ranks, RemotePolicy, Steps, Tally
 from vlmrl.cluster.publish import Publication
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, DiedError
 
 
 @pytest.fixture
@@ -41,3 +42,21 @@ def test_who_asks_ended_workers_is_told_so(ended: WorkerGroup) -> None:
         with pytest.raises(ClusterError, match="have been ended"):
             ask()
     ended.end("shutdown")  # ending them again is no error
+
+
+def test_an_engine_whose_process_died_is_named_with_its_rank_and_machine(
+    ended: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended._workers, ended.pids, ended._addresses = ["a", "b"], [11, 12], ["10.0.0.1", "10.0.0.2"]
+    for number, worker in enumerate(ended._workers):
+        ended._roster.add(worker, Member("vllm", number, 2, ended._addresses[number], lambda: None))
+    cause = DiedError("rollout engine vllm has died")
+    traceback = "Traceback (most recent call last):\n  many lines\nDiedError: it has died"
+    died = ray.exceptions.RayTaskError("call", traceback, cause, "title", 12, "10.0.0.2")
+
+    def get(refs: object, timeout: float) -> None:
+        raise died.as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(ClusterError, match=r"^vllm 1 of 2 on 10\.0\.0\.2: rollout engine vllm has died$"):
+        ended.wait([])
