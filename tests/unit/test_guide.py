@@ -22,7 +22,7 @@ from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor, user_function
 from vlmrl.preflight import check_columns, wants_of
-from vlmrl.rewards.worker import declared_arguments
+from vlmrl.rewards.worker import declare
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -88,7 +88,8 @@ def test_every_command_reads_every_row(command: str, model: str, folder: Path, m
     assert (images > 0) == (("sft" not in command and "verl" not in command) or "llava" in command)
     if isinstance(config, RlConfig) and config.reward.user_function is not None:
         spec = config.reward.user_function
-        assert declared_arguments(user_function(spec, "reward.remote_url"), spec)
+        declared = declare(user_function(spec, "reward.remote_url"), spec)
+        assert (declared.batch is not None) == ("batched.py" in command)
 
 
 def test_every_file_is_used_by_a_command() -> None:
@@ -97,7 +98,7 @@ def test_every_file_is_used_by_a_command() -> None:
         for block in BLOCKS
         if block.file and not any(Path(block.file).parts[0] in command for command in COMMANDS)
     ]
-    assert unused == ["batched.py"]
+    assert not unused
 
 
 def test_the_ways_to_write_an_answer_teach_the_same_tokens(

@@ -81,7 +81,6 @@ def test_the_defaults_agree_with_each_other() -> None:
             {"reward.remote_url": "http://host/score,reward.py:f"},
             "one path/to/file.py:function, or one or several URLs",
         ),
-        ({"reward.remote_url": "reward.py"}, "path/to/file.py:function"),
         ({"reward.clip_range": (1.0, -1.0)}, "give the smaller bound first"),
         ({"data.min_pixels": 10, "data.max_pixels": 9}, "data.min_pixels 10 is above data.max_pixels 9"),
         ({"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)}, "1 shares for the 2 of data.prompt_dataset"),
