@@ -120,6 +120,8 @@ def waiting() -> Iterator[None]:
     if requests is None:
         yield
         return
+    # Ray may have put its own handler, which aborts with a dump, in the place of ours since the last wait.
+    attend()
     requests.num_waits += 1
     try:
         _raise_if(requests)
