@@ -120,6 +120,8 @@ def waiting() -> Iterator[None]:
     if requests is None:
         yield
         return
+    # Ray may have put its own handler, which aborts with a dump, in the place of ours since the last wait.
+    attend()
     requests.num_waits += 1
     try:
         _raise_if(requests)
@@ -215,9 +217,14 @@ def withheld() -> Iterator[None]:
 
 
 def ignored() -> None:
-    """This process lives on where `withheld` does not hold: Python lets SIGTERM and SIGINT through again when it starts
-    its resource tracker. A role whose methods are coroutines is built in another thread, and ends like any other.
+    """This process and those below it live on where `withheld` does not hold: Python lets SIGTERM and SIGINT through
+    again when it starts its resource tracker.
+
+    In a group of their own they do not get what is sent to the driver's: an engine core, say, which has to end by
+    SIGTERM, and has to take the weights of an update that is finished.
     """
+    with suppress(OSError):  # it leads a session
+        os.setpgrp()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
