@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from pathlib import Path
 
 VARIABLE = "VLMRL_SCRATCH"
@@ -55,11 +56,19 @@ def scratch() -> Iterator[Path]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
+        _forget_that_of_multiprocessing(folder)
         os.close(_held.pop(folder))
         stop = time.monotonic() + _END_S
         while _is_used(folder) and time.monotonic() < stop:
             time.sleep(0.05)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget_that_of_multiprocessing(folder: Path) -> None:
+    """Its own folder below this one: it would remove it when the process ends, and print a traceback over its absence."""
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is util._remove_temp_dir and Path(finalizer._args[0]).is_relative_to(folder):  # type: ignore[attr-defined]
+            finalizer()
 
 
 def enter(folder: Path) -> None:

@@ -47,6 +47,17 @@ def test_the_folder_is_private_whatever_the_umask_and_gone_at_the_end(parent: Pa
     assert VARIABLE not in os.environ
 
 
+def test_a_process_that_used_multiprocessing_ends_without_a_traceback(parent: Path) -> None:
+    code = (
+        "from multiprocessing import util\nfrom vlmrl.startup.scratch import scratch\n"
+        "with scratch() as folder:\n    assert util.get_temp_dir().startswith(str(folder))\n"
+        "assert not util.get_temp_dir().startswith(str(folder))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(parent.iterdir())
+
+
 def test_it_is_gone_after_an_error_too(parent: Path) -> None:
     with pytest.raises(ValueError, match="mine"), scratch():
         raise ValueError("mine")
