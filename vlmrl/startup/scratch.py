@@ -65,9 +65,9 @@ def scratch() -> Iterator[Path]:
 
 
 def _forget_that_of_multiprocessing(folder: Path) -> None:
-    """Its own folder below this one: it would remove it when the process ends, and print a traceback over its absence."""
+    """Have it remove its own folder below this one now: at the process's end it would print a traceback."""
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
-        if finalizer._callback is util._remove_temp_dir and Path(finalizer._args[0]).is_relative_to(folder):  # type: ignore[attr-defined]
+        if finalizer._callback is util._remove_temp_dir and Path(finalizer._args[-1]).is_relative_to(folder):  # type: ignore[attr-defined]
             finalizer()
 
 
