@@ -39,7 +39,7 @@ def blamed_on_row(kind: str) -> Iterator[None]:
         raise UnusableError(kind, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def metadata_of(row: Mapping[Any, Any], used: Iterable[str]) -> dict[str, Any]:
+def metadata_of(row: Mapping[Any, Any], used: Iterable[str | None]) -> dict[str, Any]:
     """The columns of a row that are not `used` and hold plain JSON. ValueError for text that is none."""
     left = {key: value for key, value in row.items() if isinstance(key, str) and key not in used and _is_json(value)}
     # It travels to reward functions and into transcripts: half of a surrogate pair would end the run there.
