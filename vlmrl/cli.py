@@ -4,6 +4,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -72,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except VlmrlError as error:
-        print(f"{verb}: {error}", file=sys.stderr)
+        _tell(f"{verb}: {error}")
         return 2
     except Stopped as stop:
-        print(f"{verb}: {stop}", file=sys.stderr)
+        _tell(f"{verb}: {stop}")
         return stop.exit_code
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "vlmrl":
@@ -87,12 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print("vlmrl: interrupted", file=sys.stderr)
+        _tell("vlmrl: interrupted")
         return 130
     except BrokenPipeError:
         # The reader of our output has gone (`vlmrl rl --help | head`); Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _tell(line: str) -> None:
+    """The last line of a run. Whether somebody can read it makes no difference to the exit code: the terminal may be
+    closed, and `tee` have ended by the same Ctrl-C."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # Python would try once more at exit, and change the code.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _run(words: list[str]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -243,8 +244,9 @@ def accepted() -> None:
 
 def end_at_once(line: str, code: int) -> None:
     """Say why, kill every process below this one, and end without any cleaning up."""
-    with suppress(OSError):
-        os.write(2, f"vlmrl: {line}\n".encode())
+    with suppress(OSError, ValueError, AttributeError):
+        # Descriptor 2 itself may be a run's log, which nobody watches.
+        os.write(sys.stderr.fileno(), f"vlmrl: {line}\n".encode())
     end_family(psutil.Process().children(recursive=True))
     os._exit(code)
 

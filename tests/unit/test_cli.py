@@ -245,3 +245,13 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_exit_code_is_the_same_when_nobody_reads_the_last_line() -> None:
+    code = "import sys; from vlmrl.cli import main; sys.stdin.readline(); sys.exit(main(['nonsense']))"
+    run = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, stderr=subprocess.STDOUT)
+    assert run.stdin is not None
+    assert run.stdout is not None
+    run.stdout.close()
+    run.stdin.close()
+    assert run.wait(60) == 2

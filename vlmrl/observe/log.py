@@ -17,13 +17,14 @@ from vlmrl.errors import VlmrlError
 
 _NOISY = ("ray", "datasets", "fsspec", "huggingface_hub", "torch.distributed", "transformers")
 """Loggers of libraries that report our errors once more, in words of their own."""
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 
 
 class Log:
     """Inside `with`, what native code writes to the error stream and what libraries log goes to a file, not to people.
 
-    Python's own `sys.stderr` still reaches people. Until `keep_in` names the file, what comes is held back.
+    Python's own `sys.stderr` still reaches people. Until `keep_in` names the file, what comes is held back. What nobody
+    can read any more, since the terminal is closed or `tee` has ended by the same Ctrl-C, is dropped, and ends no run.
     """
 
     def __init__(self) -> None:
@@ -31,18 +32,23 @@ class Log:
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._begin = 0
         self._saved = -1
-        self._stderr = sys.stderr
+        self._stderr, self._stdout = sys.stderr, sys.stdout
         self._own: _Descriptor | None = None
+        self._out: _Descriptor | None = None
         self._handlers: dict[str, tuple[list[logging.Handler], bool]] = {}
 
     def __enter__(self) -> Self:
-        self._stderr = sys.stderr
+        self._stderr, self._stdout = sys.stderr, sys.stdout
         self._saved = os.dup(_STDERR)
         with suppress(OSError, ValueError, AttributeError):  # somebody else may have replaced it, by what is no file
             if sys.stderr.fileno() == _STDERR:
                 sys.stderr.flush()
                 self._own = _Descriptor(self._saved)
                 sys.stderr = self._own
+        with suppress(OSError, ValueError, AttributeError):
+            if sys.stdout.fileno() == _STDOUT:
+                sys.stdout.flush()
+                sys.stdout = self._out = _Descriptor(_STDOUT, encoding=sys.stdout.encoding)
         os.dup2(self._file.fileno(), _STDERR)
         handler = logging.StreamHandler(_Descriptor(_STDERR))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -62,6 +68,8 @@ class Log:
             if sys.stderr is self._own:
                 sys.stderr = self._stderr
             self._own.descriptor = _STDERR  # a library may have kept it
+        if self._out is not None and sys.stdout is self._out:
+            sys.stdout = self._stdout
         os.dup2(self._saved, _STDERR)
         os.close(self._saved)
         if self.path is None and error is not None and not isinstance(error, VlmrlError):
@@ -89,22 +97,26 @@ class Log:
 
     @property
     def has_grown(self) -> bool:
-        """Something was written for which people may look here."""
-        return self.path is not None and self.path.stat().st_size > self._begin
+        """Something was written for which people may look here, and it is still there."""
+        return self.path is not None and self.path.exists() and os.fstat(self._file.fileno()).st_size > self._begin
 
 
 class _Descriptor(io.TextIOBase):
-    """A file descriptor as a text stream without a buffer."""
+    """A file descriptor as a text stream without a buffer. What cannot be written is dropped."""
 
-    encoding = "utf-8"
-
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, encoding: str = "utf-8") -> None:
         self.descriptor = descriptor
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
 
     def write(self, text: str) -> int:
         left = text.encode(self.encoding, errors="backslashreplace")
-        while left:
-            left = left[os.write(self.descriptor, left) :]
+        with suppress(OSError):  # the reader is gone, or the disk is full: words end no run
+            while left:
+                left = left[os.write(self.descriptor, left) :]
         return len(text)
 
     def fileno(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +74,66 @@ def test_a_quiet_run_has_no_log_to_name(tmp_path: Path) -> None:
     with pytest.raises(ClusterError) as error:
         run()
     assert str(error.value) == "data died"
+
+
+def test_what_the_end_of_a_run_says_at_once_reaches_people(tmp_path: Path) -> None:
+    said = ran(
+        f"log.keep_in(Path({str(tmp_path / 'run.log')!r}))", "from vlmrl import stops; stops.end_at_once('over', 2)"
+    )
+    assert said.splitlines() == ["for people", "vlmrl: over"]
+
+
+def test_a_folder_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+    def run() -> None:
+        with logged() as log:
+            log.keep_in(tmp_path / "logs" / "run.log")
+            log.write("words")
+            shutil.rmtree(tmp_path / "logs")
+            raise ClusterError("data died")
+
+    with pytest.raises(ClusterError, match=r"^data died$"):
+        run()
+
+
+WITHOUT_READER = """
+import sys
+from pathlib import Path
+from vlmrl.observe.log import logged
+from vlmrl.observe.progress import Progress
+print("first")
+with logged() as log, Progress() as progress:
+    log.keep_in(Path(sys.argv[1]))
+    sys.stdout.write("second\\n")
+    sys.stdin.readline()
+    print("nobody reads this", file=sys.stderr)
+    progress.say("nor this")
+    progress.step(1, {})
+sys.exit(7)
+"""
+
+
+def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER, str(tmp_path / "run.log")], stdin=-1, stdout=-1, stderr=subprocess.STDOUT
+    )
+    assert run.stdin is not None
+    assert run.stdout is not None
+    assert [run.stdout.readline() for _ in range(2)] == [b"first\n", b"second\n"]
+    run.stdout.close()
+    run.stdin.close()
+    assert run.wait(60) == 7
+
+
+def test_a_run_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER, str(tmp_path / "run.log")], stdin=-1, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    assert run.stdin is not None
+    said = b""
+    while b"second" not in said:
+        said += os.read(ours, 4096)
+    os.close(ours)
+    run.stdin.close()
+    assert run.wait(60) == 7
