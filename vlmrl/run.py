@@ -331,8 +331,7 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
             f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
         ) from error
     refuse_if_live(folder.root)
-    resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
-    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    check_folder(config, folder)
     warnings = check_machine(config)
     check_columns(config)
     if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
@@ -347,6 +346,12 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     return Prepared(folder, tools, warnings)
 
 
+def check_folder(config: AnyConfig, folder: RunFolder) -> None:
+    """Whether this run may write there; see `RunFolder.check`."""
+    resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
+    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+
+
 @contextmanager
 def _started(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
@@ -359,8 +364,10 @@ def _started(
     title = f"vlmrl {config.verb}"
     with logged() as log, naming_checkpoint(folder.checkpoints), ExitStack() as held_folder:
         folder.open()
-        log.keep_in(folder.log)
+        with writing(folder.log.name, folder.root):
+            log.keep_in(folder.log)
         held_folder.enter_context(held(folder.root, lost=lambda line: end_at_once(line, 2), say=print))
+        check_folder(config, folder)  # again: until now another run may have held it
         machines = held_folder.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
+from vlmrl import run as run_module
 from vlmrl import stops
-from vlmrl.errors import RewardError, StorageError, VlmrlError
+from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
+from vlmrl.observe.folder import RunFolder
 from vlmrl.run import Evaluations
 from vlmrl.stops import Stopped
 from vlmrl.trainer import Carried, Ending, ExhaustedError
@@ -163,3 +165,20 @@ def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> No
             stops.check()
     assert log.owes_evaluation  # type: ignore[attr-defined]
     assert log.lines == [("save", 7, False)]
+
+
+def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+
+    @contextmanager
+    def waited_for(root: Path, **_: Any) -> Any:
+        folder.config.write_text("train: {}\n")
+        folder.metrics.write_text('{"step": 1}\n')
+        yield
+
+    monkeypatch.setattr(run_module, "held", waited_for)
+    monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
+    with pytest.raises(ConfigError, match="holds another run"), run_module._started(config(), folder, []):
+        pytest.fail("it has begun")

@@ -97,7 +97,8 @@ def held(
         beat.join(beat_s)
         holder = _read(file)
         if holder is not None and holder.nonce == mine.nonce:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that has turned read-only: the next run sees that this process is no more
+                file.unlink(missing_ok=True)
 
 
 def refuse_if_live(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe import lock
 from vlmrl.observe.lock import NAME, Holder, held, refuse_if_live, this_process
 
@@ -162,3 +162,18 @@ def test_without_hard_links_a_lock_is_a_lock(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be written: No such file"), held(tmp_path / "gone", lost=never):
         pytest.fail("it is held")
+
+
+def test_a_disk_that_turned_read_only_does_not_hide_what_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    def run() -> None:
+        with held(tmp_path, lost=never):
+            monkeypatch.setattr(Path, "unlink", refuse)
+            raise StorageError("read-only")
+
+    with pytest.raises(StorageError, match=r"^read-only$"):
+        run()
