@@ -122,6 +122,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     temporary = ExitStack()
     folder = temporary.enter_context(_private_folder())
     before = set(psutil.Process().children())
+    family: list[psutil.Process] | None = None
     try:
         with stops.withheld():
             if joins:
@@ -138,23 +139,25 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
                     _temp_dir=str(folder / "r"),
                 )
             stops.attend()
+            family = _new_children(before)
     except SystemExit:  # Ray's own handler, in the moment between its start and our taking over
-        temporary.close()
         raise Stopped(signal.SIGTERM) from None
     except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
-        temporary.close()
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
             f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
         ) from error
-    family = [child for child in psutil.Process().children() if child not in before]
-    try:
+    else:
         yield Session(_alive_nodes())
-    finally:
+    finally:  # also of a start in which a stop was asked for, which is heeded when Ray has started
         with temporary:
-            if joins:
+            if joins and ray.is_initialized():
                 _clear(folder)
-            _end_ray(family)
+            _end_ray(_new_children(before) if family is None else family)
+
+
+def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child not in before]
 
 
 @contextmanager
@@ -173,12 +176,10 @@ def _clear(folder: Path) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    remove = ray.remote(remove_here)
-    here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    if not others:
-        return
-    with suppress(ray.exceptions.RayError):
+    with suppress(Exception):  # the head may have gone, too, and then Ray raises what it likes
+        remove = ray.remote(remove_here)
+        here = ray.get_runtime_context().get_node_id()
+        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
         asked = [
             remove.options(
                 num_cpus=0,
@@ -188,7 +189,8 @@ def _clear(folder: Path) -> None:
             ).remote(folder)
             for node in others
         ]
-        ray.wait(asked, num_returns=len(asked), timeout=_CLEAR_S)
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=_CLEAR_S)
 
 
 def _log_lines(data: Mapping[str, Any], **_: Any) -> None:

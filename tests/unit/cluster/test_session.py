@@ -1,16 +1,19 @@
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import vlmrl.cluster.session as session_module
-from vlmrl import machine
+from vlmrl import machine, stops
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
 from vlmrl.machine import Finding
+from vlmrl.stops import Stopped
 
 
 def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +101,29 @@ def test_what_rays_own_processes_say_goes_where_rays_other_words_go(caplog: pyte
     with caplog.at_level("ERROR", logger="ray"):
         session_module._log_lines({"pid": "raylet", "lines": ["A worker died", "of this"]}, ignore_prefix=False)
     assert caplog.messages == ["(raylet) A worker died\nof this"]
+
+
+def test_a_stop_while_ray_starts_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**_: object) -> None:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(Stopped), stops.heeded(60), session():
+        pytest.fail("it has begun")
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_that_has_gone_does_not_keep_ray_from_being_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise RuntimeError("GCS has died")
+
+    monkeypatch.setattr("ray.get_runtime_context", gone)
+    session_module._clear(Path("/nowhere"))
