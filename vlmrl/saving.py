@@ -15,7 +15,7 @@ from vlmrl.cluster.learners import RemoteCritic, RemotePolicy
 from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.config.changes import changes, described, plain_settings
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.errors import ConfigError, StorageError
+from vlmrl.errors import ConfigError, StorageError, VlmrlError
 from vlmrl.learning.best import keep_best
 from vlmrl.learning.checksums import has_checksums
 from vlmrl.learning.folders import checkpoints, partial, prune, remove, remove_partial, set_aside
@@ -200,11 +200,16 @@ class Saves:
 
     def stopped(self, stop: Stopped) -> Stopped:
         """The stop with a line that says from where another run can go on; saves the last step if that is wanted."""
-        saves = self.config.ckpt.saves_on_stop
-        path = self.save_finished() if saves else next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
         done = "before its first step was done" if self.finished is None else f"after step {self.finished.step}"
+        if self.config.ckpt.saves_on_stop:
+            try:
+                self.save_finished()
+            except VlmrlError as error:  # a full disk, or a rank that the same signal has ended: it was a stop
+                done += f", which is not saved ({error})"
+        path = next(iter(checkpoints(self.folder.checkpoints)[::-1]), None)
         if path is None:
-            lost = "" if self.finished is None else ", and nothing of it is saved (ckpt.save_on_stop)"
+            is_told = self.finished is None or self.config.ckpt.saves_on_stop
+            lost = "" if is_told else ", and nothing of it is saved (ckpt.save_on_stop)"
             return Stopped(stop.number, done + lost)
         return Stopped(stop.number, f"{done}; go on from {path} with --ckpt.load_enable")
 

@@ -432,3 +432,20 @@ def test_an_evaluation_that_a_stop_abandoned_is_owed(tmp_path: Path, log: list[s
     assert not run.owes_evaluation
     run.restore()
     assert run.owes_evaluation
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_stop_whose_checkpoint_cannot_be_written_stays_a_stop(tmp_path: Path, log: list[str], older: bool) -> None:
+    run = saves(tmp_path, log)
+    if older:
+        run.save(2, Carried(0.5))
+    run.save(3, Carried(0.5))
+
+    def full(folder: Path, extra: dict[str, Any]) -> None:
+        raise StorageError("the disk is full")
+
+    run.policy.save_checkpoint = full  # type: ignore[method-assign]
+    said = "stopped by SIGTERM: after step 3, which is not saved (the disk is full)"
+    if older:
+        said += f"; go on from {tmp_path / 'checkpoints/step_000002'} with --ckpt.load_enable"
+    assert str(run.stopped(stop())) == said
