@@ -39,7 +39,10 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        whole = checkpoints(folder)
+        try:
+            whole = checkpoints(folder)
+        except OSError:  # a disk that fails
+            whole = []
         if not whole:
             raise
         raise StorageError(f"{error}; {whole[-1]} is whole: go on from it with --ckpt.load_enable") from error

@@ -49,7 +49,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         if reason is None:
             raise
         why, cure = reason
-        raise StorageError(f"{what} cannot be written to {folder}: {why} ({free_space(folder)}): {cure}") from error
+        raise StorageError(f"{what} cannot be written to {folder}: {why}{_space(folder)}: {cure}") from error
 
 
 def check_room(num_bytes: int, what: str, folder: Path, *, cure: str = "free some space there") -> None:
@@ -65,6 +65,14 @@ def free_space(folder: Path) -> str:
     """`0.1 MiB of 4.0 GiB free`."""
     space = shutil.disk_usage(_nearest(folder))
     return f"{amount(space.free)} of {amount(space.total)} free"
+
+
+def _space(folder: Path) -> str:
+    """The same in brackets; nothing where a disk that fails does not even tell."""
+    try:
+        return f" ({free_space(folder)})"
+    except OSError:
+        return ""
 
 
 def amount(num_bytes: float) -> str:

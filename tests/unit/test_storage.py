@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import StorageError
+from vlmrl.saving import naming_checkpoint
 from vlmrl.storage import amount, check_room, size_of, writing
 
 BIG = torch.zeros(2_000_000)
@@ -112,3 +113,24 @@ def test_sizes(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(bytes(24))
     assert size_of(tmp_path) == 1024
     assert [amount(n) for n in (2**19, 2**30, 5 * 2**29)] == ["0.5 MiB", "1.0 GiB", "2.5 GiB"]
+
+
+def test_a_disk_that_does_not_even_tell_its_free_space_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object, **__: object) -> object:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def run() -> None:
+        with naming_checkpoint(tmp_path), writing("metrics.jsonl", tmp_path):
+            monkeypatch.setattr(os, "stat", stale)
+            monkeypatch.setattr(os, "scandir", stale)
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    with pytest.raises(StorageError) as caught:
+        run()
+    monkeypatch.undo()
+    assert str(caught.value) == (
+        f"metrics.jsonl cannot be written to {tmp_path}: Stale file handle: the file server has lost the folder: mount "
+        "it again"
+    )

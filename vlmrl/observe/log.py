@@ -98,7 +98,10 @@ class Log:
     @property
     def has_grown(self) -> bool:
         """Something was written for which people may look here, and it is still there."""
-        return self.path is not None and self.path.exists() and os.fstat(self._file.fileno()).st_size > self._begin
+        try:
+            return self.path is not None and self.path.stat().st_size > self._begin
+        except OSError:  # the disk fails, or the folder is gone, of which the error tells
+            return False
 
 
 class _Descriptor(io.TextIOBase):
