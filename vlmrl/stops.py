@@ -21,6 +21,8 @@ from types import FrameType
 
 import psutil
 
+from vlmrl.errors import ClusterError
+
 _EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 SIGNALS = (*_EXIT_CODES, signal.SIGUSR1)
 """Every signal that a run heeds."""
@@ -90,6 +92,12 @@ def heeded(grace_s: float) -> Iterator[None]:
         if requests.number is None or isinstance(error, Stopped):
             raise
         raise Stopped(requests.number) from None
+    except (
+        ClusterError
+    ) as error:  # on other machines the signal may have ended roles before what had begun was finished
+        if requests.number is None:
+            raise
+        raise Stopped(requests.number, f"what had begun was not finished: {error}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

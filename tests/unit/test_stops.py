@@ -17,6 +17,7 @@ import pytest
 from scripted_loop import CountingPrompts, LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, run
 
 from vlmrl import stops
+from vlmrl.errors import ClusterError
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.stops import Stopped
 from vlmrl.trainer import Carried, Course
@@ -345,3 +346,19 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -
     assert train(Asked(-1, ""), saved, broken) == (STEPS, STEPS * PER_STEP)
     assert broken.steps == whole.steps
     assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
+
+
+def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:
+    def run() -> None:
+        with stops.heeded(GRACE_S), stops.finishing():
+            ask()
+            raise ClusterError("actor 1 of 4 was killed by signal 15 (SIGTERM)")
+
+    with pytest.raises(Stopped) as stopped:
+        run()
+    assert stopped.value.exit_code == 143
+    assert str(stopped.value) == (
+        "stopped by SIGTERM: what had begun was not finished: actor 1 of 4 was killed by signal 15 (SIGTERM)"
+    )
+    with pytest.raises(ClusterError), stops.heeded(GRACE_S):
+        raise ClusterError("nobody has asked for a stop")
