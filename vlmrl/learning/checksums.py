@@ -8,6 +8,7 @@ against an adversary.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -70,8 +71,13 @@ def _damage_of(listing: Path) -> list[str]:
 
 
 def _num_lists(folder: Path) -> int:
-    """Lists that should be there: one for each rank that has any file, so that a list which is gone is missed."""
-    return 1 + max(int(match[1]) for name in _files(folder) if (match := _RANK.search(name)))
+    """Lists that should be there: one for each rank that has any file, or is counted in what the checkpoint is of, so
+    that a list which is gone is missed."""
+    seen = 1 + max(int(match[1]) for name in _files(folder) if (match := _RANK.search(name)))
+    try:
+        return max(seen, int(json.loads((folder / "identity.json").read_text(encoding="utf-8"))["ranks"]))
+    except (OSError, ValueError, KeyError, TypeError):  # the list of rank 0 tells whether it is damaged
+        return seen
 
 
 def _owner(name: str, num_ranks: int) -> int:

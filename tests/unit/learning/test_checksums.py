@@ -105,3 +105,13 @@ def test_a_checkpoint_of_before_there_were_checksums_passes(checkpoint: Path) ->
     assert found(checkpoint) == [[], []]
     (checkpoint / "extra.json").unlink()
     assert found(checkpoint) == [["extra.json: it is gone"], []]
+
+
+def test_a_rank_of_which_every_file_is_gone_is_missed(checkpoint: Path) -> None:
+    (checkpoint / "identity.json").write_text('{"ranks": 2}')
+    for rank in (0, 1):
+        write_checksums(checkpoint, rank=rank, num_ranks=2)
+    assert found(checkpoint) == [[], []]
+    for file in list(checkpoint.rglob("*rank_1*")):
+        file.unlink()
+    assert found(checkpoint) == [[], ["checksums_rank_1.xxh128: it is gone"]]
