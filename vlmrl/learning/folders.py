@@ -40,7 +40,12 @@ def finish(folder: Path) -> None:
 def replace(folder: Path, *, by: Path) -> None:
     """Give the whole folder `by` the name `folder`, in the place of any older one."""
     older = _aside(folder) if folder.exists() else None
-    by.rename(folder)
+    try:
+        by.rename(folder)
+    except OSError:
+        if older is not None:
+            older.rename(folder)
+        raise
     _sync(folder.parent)
     if older is not None:
         shutil.rmtree(older)

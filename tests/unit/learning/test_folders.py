@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from vlmrl.learning.folders import begin, checkpoints, finish, prune, remove_partial
 
 
@@ -66,3 +68,22 @@ def test_pruning_keeps_the_newest_by_number_and_not_by_name(tmp_path: Path) -> N
     assert [p.name for p in checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert (tmp_path / "step_notes").exists()
     assert prune(tmp_path, keep=2) == []
+
+
+def test_an_older_folder_keeps_its_name_when_the_disk_refuses_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "weights").write_text("old")
+    written = begin(tmp_path / "best")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == written:
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        finish(tmp_path / "best")
+    assert (tmp_path / "best" / "weights").read_text() == "old"
