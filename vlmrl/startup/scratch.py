@@ -90,11 +90,17 @@ def enter(folder: Path) -> None:
 
 
 def enter_that_of_the_run() -> None:
-    """Do so with the folder that the environment names, if any; with a new one where that is not this user's."""
+    """Do so with the folder that the environment names, if any; with a new one where that is not this user's.
+
+    The first process of a run on a machine that is not its driver's removes what killed runs have left there.
+    """
     if VARIABLE not in os.environ:
         return
+    folder = _here(Path(os.environ[VARIABLE]))
+    if not folder.exists():
+        sweep(folder.parent)
     try:
-        enter(_here(Path(os.environ[VARIABLE])))
+        enter(folder)
     except PermissionError:  # a cluster's processes may have another user than the driver
         enter(Path(tempfile.mkdtemp(prefix=_PREFIX)))
 

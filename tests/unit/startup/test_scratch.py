@@ -142,3 +142,16 @@ def test_a_path_that_is_too_long_for_sockets_is_left(parent: Path, monkeypatch: 
         assert folder.parent == Path("/tmp")
         of_ray = f"{folder}/r/session_2026-11-22_02-00-07_562491_4194304/sockets/plasma_store"
         assert len(of_ray) <= 107
+
+
+def test_what_killed_runs_left_on_another_machine_goes_when_the_next_one_comes(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = parent / "vlmrl-run-left"
+    left.mkdir(mode=0o700)
+    (left / "lock").touch()
+    os.utime(left, (0, 0))
+    monkeypatch.setenv(VARIABLE, str(parent / "vlmrl-run-mine"))
+    enter_that_of_the_run()
+    assert [path.name for path in parent.iterdir()] == ["vlmrl-run-mine"]
+    os.close(module._held.pop(parent / "vlmrl-run-mine"))
