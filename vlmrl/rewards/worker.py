@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import io
 import math
 import numbers
 import os
@@ -290,7 +291,25 @@ def _print_to(log: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Words(descriptor, "w", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        for descriptor in (1, 2)
+    )
+
+
+class _Words(io.FileIO):
+    """Where words go. On a full disk they are dropped: a response whose score was printed has one."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def _die_with_parent() -> None:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,22 @@ def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
     call = loaded(tmp_path, body + "    return images[0].getpixel((0, 0))[2] + images[0].size[0]")
     files: Any = (str(tmp_path / "red.npy"),)
     assert [call(images=files).value for _ in range(2)] == [258.0, 258.0]
+
+
+PRINTS = """
+import sys
+from pathlib import Path
+from vlmrl.rewards import worker
+worker._print_to(Path("/dev/full"))
+worker.load((), sys.argv[1] + ":reward")
+sys.exit(round(worker.call("reward", {"response": "7"}, ()).value))
+"""
+
+
+def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import sys\ndef reward(response):\n"
+        "    print(response)\n    print('x' * 100_000, file=sys.stderr)\n    return 7\n"
+    )
+    assert subprocess.run([sys.executable, "-c", PRINTS, str(file)], check=False).returncode == 7
