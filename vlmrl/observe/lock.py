@@ -182,8 +182,12 @@ def _touched(file: Path) -> int | None:
         # Opening makes NFS ask the server, where a plain stat may be answered from a cache.
         with file.open("rb") as lock:
             return os.fstat(lock.fileno()).st_mtime_ns
+    except PermissionError:  # another user's, who lets nobody read it
+        with suppress(OSError):
+            return file.stat().st_mtime_ns
     except OSError:
-        return None
+        pass
+    return None
 
 
 def _keep(file: Path, mine: Holder, is_over: threading.Event, lost: Callable[[str], None], beat_s: float) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,3 +178,31 @@ def test_a_disk_that_turned_read_only_does_not_hide_what_ended_the_run(
 
     with pytest.raises(StorageError, match=r"^read-only$"):
         run()
+
+
+def test_a_lock_that_another_user_lets_nobody_read_is_held_while_it_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = plant(tmp_path, ELSEWHERE)
+    opened = Path.open
+
+    def refuse(path: Path, *how: Any, **named: Any) -> Any:
+        if path == file:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *how, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    is_over = threading.Event()
+
+    def touch() -> None:
+        while not is_over.wait(0.1):
+            os.utime(file)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="is in use by another run"), held(tmp_path, lost=never, stale_s=2.0):
+            pytest.fail("two runs in one folder")
+    finally:
+        is_over.set()
+        thread.join()
