@@ -18,7 +18,7 @@ from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, top, value
 from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.fingerprint import differences, fingerprint
 from vlmrl.data.image_source import Reach
-from vlmrl.data.labels import label_text
+from vlmrl.data.labels import class_name, label_text
 from vlmrl.data.marks import Marked
 from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import Order, Place
@@ -254,8 +254,10 @@ class PromptStream:
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]
         with blamed_on_row("label unusable"):
-            precision = self._sources[place.source].precisions.get(top(column) or "")
-            label = label_text(value_at(row, column), precision=precision)
+            source = self._sources[place.source]
+            precision = source.precisions.get(top(column) or "")
+            value = class_name(value_at(row, column), source.classes.get(column or "", ()))
+            label = label_text(value, precision=precision)
             (label or "").encode()
         if label is None and self._wants.label is not None:
             raise UnusableError("no label", f"column {column!r} is empty, and {self._wants.label} needs it")

@@ -47,6 +47,8 @@ class Rows(Sequence[dict[str, Any]]):
     """What the rows are read from, where that is known: by their content a resumed run knows them again."""
     precisions: Mapping[str, str] = field(default_factory=dict)
     """Columns of numbers with fewer bits than Python's: `{"label": "float32"}`."""
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns of Hugging Face's ClassLabel: what each of their numbers stands for."""
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
     is_generated: bool = False
@@ -268,6 +270,7 @@ def from_hugging_face(name: str, data: Any) -> Rows:
         image_columns=tuple(column for column, feature in encoded.items() if _is_image(feature)),
         files=tuple(Path(file["filename"]) for file in data.cache_files),
         precisions={column: bits for column, feature in encoded.items() if (bits := _precision(feature))},
+        classes={name: feature.names for name, feature in encoded.items() if isinstance(feature, datasets.ClassLabel)},
     )
 
 
