@@ -12,6 +12,7 @@ OpenRLHF's get `queries` (prompt and response as one text), `prompts` and `label
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -121,7 +122,12 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
     for name, values in (returned.get("extra_logs") or {}).items():
         is_one = not hasattr(_plain(values), "__len__")
         columns[str(name)] = [_plain(values)] * count if is_one else _column_of(values, count, str(name))
-    return [{name: values[number] for name, values in columns.items()} for number in range(count)]
+    # What is only logged (the mean of nothing is NaN) takes no reward with it.
+    rewards = columns.pop("total")
+    return [
+        {"total": reward} | {name: values[number] for name, values in columns.items() if _is_number(values[number])}
+        for number, reward in enumerate(rewards)
+    ]
 
 
 def _column_of(values: Any, count: int, name: str) -> list[Any]:
@@ -133,6 +139,14 @@ def _column_of(values: Any, count: int, name: str) -> list[Any]:
     if len(column) != count:
         raise ValueError(f"it returned {len(column)} {name} for {count} responses")
     return column
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several raises the last
+        return False
 
 
 def _plain(values: Any) -> Any:

@@ -206,6 +206,15 @@ def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str
         batch.one_by_one(returned, 2, style="openrlhf")
 
 
+def test_what_is_only_logged_takes_no_reward_with_it() -> None:
+    logs = {"mean": float("nan"), "some": [2.0, None], "kind": ["a", "b"], "one": torch.tensor(4.0)}
+    returned = {"rewards": torch.tensor([1.0, 0.5]), "scores": [float("inf"), 0.5], "extra_logs": logs}
+    assert batch.one_by_one(returned, 2, style="openrlhf") == [
+        {"total": 1.0, "some": 2.0, "one": 4.0},
+        {"total": 0.5, "scores": 0.5, "one": 4.0},
+    ]
+
+
 def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
     def function(queries: Any, prompts: Any, labels: Any, model: Any) -> Any:
         return torch.zeros(len(queries))
