@@ -41,6 +41,13 @@ class Wants(NamedTuple):
     """Who needs a label, for messages: `reward.functions math`. None: nobody."""
     answer: bool = False
     """Whether the row says what the model should say: `vlmrl sft`."""
+    instead: frozenset[str] = frozenset()
+    """Columns that are read in the label's place, where a dataset has all of them."""
+
+    def label_of(self, source: Rows, label_key: str | None) -> str | None:
+        """Who needs a label of this dataset's rows."""
+        is_elsewhere = self.instead and self.instead <= set(source.columns) - {top(label_key)}
+        return None if is_elsewhere else self.label
 
 
 NOTHING = Wants()
@@ -56,9 +63,10 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
     keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or wants.answer}
     rows = list(_some_rows(source))
     missing = [f"no column {keys[name]!r} (data.{name})" for name in search.missing(keys)]
-    if wants.label is not None and not _is_there(source, keys["label_key"]):
+    needs_label = wants.label_of(source, keys["label_key"])
+    if needs_label is not None and not _is_there(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
-        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {wants.label} needs")
+        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {needs_label} needs")
     if wants.answer and not missing and not _has_answers(source, keys, rows):
         missing.append(
             f"no column {keys['output_key']!r} (data.output_key) nor {keys['label_key']!r} (data.label_key), and its "
@@ -69,8 +77,8 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
             f"dataset {source.name} has {' and '.join(missing)}; it has: {', '.join(source.columns)}"
             f"{_hint(source, keys, missing)}{search.hint_of_several()}"
         )
-    if wants.label is not None:
-        _check_values(source, keys, rows, "label_key", f"{wants.label} needs a label")
+    if needs_label is not None:
+        _check_values(source, keys, rows, "label_key", f"{needs_label} needs a label")
     if columns.image_key is not None:
         _check_images(source, keys, rows)
     return keys

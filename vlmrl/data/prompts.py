@@ -253,14 +253,15 @@ class PromptStream:
 
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]
+        source = self._sources[place.source]
         with blamed_on_row("label unusable"):
-            source = self._sources[place.source]
             precision = source.precisions.get(top(column) or "")
             value = class_name(value_at(row, column), source.classes.get(column or "", ()))
             label = label_text(value, precision=precision)
             (label or "").encode()
-        if label is None and self._wants.label is not None:
-            raise UnusableError("no label", f"column {column!r} is empty, and {self._wants.label} needs it")
+        needed_by = self._wants.label_of(source, column)
+        if label is None and needed_by is not None:
+            raise UnusableError("no label", f"column {column!r} is empty, and {needed_by} needs it")
         return label
 
     def _images(self, images: Sequence[Any], inline: Sequence[Any]) -> Sequence[Any]:

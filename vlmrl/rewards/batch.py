@@ -25,7 +25,7 @@ _OWN: Mapping[Style, frozenset[str]] = {
     "openrlhf": frozenset({"queries", "prompts", "labels", "images"}),
 }
 """What each style calls what is not a column of the row."""
-_LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
+LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
 """By these names functions ask for the label, where the row has no other column of that name."""
 _ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
 """What TRL hands over beside columns, and only its trainer has."""
@@ -163,7 +163,7 @@ def _column(name: str, item: Mapping[str, Any]) -> Any:
 
 
 def _is_label(name: str, item: Mapping[str, Any]) -> bool:
-    return name in _LABELS or name == item["label_key"]
+    return name in LABELS or name == item["label_key"]
 
 
 def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:
