@@ -248,7 +248,10 @@ class PromptStream:
                 text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
                 (answer or "").encode()
         images = self._images(as_list(value_at(row, keys["image_key"])), inline)
-        metadata = metadata_of(row, set(keys.values()))
+        source = self._sources[place.source]
+        # A line of JSON may leave out what it has not; whoever asks for the column gets None, as from a table.
+        absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
+        metadata = metadata_of({**absent, **row}, set(keys.values()))
         return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
 
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
