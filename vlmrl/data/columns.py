@@ -26,6 +26,8 @@ _LIKELY = {
 }
 """For hints alone."""
 _ROWS_LOOKED_AT = 8
+_ROWS_SEARCHED = 1000
+"""For a first image, where few rows may have one."""
 
 _IMAGE_NAME = re.compile(
     r"(images?|imgs?|pics?|pictures?|photos?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
@@ -160,9 +162,9 @@ def _is_there(source: Rows, key: str | None) -> bool:
     return key is not None and (key in source.columns or ("." in key and top(key) in source.columns))
 
 
-def _some_rows(source: Rows) -> Iterator[Mapping[str, Any]]:
+def _some_rows(source: Rows, count: int = _ROWS_LOOKED_AT) -> Iterator[Mapping[str, Any]]:
     """A few rows from first to last; those that cannot be read are met, and named, later."""
-    for number in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=_ROWS_LOOKED_AT)}):
+    for number in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=count)}):
         try:
             yield source[number]
         except Exception:
@@ -202,6 +204,8 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
     for column in others:
         is_known = column in source.image_columns and not is_read
         if is_known or any(_tells(_looks_like_images, column, row.get(column)) for row in rows):
+            if is_read and any(_tells(_has_images, row, keys) for row in _some_rows(source, _ROWS_SEARCHED)):
+                return
             has = "holds none in the rows looked at" if is_read else "it does not have"
             raise DataError(
                 f"dataset {source.name} has images in column {column!r}, but data.image_key is {keys['image_key']!r}, "

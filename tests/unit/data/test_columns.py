@@ -180,6 +180,13 @@ def test_other_images_are_no_mistake_where_some_are_read() -> None:
     assert found(rows({"messages": inline, "image_path": "a.png"}))
 
 
+def test_images_that_few_rows_have_are_found_before_another_column_is_taken_for_them() -> None:
+    content = [{"input": "q", "images": "a.png" if i == 5 else None, "screenshot_of": "b.png"} for i in range(200)]
+    assert found(rows(*content))["image_key"] == "images"
+    with pytest.raises(DataError, match="has images in column 'screenshot_of'"):
+        found(rows(*(row | {"images": None} for row in content)))
+
+
 def test_columns_of_one_dataset_win_over_the_settings_and_must_exist() -> None:
     source = rows({"q": "1 + 1?", "gold": "2", "input": "no"}, named_columns={"input_key": "q", "label_key": "gold"})
     assert found(source, label_key="label", input_key="input") == {
