@@ -175,7 +175,7 @@ def test_rewards_of_another_number_are_a_problem_that_says_so(file: Path) -> Non
 
 
 def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
-    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family\)"
+    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
     with own(file, "lost") as rewarder, pytest.raises(RewardError, match=said):
         rewarder.score([group("7")])
 
