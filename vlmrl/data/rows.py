@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from vlmrl.data.dataset_name import convert_option, parse_options, split_columns
+from vlmrl.data.dataset_name import convert_option, parse_options, split_columns, split_names
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
 from vlmrl.types import Ints
@@ -169,7 +169,7 @@ class _First(Sequence[Mapping[str, Any]]):
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
     """The datasets of a comma-separated list, each under a name of its own. Errors as in `load_rows`."""
-    specs = [spec] if Path(spec).exists() else _split(spec)
+    specs = [spec] if Path(spec).exists() else split_names(spec, (*plugin_names("datasets"), *FILE_SUFFIXES))
     if not specs:
         raise ConfigError("data.prompt_dataset is empty: name a dataset, a file, a folder or a Hub id")
     loaded = [load_rows(part, split=split, max_samples=max_samples, seed=seed) for part in specs]
@@ -179,20 +179,6 @@ def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows
         counts[rows.name] = counts.get(rows.name, 0) + 1
         named.append(rows if counts[rows.name] == 1 else replace(rows, name=f"{rows.name}_{counts[rows.name]}"))
     return named
-
-
-def _split(spec: str) -> list[str]:
-    """The names of a comma-separated list. A comma inside of a question that is asked (`?question=`) parts nothing:
-    what follows it names no dataset."""
-    specs: list[str] = []
-    for part in spec.split(","):
-        name = split_columns(part.strip())[0].partition("?")[0]
-        is_known = name in plugin_names("datasets") or name.endswith(FILE_SUFFIXES) or Path(name).exists()
-        if specs and "?question=" in specs[-1] and not is_known and "/" not in name:
-            specs[-1] += f",{part}"
-        else:
-            specs.append(part)
-    return [part.strip() for part in specs if part.strip()]
 
 
 def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
