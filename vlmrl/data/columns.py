@@ -26,6 +26,8 @@ _LIKELY = {
 }
 """For hints alone."""
 _ROWS_LOOKED_AT = 8
+_ROWS_SEARCHED = 1000
+"""For a first image, where few rows may have one."""
 
 _IMAGE_NAME = re.compile(
     r"(images?|imgs?|pics?|pictures?|photos?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
@@ -41,6 +43,13 @@ class Wants(NamedTuple):
     """Who needs a label, for messages: `reward.functions math`. None: nobody."""
     answer: bool = False
     """Whether the row says what the model should say: `vlmrl sft`."""
+    instead: frozenset[str] = frozenset()
+    """Columns that are read in the label's place, where a dataset has all of them."""
+
+    def label_of(self, source: Rows, label_key: str | None) -> str | None:
+        """Who needs a label of this dataset's rows."""
+        is_elsewhere = self.instead and self.instead <= set(source.columns) - {top(label_key)}
+        return None if is_elsewhere else self.label
 
 
 NOTHING = Wants()
@@ -56,9 +65,10 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
     keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or wants.answer}
     rows = list(_some_rows(source))
     missing = [f"no column {keys[name]!r} (data.{name})" for name in search.missing(keys)]
-    if wants.label is not None and not _is_there(source, keys["label_key"]):
+    needs_label = wants.label_of(source, keys["label_key"])
+    if needs_label is not None and not _is_there(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
-        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {wants.label} needs")
+        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {needs_label} needs")
     if wants.answer and not missing and not _has_answers(source, keys, rows):
         missing.append(
             f"no column {keys['output_key']!r} (data.output_key) nor {keys['label_key']!r} (data.label_key), and its "
@@ -69,8 +79,8 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
             f"dataset {source.name} has {' and '.join(missing)}; it has: {', '.join(source.columns)}"
             f"{_hint(source, keys, missing)}{search.hint_of_several()}"
         )
-    if wants.label is not None:
-        _check_values(source, keys, rows, "label_key", f"{wants.label} needs a label")
+    if needs_label is not None:
+        _check_values(source, keys, rows, "label_key", f"{needs_label} needs a label")
     if columns.image_key is not None:
         _check_images(source, keys, rows)
     return keys
@@ -152,9 +162,9 @@ def _is_there(source: Rows, key: str | None) -> bool:
     return key is not None and (key in source.columns or ("." in key and top(key) in source.columns))
 
 
-def _some_rows(source: Rows) -> Iterator[Mapping[str, Any]]:
+def _some_rows(source: Rows, count: int = _ROWS_LOOKED_AT) -> Iterator[Mapping[str, Any]]:
     """A few rows from first to last; those that cannot be read are met, and named, later."""
-    for number in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=_ROWS_LOOKED_AT)}):
+    for number in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=count)}):
         try:
             yield source[number]
         except Exception:
@@ -194,6 +204,8 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
     for column in others:
         is_known = column in source.image_columns and not is_read
         if is_known or any(_tells(_looks_like_images, column, row.get(column)) for row in rows):
+            if is_read and any(_tells(_has_images, row, keys) for row in _some_rows(source, _ROWS_SEARCHED)):
+                return
             has = "holds none in the rows looked at" if is_read else "it does not have"
             raise DataError(
                 f"dataset {source.name} has images in column {column!r}, but data.image_key is {keys['image_key']!r}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,9 +36,12 @@ def read_conversation(given: Any) -> Conversation:
 
     Examples:
         ShareGPT's `[{"from": "human", "value": "Hi"}]` -> `[{"role": "user", "content": "Hi"}]`;
-        `[{"type": "image", "image": "a.png"}]` as content -> `[{"type": "image"}]`, and "a.png" among the images.
+        `[{"type": "image", "image": "a.png"}]` as content -> `[{"type": "image"}]`, and "a.png" among the images;
+        the text `'[{"role": "user", "content": "Hi"}]'` -> these messages.
     """
-    if isinstance(given, str) or not is_conversation(given):
+    if isinstance(given, str):
+        given = _written_messages(given) or given
+    if not is_conversation(given):
         return Conversation(given, ())
     images: list[Any] = []
     messages = [_without_images(_with_role(message), images) for message in given]
@@ -103,6 +107,20 @@ def _message_text(message: Message) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise DataError("the answer holds something else than text: text alone is taught")
     return "".join(map(str, texts))
+
+
+def _written_messages(text: str) -> Any:
+    """Messages that are written as JSON into a column of text, as OpenRLHF-M and lmm-r1 have them; None for other
+    text. Read as a question, it would leave its images unopened."""
+    if not text.lstrip().startswith("[") or not any(key in text for key in ('"role"', '"from"')):
+        return None
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    keys = ({"role", "content"}, {"from", "value"})
+    is_all = is_conversation(messages) and all(any(pair <= message.keys() for pair in keys) for message in messages)
+    return messages if is_all else None
 
 
 def _with_role(message: Message) -> Message:

@@ -26,6 +26,20 @@ def split_columns(spec: str) -> tuple[str, dict[str, str]]:
     return spec[: found.start()], named
 
 
+def split_names(spec: str, endings: tuple[str, ...]) -> list[str]:
+    """The names of a comma-separated list. A comma inside of a question that is asked (`?question=`) parts nothing:
+    what follows it has none of the `endings` of a dataset's name, and is no path."""
+    specs: list[str] = []
+    for part in spec.split(","):
+        name = split_columns(part.strip())[0].partition("?")[0]
+        is_dataset = "/" in name or name.endswith(endings) or Path(name).exists()
+        if specs and "?question=" in specs[-1] and not is_dataset:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return [part.strip() for part in specs if part.strip()]
+
+
 def parse_options(query: str, spec: str) -> dict[str, str]:
     """`a=1&b=2` -> `{"a": "1", "b": "2"}`. `spec` is the whole name, for messages."""
     pairs = [pair.partition("=") for pair in query.split("&") if pair]

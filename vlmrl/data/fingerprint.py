@@ -31,7 +31,7 @@ def fingerprint(marked: Marked) -> Fingerprint:
         rows[str(row)] = None if mark is None else list(mark)
         if time.monotonic() > deadline:
             break
-    files = {str(file): mark_file(file) for file in source.files}
+    files = {str(file): mark_file(file, one_of=len(source.files)) for file in source.files}
     return {
         "name": source.name,
         "num_rows": len(source),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -33,6 +33,14 @@ def label_text(value: Any, *, precision: str | None = None) -> str | None:
     if isinstance(value, float) and math.isnan(value):
         return None
     return json.dumps(value, ensure_ascii=False)
+
+
+def class_name(value: Any, names: Sequence[str]) -> Any:
+    """What the number of a class stands for: nobody asked for a number is answered with one. -1 is no class, as in
+    Hugging Face's `datasets`; without `names` the value stays as it is."""
+    if not names or not isinstance(value, int) or value >= len(names):
+        return value
+    return names[value] if value >= 0 else None
 
 
 def _plain(value: Any, precision: str | None) -> Any:

@@ -23,8 +23,10 @@ from vlmrl.errors import DataError
 
 _BLOCK = 64 * 2**10
 _WHOLE_BYTES = 256 * 2**20
-"""A file of so many bytes is read in full, a larger one in `_NUM_BLOCKS` blocks from its first to its last."""
+"""A file of so many bytes is read in full, a larger one in `_NUM_BLOCKS` blocks from its first to its last. Many files
+share these bytes, and from `_MANY` on the blocks: a dataset may lie in a thousand of them."""
 _NUM_BLOCKS = 256
+_MANY = 16
 _ENDS = 2
 """Blocks that are read of an image file: its first and its last. With its size they tell pictures apart."""
 
@@ -72,12 +74,13 @@ class FileMark(NamedTuple):
     """Of its last change."""
 
 
-def mark_file(path: Path) -> FileMark | None:
-    """The mark of one file; None when it cannot be read."""
+def mark_file(path: Path, *, one_of: int = 1) -> FileMark | None:
+    """The mark of one file, of a dataset that has so many; None when it cannot be read."""
     try:
         size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
-        is_whole = size <= _WHOLE_BYTES
-        return FileMark(size, _read_blocks(path, -(-size // _BLOCK) if is_whole else _NUM_BLOCKS), is_whole, time_ns)
+        is_whole = size <= _WHOLE_BYTES // one_of
+        some = max(_ENDS, min(_NUM_BLOCKS, _NUM_BLOCKS * _MANY // one_of))
+        return FileMark(size, _read_blocks(path, -(-size // _BLOCK) if is_whole else some), is_whole, time_ns)
     except OSError:
         return None
 

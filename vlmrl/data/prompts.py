@@ -18,7 +18,7 @@ from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, top, value
 from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.fingerprint import differences, fingerprint
 from vlmrl.data.image_source import Reach
-from vlmrl.data.labels import label_text
+from vlmrl.data.labels import class_name, label_text
 from vlmrl.data.marks import Marked
 from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import Order, Place
@@ -248,17 +248,23 @@ class PromptStream:
                 text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
                 (answer or "").encode()
         images = self._images(as_list(value_at(row, keys["image_key"])), inline)
-        metadata = metadata_of(row, set(keys.values()))
+        source = self._sources[place.source]
+        # A line of JSON may leave out what it has not; whoever asks for the column gets None, as from a table.
+        absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
+        metadata = metadata_of({**absent, **row}, set(keys.values()))
         return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
 
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]
+        source = self._sources[place.source]
         with blamed_on_row("label unusable"):
-            precision = self._sources[place.source].precisions.get(top(column) or "")
-            label = label_text(value_at(row, column), precision=precision)
+            precision = source.precisions.get(top(column) or "")
+            value = class_name(value_at(row, column), source.classes.get(column or "", ()))
+            label = label_text(value, precision=precision)
             (label or "").encode()
-        if label is None and self._wants.label is not None:
-            raise UnusableError("no label", f"column {column!r} is empty, and {self._wants.label} needs it")
+        needed_by = self._wants.label_of(source, column)
+        if label is None and needed_by is not None:
+            raise UnusableError("no label", f"column {column!r} is empty, and {needed_by} needs it")
         return label
 
     def _images(self, images: Sequence[Any], inline: Sequence[Any]) -> Sequence[Any]:

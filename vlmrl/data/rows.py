@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from vlmrl.data.dataset_name import convert_option, parse_options, split_columns
+from vlmrl.data.dataset_name import convert_option, parse_options, split_columns, split_names
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
 from vlmrl.types import Ints
@@ -47,6 +47,8 @@ class Rows(Sequence[dict[str, Any]]):
     """What the rows are read from, where that is known: by their content a resumed run knows them again."""
     precisions: Mapping[str, str] = field(default_factory=dict)
     """Columns of numbers with fewer bits than Python's: `{"label": "float32"}`."""
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns of Hugging Face's ClassLabel: what each of their numbers stands for."""
     has_own_columns: bool = False
     """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
     is_generated: bool = False
@@ -167,7 +169,7 @@ class _First(Sequence[Mapping[str, Any]]):
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
     """The datasets of a comma-separated list, each under a name of its own. Errors as in `load_rows`."""
-    specs = [spec] if Path(spec).exists() else [part.strip() for part in spec.split(",") if part.strip()]
+    specs = [spec] if Path(spec).exists() else split_names(spec, (*plugin_names("datasets"), *FILE_SUFFIXES))
     if not specs:
         raise ConfigError("data.prompt_dataset is empty: name a dataset, a file, a folder or a Hub id")
     loaded = [load_rows(part, split=split, max_samples=max_samples, seed=seed) for part in specs]
@@ -268,6 +270,7 @@ def from_hugging_face(name: str, data: Any) -> Rows:
         image_columns=tuple(column for column, feature in encoded.items() if _is_image(feature)),
         files=tuple(Path(file["filename"]) for file in data.cache_files),
         precisions={column: bits for column, feature in encoded.items() if (bits := _precision(feature))},
+        classes={name: feature.names for name, feature in encoded.items() if isinstance(feature, datasets.ClassLabel)},
     )
 
 

@@ -18,7 +18,8 @@ _LONGEST_CELL = 2**28
 class Table(Sequence[Mapping[str, Any]]):
     """Rows with the columns that the first line names; cells are text, `[` and `{` begin JSON, an empty one is None.
 
-    Commas, semicolons or tabs stand between cells: whichever the first line has most of.
+    Tabs stand between the cells of a .tsv file; of another, commas, semicolons or tabs: whichever the first line has
+    most of.
     Raises DataError when the file is no text in UTF-8 or names no columns; for a single row when it is asked for.
     """
 
@@ -30,9 +31,15 @@ class Table(Sequence[Mapping[str, Any]]):
             with file.open(encoding="utf-8-sig", newline="") as handle:
                 first = handle.readline()
                 handle.seek(0)
-                delimiter = max(_DELIMITERS, key=first.count)
-                lines = [line for line in csv.reader(handle, delimiter=delimiter, strict=True) if line]
-        except (UnicodeDecodeError, csv.Error) as error:
+                delimiter = "\t" if file.suffix == ".tsv" else max(_DELIMITERS, key=first.count)
+                reader = csv.reader(handle, delimiter=delimiter, strict=True)
+                lines = [line for line in reader if line]
+        except csv.Error as error:
+            raise DataError(
+                f"dataset file {file}, line {reader.line_num}, is no line of a table: {error}; a cell that begins "
+                "with a quotation mark ends with one, and those inside are doubled"
+            ) from error
+        except UnicodeDecodeError as error:
             raise DataError(f"dataset file {file} is not a table in UTF-8 that can be read: {error}") from error
         self.columns = tuple(name.strip() for name in lines[0]) if lines else ()
         if not all(self.columns) or len(set(self.columns)) < len(self.columns):

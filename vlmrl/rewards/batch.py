@@ -12,6 +12,7 @@ OpenRLHF's get `queries` (prompt and response as one text), `prompts` and `label
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ _OWN: Mapping[Style, frozenset[str]] = {
     "openrlhf": frozenset({"queries", "prompts", "labels", "images"}),
 }
 """What each style calls what is not a column of the row."""
-_LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
+LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
 """By these names functions ask for the label, where the row has no other column of that name."""
 _ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
 """What TRL hands over beside columns, and only its trainer has."""
@@ -121,7 +122,12 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
     for name, values in (returned.get("extra_logs") or {}).items():
         is_one = not hasattr(_plain(values), "__len__")
         columns[str(name)] = [_plain(values)] * count if is_one else _column_of(values, count, str(name))
-    return [{name: values[number] for name, values in columns.items()} for number in range(count)]
+    # What is only logged (the mean of nothing is NaN) takes no reward with it.
+    rewards = columns.pop("total")
+    return [
+        {"total": reward} | {name: values[number] for name, values in columns.items() if _is_number(values[number])}
+        for number, reward in enumerate(rewards)
+    ]
 
 
 def _column_of(values: Any, count: int, name: str) -> list[Any]:
@@ -133,6 +139,14 @@ def _column_of(values: Any, count: int, name: str) -> list[Any]:
     if len(column) != count:
         raise ValueError(f"it returned {len(column)} {name} for {count} responses")
     return column
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several raises the last
+        return False
 
 
 def _plain(values: Any) -> Any:
@@ -149,7 +163,7 @@ def _column(name: str, item: Mapping[str, Any]) -> Any:
 
 
 def _is_label(name: str, item: Mapping[str, Any]) -> bool:
-    return name in _LABELS or name == item["label_key"]
+    return name in LABELS or name == item["label_key"]
 
 
 def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:

@@ -165,7 +165,7 @@ class Rewarder:
         missing = None if self._functions is None else self._functions.missing(asked[0])
         if missing is not None:
             raise RewardError(
-                f"{missing}: set data.label_key to the column that holds it, or choose other reward.functions"
+                f"{missing}: set data.label_key to the column of the label, or choose another reward function"
             )
         return _Begun(
             calls=None if self._functions is None else self._functions.begin(asked),

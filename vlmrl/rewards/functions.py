@@ -146,7 +146,10 @@ class Functions:
             column = None if declared.batch is None else self._missing_column(declared.batch, question)
             if column is not None:
                 has = ", ".join(["label", *question.metadata])
-                return f"{question.source} has no column {column}, for which {name} asks (it has {has})"
+                return (
+                    f"{question.source} has no column {column}, for which {name} asks (it has {has}; the question goes "
+                    "by prompts)"
+                )
         wanting = [name for name, declared in self._declared.items() if declared.wants_label]
         if not wanting or question.label is not None:
             return None

@@ -12,6 +12,7 @@ from pebble import ProcessFuture, ProcessPool
 
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import exact, worker
+from vlmrl.rewards.batch import LABELS
 from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 
@@ -26,30 +27,56 @@ _WANT_LABELS = ("exact", "math")
 def who_needs_labels(reward: Scoring) -> str | None:
     """Which reward functions compare with a label, for messages; None: none of them does.
 
-    A function of the user's does when its parameter `label` has no default. Nothing of its file is run.
+    A function of the user's does when its parameter `label` has no default; one of TRL's, whichever of its parameters
+    is a name for the label (`answer`). Nothing of its file is run.
     """
     names = [name for name in reward.functions if name in _WANT_LABELS]
     needing = [f"reward.functions {' and '.join(names)}"] * bool(names)
-    if reward.user_function is not None and _demands_label(*reward.user_function.rpartition(":")[::2]):
-        needing.append(f"reward.remote_url {reward.user_function} (its parameter label has no default)")
+    if demanded := _demanded_labels(reward):
+        what = f"parameter {demanded[0]}" if len(demanded) == 1 else f"parameters {' and '.join(demanded)}"
+        needing.append(f"reward.remote_url {reward.user_function} (its {what} has no default)")
     return " and ".join(needing) or None
 
 
-def _demands_label(file: str, name: str) -> bool:
+def read_instead_of_labels(reward: Scoring) -> frozenset[str]:
+    """Columns by which the only one who needs labels asks for them: a dataset that has them needs no label."""
+    demanded = frozenset(_demanded_labels(reward))
+    is_only_one = not any(name in _WANT_LABELS for name in reward.functions)
+    return demanded if is_only_one and _is_of_trl(reward) else frozenset()
+
+
+def _is_of_trl(reward: Scoring) -> bool:
+    arguments = _arguments_of(reward)
+    return arguments is not None and any(one.arg == "completions" for one in (*arguments.args, *arguments.kwonlyargs))
+
+
+def _demanded_labels(reward: Scoring) -> list[str]:
+    """The parameters of the user's function, without a default, that are the label."""
+    arguments = _arguments_of(reward)
+    if arguments is None:
+        return []
+    positional = [*arguments.posonlyargs, *arguments.args]
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    demanded = [
+        *positional[: len(positional) - len(arguments.defaults)],
+        *(argument for argument, default in named if default is None),
+    ]
+    labels = LABELS if _is_of_trl(reward) else {"label"}
+    return [argument.arg for argument in demanded if argument.arg in labels]
+
+
+def _arguments_of(reward: Scoring) -> ast.arguments | None:
+    """The parameters of the user's function, as its file says."""
+    if reward.user_function is None:
+        return None
+    file, _, name = reward.user_function.rpartition(":")
     try:
         tree = ast.parse(Path(file).expanduser().read_bytes())
     except (OSError, SyntaxError, ValueError, RuntimeError):
-        return False  # whoever loads the function says what is wrong with the file
-    found = [node.args for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if not found:
-        return False
-    positional = [*found[-1].posonlyargs, *found[-1].args]
-    named = zip(found[-1].kwonlyargs, found[-1].kw_defaults, strict=True)
-    demanded = [
-        *positional[: len(positional) - len(found[-1].defaults)],
-        *(argument for argument, default in named if default is None),
-    ]
-    return any(argument.arg == "label" for argument in demanded)
+        return None  # whoever loads the function says what is wrong with the file
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node.args for node in tree.body if isinstance(node, kinds) and node.name == name]
+    return found[-1] if found else None
 
 
 class LabelCheck:

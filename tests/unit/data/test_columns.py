@@ -33,6 +33,16 @@ def test_a_place_inside_a_column_has_a_dotted_name() -> None:
         found(verl, LABEL, label_key="reward_model.groundtruth")
 
 
+def test_a_label_that_is_asked_for_by_its_columns_name_is_there_or_missing() -> None:
+    wants = Wants(label="reward.remote_url r.py:f", instead=frozenset({"answer"}))
+    assert found(rows({"input": "q", "answer": "4"}), wants)["label_key"] == "label"
+    assert found(rows({"input": "q", "gold": "4"}), wants, label_key="gold")["label_key"] == "gold"
+    with pytest.raises(DataError, match=r"no column 'label' \(data.label_key\), which reward.remote_url r.py:f needs"):
+        found(rows({"input": "q", "gold": "4"}), wants)
+    with pytest.raises(DataError, match=r"'answer' .* holds nothing"):
+        found(rows({"input": "q", "answer": None}), wants, label_key="answer")
+
+
 @pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
 def test_the_names_of_other_trainers_are_read_where_there_is_no_input(column: str) -> None:
     assert found(rows({column: "q", "other": 1}))["input_key"] == column
@@ -168,6 +178,13 @@ def test_other_images_are_no_mistake_where_some_are_read() -> None:
     assert found(rows({"input": "q", "images": ["a.png"], "thumbnail": "b.png"}))
     inline = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     assert found(rows({"messages": inline, "image_path": "a.png"}))
+
+
+def test_images_that_few_rows_have_are_found_before_another_column_is_taken_for_them() -> None:
+    content = [{"input": "q", "images": "a.png" if i == 5 else None, "screenshot_of": "b.png"} for i in range(200)]
+    assert found(rows(*content))["image_key"] == "images"
+    with pytest.raises(DataError, match="has images in column 'screenshot_of'"):
+        found(rows(*(row | {"images": None} for row in content)))
 
 
 def test_columns_of_one_dataset_win_over_the_settings_and_must_exist() -> None:

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -18,6 +19,23 @@ def test_sharegpt_becomes_messages() -> None:
     ]
     system, other = {"role": "system", "content": "Be brief."}, {"role": "observation", "content": "x"}
     assert read_conversation(given).messages == [system, USER, ASSISTANT, other]
+
+
+def test_messages_written_as_json_into_text_are_messages() -> None:
+    image = {"type": "image", "image": "file:///data/a.png"}
+    written = json.dumps([{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}])
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    assert read_conversation(written) == (question, ("file:///data/a.png",))
+    assert read_conversation('[{"from": "human", "value": "2 + 2?"}]').messages == [USER]
+    assert answer_text(json.dumps([ASSISTANT])) == json.dumps([ASSISTANT])  # what is taught is taught as it is written
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"role": "user"', '[{"role": "user"}]', '["role", "from"]', '{"role": 1}', "[" * 9999]
+)
+def test_other_json_is_a_text_to_ask_about(text: str) -> None:
+    assert read_conversation(text) == (text, ())
+    assert read_conversation(text + ' "role"') == (text + ' "role"', ())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from PIL import Image
 
 from vlmrl.config.data import Columns
 from vlmrl.data import marks
+from vlmrl.data.fingerprint import fingerprint
 from vlmrl.data.image_source import Reach
 from vlmrl.data.marks import Marked, mark_file, spread
 from vlmrl.data.prompts import PromptStream
@@ -119,6 +120,28 @@ def test_blocks_of_a_large_file_show_what_changed_in_them(tmp_path: Path, monkey
         assert after.digest != before.digest
         assert after.size == before.size
         before = after
+
+
+def test_many_files_share_what_is_read_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "_WHOLE_BYTES", 2**20)
+    monkeypatch.setattr(marks, "_MANY", 1)
+    files = tuple(tmp_path / str(number) for number in range(100))
+    for file in files:
+        with file.open("wb") as handle:
+            handle.truncate(2**20)
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(*where: int) -> bytes:
+        content = pread(*where)
+        read.append(len(content))
+        return content
+
+    monkeypatch.setattr(os, "pread", counted)
+    rows = Rows(name="shards", rows=[{"input": "q"}], columns=("input",), files=files)
+    found = fingerprint(Marked(rows, {"input_key": "input", "label_key": None, "image_key": None}))
+    assert not any(found["files"][str(file)][2] for file in files)
+    assert sum(read) == 100 * 2 * marks._BLOCK, "the first and the last block"
 
 
 def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path) -> None:

@@ -7,9 +7,12 @@ import datasets
 import numpy as np
 import pytest
 
+from vlmrl.config.data import Columns
 from vlmrl.data.labels import label_text
+from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import from_hugging_face, load_rows
 from vlmrl.errors import DataError
+from vlmrl.plugins import Processor
 from vlmrl.rewards.exact import score
 
 
@@ -76,3 +79,24 @@ def test_labels_of_a_table_can_be_matched(tmp_path: Path, monkeypatch: pytest.Mo
     texts = [label_text(row["label"]) for row in rows]
     assert texts == ["3.50", "-0.25"]
     assert score("3.5", texts[0]) == score("-1/4", str(texts[1])) == 1.0
+
+
+def test_the_number_of_a_class_is_its_name_and_minus_one_is_none(text_model: Processor) -> None:
+    features = datasets.Features(
+        {
+            "input": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "n": datasets.Value("int8"),
+        }
+    )
+    data = datasets.Dataset.from_dict(
+        {"input": ["a", "b", "c"], "label": [1, 0, -1], "n": [1, 0, -1]}, features=features
+    )
+
+    def labels(key: str) -> list[str | None]:
+        rows = from_hugging_face("pets", data)
+        stream = PromptStream([rows], probs=None, processor=text_model, columns=Columns(label_key=key), seed=0)
+        return [prompt.label for prompt in stream.all_prompts(3)]
+
+    assert labels("label") == ["dog", "cat", None]
+    assert labels("n") == ["1", "0", "-1"]

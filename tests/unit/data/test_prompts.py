@@ -428,3 +428,11 @@ def test_pictures_are_those_of_the_row_whatever_the_thread(vlm: Processor) -> No
     content = [{"input": str(i), "images": [Image.new("RGB", (56, 56), (i, i, i))]} for i in range(40)]
     for prompt in stream(rows(content), processor=vlm).draw(40):
         assert prompt.media[0].fetch()[0, 0, 0] == int(prompt.source.partition(":")[2])
+
+
+def test_a_column_that_a_row_leaves_out_is_none_and_not_missing(text_model: Processor) -> None:
+    content = [{"input": "a", "level": 3}, {"input": "b"}]
+    prompts = stream(rows(content), processor=text_model).all_prompts(2)
+    assert [dict(prompt.metadata) for prompt in prompts] == [{"level": 3}, {"level": None}]
+    own = replace(rows(content), has_own_columns=True)
+    assert dict(stream(own, processor=text_model).all_prompts(2)[1].metadata) == {}

@@ -231,3 +231,20 @@ def test_rng_of_a_row_is_pythons_own_and_stable() -> None:
     rows = Generated(lambda rng, row: Number(rng.randrange(10**6)), size=1, split="train", seed=0)
     rng = random.Random("0:train:0")
     assert json.loads(rows[0]["input"]) in {rng.randrange(10**6) for _ in range(20)}
+
+
+def test_a_comma_inside_of_a_question_parts_no_datasets(tmp_path: Path) -> None:
+    folder = tmp_path / "pets"
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / name / "1.png")
+    (tmp_path / "a.jsonl").write_text('{"input": "q"}')
+
+    def questions(spec: str) -> list[str]:
+        loaded = load_all(spec, split="train", max_samples=9, seed=0)
+        return [str(rows[0]["input"]) for rows in loaded]
+
+    assert questions(f"{folder}?question=Cat, dog, or neither?, {tmp_path}/a.jsonl") == ["Cat, dog, or neither?", "q"]
+    assert questions(f"{folder}?question=Cat, or dog?:label_key=label") == ["Cat, or dog?"]
+    with pytest.raises(DataError, match=r"b\.jsonl does not exist"):
+        questions(f"{folder}?question=Cat?, b.jsonl")

@@ -24,6 +24,11 @@ def test_a_table_keeps_cells_as_text(tmp_path: Path, name: str, mark: str) -> No
     ]
 
 
+def test_tabs_stand_between_the_cells_of_a_tsv_whatever_its_names_hold(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("input (a, b, or c)\tlabel\nq, r\t3\n")
+    assert list(Table(tmp_path / "a.tsv")) == [{"input (a, b, or c)": "q, r", "label": "3"}]
+
+
 def test_a_row_of_the_wrong_length_is_unreadable_and_the_others_are_not(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text('input,label\n1 + 1?,2\n1, 2?,3\n[1] + [2],"[1, 2)"\n')
@@ -40,7 +45,8 @@ def test_a_row_of_the_wrong_length_is_unreadable_and_the_others_are_not(tmp_path
         (b"input,\n1,2\n", "first line should name the columns"),
         (b"a,a\n1,2\n", "first line should name the columns"),
         ("input,label\né,1\n".encode("utf-16"), "not a table in UTF-8"),
-        (b'input,label\n"open,1\nb,2\n', "can be read: unexpected end of data"),
+        (b'input,label\n"open,1\nb,2\n', "line 3, is no line of a table: unexpected end of data"),
+        (b'input,label\na,1\n"Hi" he said,2\n', "line 3, is no line of a table: ',' expected after '\"'; a cell that"),
     ],
 )
 def test_tables_that_cannot_be_used(tmp_path: Path, content: bytes, message: str) -> None:

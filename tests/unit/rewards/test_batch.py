@@ -175,7 +175,7 @@ def test_rewards_of_another_number_are_a_problem_that_says_so(file: Path) -> Non
 
 
 def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
-    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family\)"
+    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
     with own(file, "lost") as rewarder, pytest.raises(RewardError, match=said):
         rewarder.score([group("7")])
 
@@ -204,6 +204,15 @@ def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str
         return
     with pytest.raises(ValueError, match=said):
         batch.one_by_one(returned, 2, style="openrlhf")
+
+
+def test_what_is_only_logged_takes_no_reward_with_it() -> None:
+    logs = {"mean": float("nan"), "some": [2.0, None], "kind": ["a", "b"], "one": torch.tensor(4.0)}
+    returned = {"rewards": torch.tensor([1.0, 0.5]), "scores": [float("inf"), 0.5], "extra_logs": logs}
+    assert batch.one_by_one(returned, 2, style="openrlhf") == [
+        {"total": 1.0, "some": 2.0, "one": 4.0},
+        {"total": 0.5, "scores": 0.5, "one": 4.0},
+    ]
 
 
 def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:

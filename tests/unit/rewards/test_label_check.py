@@ -14,7 +14,7 @@ import pytest
 
 from vlmrl.config.reward import BUILT_IN, Scoring
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
 
 
 def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
@@ -36,16 +36,29 @@ def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
         ("response", False),
         ("response, **others", False),
         ("queries, prompts, labels", False),
+        ("completions, answer, **others", True),
+        ("prompts, completions, *, solution", True),
+        ("completions, answer=None, **others", False),
+        ("completions, family", False),
     ],
 )
 def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
     parameters: str, demands: bool, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(f"raise SystemExit  # nobody runs it\ndef score({parameters}):\n    return 1.0\n")
-    needed = who_needs_labels(Scoring(remote_url=f"{file}:score"))
-    assert (needed is not None) == demands
-    assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter label")
+    for kind in ("def", "async def"):
+        file.write_text(f"raise SystemExit  # nobody runs it\n{kind} score({parameters}):\n    return 1.0\n")
+        needed = who_needs_labels(Scoring(remote_url=f"{file}:score"))
+        assert (needed is not None) == demands
+        assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter ")
+
+
+def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def trl(completions, answer): ...\ndef own(response, label): ...\n")
+    assert read_instead_of_labels(Scoring(remote_url=f"{file}:trl")) == {"answer"}
+    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:own"))
+    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
 
 
 def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
