@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +113,24 @@ def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
     call = loaded(tmp_path, body + "    return images[0].getpixel((0, 0))[2] + images[0].size[0]")
     files: Any = (str(tmp_path / "red.npy"),)
     assert [call(images=files).value for _ in range(2)] == [258.0, 258.0]
+
+
+_IN_A_POOL = """
+from vlmrl.rewards.functions import Functions
+
+if __name__ == "__main__":
+    functions = Functions(("exact",), None, num_workers=1, time_limit_s=5.0)
+    print(*functions.names)
+    functions.close()
+"""
+
+
+def test_functions_start_where_the_temporary_folder_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    script = tmp_path / "start.py"
+    script.write_text(_IN_A_POOL)
+    environment = os.environ | {"TMPDIR": str(long)}
+    said = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
+    assert said == "exact\n"
+    assert not list(long.iterdir())
