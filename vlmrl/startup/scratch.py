@@ -7,6 +7,7 @@ folder that this user alone may enter, neither matters.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from pathlib import Path
 
 VARIABLE = "VLMRL_SCRATCH"
@@ -55,11 +57,25 @@ def scratch() -> Iterator[Path]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
+        _make_multiprocessing_forget(folder)
         os.close(_held.pop(folder))
         stop = time.monotonic() + _END_S
         while _is_used(folder) and time.monotonic() < stop:
             time.sleep(0.05)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_multiprocessing_forget(folder: Path) -> None:
+    """It keeps the folder that it has made below `folder`: it would put its next socket there, and print a traceback
+    when it cannot remove it at the process's end. There is no public way to tell it."""
+    config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    kept = config.get("tempdir")
+    if kept is None or folder not in Path(str(kept)).parents:
+        return
+    del config["tempdir"]
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is util._remove_temp_dir:  # type: ignore[attr-defined]
+            finalizer.cancel()
 
 
 def enter(folder: Path) -> None:

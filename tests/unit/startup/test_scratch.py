@@ -131,3 +131,20 @@ def test_a_path_that_is_too_long_for_sockets_is_left(parent: Path, monkeypatch: 
         assert folder.parent == Path("/tmp")
         of_ray = f"{folder}/r/session_2026-11-22_02-00-07_562491_4194304/sockets/plasma_store"
         assert len(of_ray) <= 107
+
+
+_TWO_RUNS = """
+from multiprocessing import util
+from vlmrl.startup.scratch import scratch
+
+for _ in range(2):
+    with scratch() as folder:
+        assert util.get_temp_dir().startswith(str(folder))
+assert not util.get_temp_dir().startswith(str(folder))
+"""
+
+
+def test_multiprocessing_does_not_look_for_its_folder_when_that_is_gone(parent: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _TWO_RUNS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(parent.iterdir())
