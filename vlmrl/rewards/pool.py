@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.forkserver
+import os
+import tempfile
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,10 @@ START_LIMIT_S = 120.0
 """For importing the user's file, with whatever it loads."""
 PATIENCE_S = 30.0
 """For killing a process that holds on and starting the next, beyond all limits, before a pool counts as stuck."""
+
+
+_LONGEST_TMPDIR = 75
+"""Characters. The path of a socket has at most 107, and the fork server's takes 32 beside the temporary folder."""
 
 
 class Trouble(NamedTuple):
@@ -40,6 +47,7 @@ def start_pool(
 ) -> ProcessPool:
     """Processes with the built-in functions `names` and the user's function `spec`, which sees of the environment's
     secrets those in `pass_env`, and whose prints go to `log`. With `max_tasks`, each ends after so many calls."""
+    _make_folder_of_sockets()
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
@@ -51,6 +59,17 @@ def start_pool(
         initializer=worker.start,
         initargs=(names, spec, pass_env, log),
     )
+
+
+def _make_folder_of_sockets() -> None:
+    """Below /tmp where the temporary folder's path is too long for a socket: the fork server could not listen."""
+    wanted = tempfile.gettempdir()
+    if len(os.fsencode(wanted)) > _LONGEST_TMPDIR and os.access("/tmp", os.W_OK):
+        tempfile.tempdir = "/tmp"
+        try:
+            util.get_temp_dir()  # it keeps the folder, for this process and for those that it starts
+        finally:
+            tempfile.tempdir = wanted
 
 
 def end_pool(pool: ProcessPool) -> None:

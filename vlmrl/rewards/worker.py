@@ -153,16 +153,25 @@ def call_all(
         returned = loaded.function(**batch.arguments(signature, arguments, pictures))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
-        values = batch.one_by_one(returned, len(arguments), style=signature.style)
-        return tuple(to_verdict(value) for value in values)
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
         verdict = Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+    else:
+        return _verdicts(returned, len(arguments), signature)
     if len(arguments) == 1 or verdict.blame == "infrastructure":
         return (verdict,) * len(arguments)
     singles = [call_all(name, [given], [files]) for given, files in zip(arguments, images, strict=True)]
     return tuple(verdict for (verdict,) in singles)
+
+
+def _verdicts(returned: Any, count: int, signature: batch.Signature) -> tuple[Verdict, ...]:
+    """What a batch's return says of each of `count` responses. A return of another form is no response's doing, and is
+    not asked for again one by one: a list of one value would pass there, whatever it means."""
+    try:
+        return tuple(to_verdict(value) for value in batch.one_by_one(returned, count, style=signature.style))
+    except Exception as error:
+        return (Verdict(problem=f"{type(error).__name__}: {one_line(error)}"),) * count
 
 
 def unusable(name: str, label: str) -> str | None:

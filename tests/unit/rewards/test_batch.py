@@ -33,6 +33,7 @@ def all_of_it(completions, **kwargs):
     return [float(sorted(kwargs) == names and len(kwargs["family"]) == len(completions))] * len(completions)
 def none(completions): return [None if c == "x" else 2 for c in completions]
 async def later(completions): return [3.0] * len(completions)
+def one(completions): return [1.0]
 def lost(completions, difficulty): return [1.0] * len(completions)
 def pictures(completions, images): return [float(i[0].size[0]) for i in images]
 def best(completions):
@@ -169,8 +170,10 @@ def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
     assert totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
 
 
-def test_rewards_of_another_number_are_a_problem_that_says_so(file: Path) -> None:
-    with own(file, "short") as rewarder, pytest.raises(RewardError, match="it returned 3 rewards for 1 responses"):
+@pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
+def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
+    said = f"it returned {number} rewards for 2 responses"
+    with own(file, name) as rewarder, pytest.raises(RewardError, match=said):
         rewarder.score([group("7", "8")])
 
 

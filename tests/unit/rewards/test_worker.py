@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,3 +132,24 @@ def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_pat
         "    print(response)\n    print('x' * 100_000, file=sys.stderr)\n    return 7\n"
     )
     assert subprocess.run([sys.executable, "-c", PRINTS, str(file)], check=False).returncode == 7
+
+
+_IN_A_POOL = """
+from vlmrl.rewards.functions import Functions
+
+if __name__ == "__main__":
+    functions = Functions(("exact",), None, num_workers=1, time_limit_s=5.0)
+    print(*functions.names)
+    functions.close()
+"""
+
+
+def test_functions_start_where_the_temporary_folder_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    script = tmp_path / "start.py"
+    script.write_text(_IN_A_POOL)
+    environment = os.environ | {"TMPDIR": str(long)}
+    said = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
+    assert said == "exact\n"
+    assert not list(long.iterdir())
