@@ -245,6 +245,8 @@ def refuse_image_parts(messages: Sequence[Message]) -> None:
 
 def _message(message: Mapping[str, Any]) -> Message:
     content = message.get("content")
+    if "role" in message and "content" in message and content is None:
+        raise DataError("a chat message has no content (null)")
     if "role" not in message or content is None:
         raise DataError(f"a chat message needs role and content, this one has: {', '.join(map(str, message))}")
     parts = [content] if isinstance(content, str | Mapping) else content

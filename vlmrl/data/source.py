@@ -57,6 +57,8 @@ class BadLabels(NamedTuple):
     """Row -> its label, and why no response can match it."""
 
     def __str__(self) -> str:
+        if not self.num_rows:
+            return "labels: none could be looked at among the first rows"
         if not self.problems:
             return f"labels: those of the first {self.num_rows} rows can be used"
         shown = "; ".join(f"{row} {problem}" for row, problem in list(self.problems.items())[:_LABELS_SHOWN])
