@@ -92,9 +92,8 @@ def heeded(grace_s: float) -> Iterator[None]:
         if requests.number is None or isinstance(error, Stopped):
             raise
         raise Stopped(requests.number) from None
-    except (
-        ClusterError
-    ) as error:  # on other machines the signal may have ended roles before what had begun was finished
+    except ClusterError as error:
+        # The signal may have ended roles, on other machines say, before what had begun was finished.
         if requests.number is None:
             raise
         raise Stopped(requests.number, f"what had begun was not finished: {error}") from None
