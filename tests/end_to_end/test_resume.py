@@ -95,7 +95,8 @@ def begun(words: list[str], out: Path, log: Path, *, until: int) -> tuple[subpro
     """A run that has made the step `until`, and the mark of its processes."""
     mark = f"VLMRL_TEST_RUN={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and those of nohup this one
     with log.open("w") as file:
         # A group of its own, as `timeout` makes one.
         run = subprocess.Popen(words, env=os.environ | {name: value}, stdout=file, stderr=file, process_group=0)

@@ -168,6 +168,7 @@ def test_outside_of_its_context_everything_does_nothing() -> None:
 ENDS_AT_ONCE = """
 import signal, subprocess, sys, time
 from vlmrl import stops
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 with stops.heeded(float(sys.argv[1])), stops.finishing():
     print(child.pid, flush=True)
