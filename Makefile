@@ -6,7 +6,7 @@ JOBS ?= 2
 UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart quickstart-qlora test prove check lint unit bench coverage map clean
+.PHONY: help setup lock quickstart quickstart-qlora test prove check lint unit bench coverage clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -18,10 +18,10 @@ lock: setup  ## the versions and hashes that setup installs, anew, as pyproject.
 	@$(BIN)/python assets/lock.py
 
 quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft, then GRPO, in minutes
-	@$(BIN)/python -m vlmrl.quickstart
+	@$(BIN)/python -m vlmrl.commands.quickstart
 
 quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that train beside it
-	@$(BIN)/python -m vlmrl.quickstart qlora
+	@$(BIN)/python -m vlmrl.commands.quickstart qlora
 
 test: unit  ## every test: unit, and end to end on the real stack
 	$(BIN)/python -m pytest -q -m "not prove" tests/end_to_end tests/gpu
@@ -50,9 +50,6 @@ bench: setup  ## a weight publish, rollouts, an optimizer step in each layout an
 
 coverage: setup  ## unit tests with line and branch coverage
 	$(UNIT) --cov --cov-report=term-missing
-
-map: setup  ## the list of files in README.md, from the first sentence of each
-	@$(BIN)/python assets/map.py
 
 clean:  ## caches and build products; keeps .venv and runs/
 	rm -rf build dist *.egg-info .coverage coverage.xml .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -12,7 +12,7 @@ import numpy as np
 from vlmrl.config.data import Columns
 from vlmrl.data.deadline import OverdueError, call_within
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.lines import one_line
+from vlmrl.system.plain_text import one_line
 from vlmrl.types import Ints, Media, Sample
 
 if TYPE_CHECKING:

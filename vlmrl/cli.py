@@ -1,16 +1,15 @@
 """The command line: parses first, imports what is heavy after."""
 
 import difflib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vlmrl import __version__, startup
-from vlmrl.errors import ConfigError, VlmrlError
-from vlmrl.stops import Stopped, heeded
+from vlmrl.commands.exit_code import exit_code
+from vlmrl.errors import ConfigError
+from vlmrl.system.stops import heeded
 
 if TYPE_CHECKING:
     from vlmrl.config.verb import Run
@@ -70,41 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work, 2 a mistake of the user's or of the machine's, 130 interrupted, 143 ended by SIGTERM or SIGHUP."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
-    try:
-        return _run(words)
-    except VlmrlError as error:
-        _tell(f"{verb}: {error}")
-        return 2
-    except Stopped as stop:
-        _tell(f"{verb}: {stop}")
-        return stop.exit_code
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "vlmrl":
-            raise
-        print(
-            f"vlmrl: the package {error.name} is not installed: run `make setup`, or pip install 'vlmrl[cpu]' or "
-            "'vlmrl[gpu]'",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        _tell("vlmrl: interrupted")
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`vlmrl rl --help | head`); Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-
-
-def _tell(line: str) -> None:
-    """The last line of a run. Whether somebody can read it makes no difference to the exit code: the terminal may be
-    closed, and `tee` have ended by the same Ctrl-C."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        # Python would try once more at exit, and change the code.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return exit_code(lambda: _run(words), verb)
 
 
 def _run(words: list[str]) -> int:
@@ -128,7 +93,7 @@ def _rl(words: list[str]) -> int:
     from vlmrl.config.run import RlConfig
 
     if (asked := _ask(RlConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.run import train_rl
+        from vlmrl.commands.rl import train_rl
 
         with heeded(asked.config.train.stop_grace_s):
             train_rl(asked.config, dry_run=asked.dry_run)
@@ -139,7 +104,7 @@ def _sft(words: list[str]) -> int:
     from vlmrl.config.run import SftConfig
 
     if (asked := _ask(SftConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.run import train_sft
+        from vlmrl.commands.sft import train_sft
 
         with heeded(asked.config.train.stop_grace_s):
             train_sft(asked.config, dry_run=asked.dry_run)
@@ -150,7 +115,7 @@ def _eval(words: list[str]) -> int:
     from vlmrl.config.run import EvalConfig
 
     if (asked := _ask(EvalConfig, words, has_dry_run=True)) is not None:
-        from vlmrl.run import evaluate
+        from vlmrl.commands.evaluate import evaluate
 
         with heeded(asked.config.train.stop_grace_s):
             evaluate(asked.config, dry_run=asked.dry_run)
@@ -171,7 +136,7 @@ def _bench_publish(words: list[str]) -> int:
     from vlmrl.config.run import PublishBench
 
     if (asked := _ask(PublishBench, words)) is not None:
-        from vlmrl.bench.cluster import publish
+        from vlmrl.commands.bench.engines import publish
 
         with heeded(_GRACE_S):
             publish(asked.config)
@@ -182,7 +147,7 @@ def _bench_rollout(words: list[str]) -> int:
     from vlmrl.config.run import RolloutBench
 
     if (asked := _ask(RolloutBench, words)) is not None:
-        from vlmrl.bench.cluster import rollout
+        from vlmrl.commands.bench.engines import rollout
 
         with heeded(asked.config.train.stop_grace_s):
             rollout(asked.config)
@@ -193,7 +158,7 @@ def _bench_step(words: list[str]) -> int:
     from vlmrl.config.run import StepBench
 
     if (asked := _ask(StepBench, words)) is not None:
-        from vlmrl.bench.step import step
+        from vlmrl.commands.bench.step import step
 
         step(asked.config)
     return 0
@@ -203,7 +168,7 @@ def _bench_logprobs(words: list[str]) -> int:
     from vlmrl.config.run import LogprobsBench
 
     if (asked := _ask(LogprobsBench, words)) is not None:
-        from vlmrl.bench.head import logprobs
+        from vlmrl.commands.bench.logprobs import logprobs
 
         logprobs(asked.config)
     return 0
@@ -213,7 +178,7 @@ def _merge(words: list[str]) -> int:
     from vlmrl.config.run import MergeConfig
 
     if (asked := _ask(MergeConfig, words)) is not None:
-        from vlmrl.models.merge import merge
+        from vlmrl.commands.merge import merge
 
         merge(asked.config)
     return 0
@@ -223,7 +188,7 @@ def _serve_rm(words: list[str]) -> int:
     from vlmrl.config.run import ServeConfig
 
     if (asked := _ask(ServeConfig, words)) is not None:
-        from vlmrl.serve import serve_rm
+        from vlmrl.commands.serve_reward import serve_rm
 
         serve_rm(asked.config)
     return 0
@@ -247,7 +212,7 @@ def _doctor(words: list[str]) -> int:
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]
     if words == ["--self-test"]:
-        from vlmrl.selftest import report
+        from vlmrl.commands.self_test import report
 
         return report.main(as_json=as_json)
     if words and "--config" not in words:
@@ -257,7 +222,7 @@ def _doctor(words: list[str]) -> int:
     if words:
         return _memory_plan(words, as_json=as_json)
     startup.prepare()
-    from vlmrl import doctor
+    from vlmrl.commands import doctor
 
     return doctor.main(as_json=as_json)
 
@@ -270,7 +235,7 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
     given = read(words, RlConfig.settings(), RlConfig.sections()).given
     kind: type[RlConfig] | type[SftConfig] = RlConfig if given.keys() & only_of_rl else SftConfig
     if (asked := _ask(kind, words)) is not None:
-        from vlmrl.models.memory_plan import show
+        from vlmrl.commands.memory import show
 
         return show(asked.config, as_json=as_json)
     return 0

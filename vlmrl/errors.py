@@ -5,7 +5,7 @@ so that an error raised in a Ray actor is pickled and raised again in the driver
 message quotes, it is plain text (`one_line`).
 """
 
-from vlmrl.lines import one_line
+from vlmrl.system.plain_text import one_line
 
 
 class VlmrlError(Exception):

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from vlmrl.cluster.build import Stage
 from vlmrl.cluster.placement import plan
+from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
+from vlmrl.commands.preflight import plan_of, plan_of_critic
 from vlmrl.config.run import RlConfig
+from vlmrl.config.schedule import last_step
 from vlmrl.plugins import processor_of
-from vlmrl.preflight import plan_of, plan_of_critic, roles_of
-from vlmrl.role_settings import last_step
-from vlmrl.stage import Stage
-from vlmrl.trainer import Carried, Course, train
+from vlmrl.trainer.rl import Carried, Course, train
 
 Measured = dict[str, float]
 """`seconds` of a step, `<phase>_s` of its phases, and the step's metrics under their own names."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.worker_extension import WeightReceiver
 
 

@@ -52,7 +52,7 @@ def far(out: Path, *, model: str, **settings: Any) -> None:
 def built(out: Path, *, models: dict[str, str], stage: int) -> None:
     """Buffers of models in bf16: as a policy reads them, and with a value head."""
     from vlmrl.config.ds import Ds
-    from vlmrl.learning.engine import sharded_loading
+    from vlmrl.learning.deepspeed_engine import sharded_loading
     from vlmrl.models.load import load_model
     from vlmrl.models.value_head import value_net
 

@@ -235,7 +235,7 @@ def pair(
     out: Path, *, model: str, other: str, old: str, cut: str, stage: int = 0, critic_stage: int = 0, **frozen: bool
 ) -> None:
     """A policy and a critic in one process: log-probs, values, a step of each, a checkpoint; what the towers did."""
-    from vlmrl.learning.pair import PolicyAndCritic
+    from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.observe.metrics import reduce
 
     given = settings(other, stage=critic_stage, **frozen)

@@ -18,7 +18,7 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
     from vlmrl.config.data import Columns
     from vlmrl.config.ds import Ds
     from vlmrl.config.lora import Lora
-    from vlmrl.learning.engine import device, seed, sharded_loading, start
+    from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start
     from vlmrl.learning.forward import read_model
     from vlmrl.learning.weights import gathered, saved_tensors, written
     from vlmrl.models.adapter_plan import plan_adapter
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     from vlmrl import startup
 
     startup.prepare()
-    from vlmrl.learning.engine import init_distributed
+    from vlmrl.learning.deepspeed_engine import init_distributed
 
     init_distributed(60)
     torch.set_num_threads(1)

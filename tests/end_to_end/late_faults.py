@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.reports import AdapterReport
 from vlmrl.rollout.worker_extension import WeightReceiver
 

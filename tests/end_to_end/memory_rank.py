@@ -22,9 +22,9 @@ import numpy as np  # noqa: E402
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
 
-from vlmrl.bench.memory import peak_bytes  # noqa: E402
-from vlmrl.bench.samples import make_experience, make_samples  # noqa: E402
-from vlmrl.cluster.learners import count, experience_of  # noqa: E402
+from vlmrl.cluster.models import count, experience_of  # noqa: E402
+from vlmrl.commands.bench.memory import peak_bytes  # noqa: E402
+from vlmrl.commands.bench.samples import make_experience, make_samples  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
 from vlmrl.config.bench import Samples  # noqa: E402
 from vlmrl.config.critic import Critic  # noqa: E402
@@ -34,11 +34,11 @@ from vlmrl.config.train import Loop  # noqa: E402
 from vlmrl.config.vision import Vision  # noqa: E402
 from vlmrl.data.balance import spread  # noqa: E402
 from vlmrl.learning import critic as learning_critic  # noqa: E402
-from vlmrl.learning.pair import PolicyAndCritic  # noqa: E402
 from vlmrl.learning.policy import Policy, PolicyLoss  # noqa: E402
+from vlmrl.learning.policy_and_critic import PolicyAndCritic  # noqa: E402
 from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
-from vlmrl.models.footprint import in_turn_with, sizes, trainer, with_value_head  # noqa: E402
 from vlmrl.models.load import skeleton  # noqa: E402
+from vlmrl.models.memory import in_turn_with, sizes, trainer, with_value_head  # noqa: E402
 from vlmrl.plugins import processor_of  # noqa: E402
 
 PROMPT, ANSWER, IMAGE = 320, 704, 224

@@ -26,7 +26,7 @@ class Trained:
         from vlmrl.config.actor import Model
         from vlmrl.config.data import Columns
         from vlmrl.config.ds import Ds
-        from vlmrl.learning.engine import device, seed, sharded_loading, start
+        from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start
         from vlmrl.learning.forward import read_model
         from vlmrl.models.scorer import Scorer
 
@@ -188,7 +188,7 @@ if __name__ == "__main__":
     from vlmrl import startup
 
     startup.prepare()
-    from vlmrl.learning.engine import init_distributed
+    from vlmrl.learning.deepspeed_engine import init_distributed
 
     init_distributed(60)
     torch.set_num_threads(1)

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from vlmrl.config.data import Columns
-from vlmrl.data.answers import sft_sample
 from vlmrl.data.packing import Pack, make_pack
 from vlmrl.data.prompts import PromptStream
+from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import load_all
 from vlmrl.models.attention import implementation
 from vlmrl.models.inputs import model_inputs, states_at

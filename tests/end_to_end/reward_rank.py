@@ -20,7 +20,7 @@ from vlmrl.config.vision import Vision
 
 
 def main() -> None:
-    from vlmrl.learning.engine import init_distributed
+    from vlmrl.learning.deepspeed_engine import init_distributed
 
     torch.set_num_threads(1)
     init_distributed(120)
@@ -55,7 +55,7 @@ def head(out: Path, *, base: str, stage: int) -> None:
     """A new head on a model that is sharded while it is read."""
     import deepspeed
 
-    from vlmrl.learning.engine import sharded_loading
+    from vlmrl.learning.deepspeed_engine import sharded_loading
     from vlmrl.models.value_head import value_net
 
     with sharded_loading(Ds(zero_stage=stage, param_dtype="fp32")):  # type: ignore[arg-type]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from recipes import recipe, steps_of
 
+from vlmrl.commands.rl import train_rl
+from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.run import train_rl, train_sft
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -15,11 +15,11 @@ import torch
 from preferences import teach
 from recipes import read_metrics, recipe, steps_of
 
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.models.value_head import value_net
-from vlmrl.run import train_rl
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vlmrl.bench.cluster import publish, rollout
+from vlmrl.commands.bench.engines import publish, rollout
 from vlmrl.config.load import load
 from vlmrl.config.run import PublishBench, RolloutBench
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import ray
 
-from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.data import created_bytes, put
+from vlmrl.cluster.engines import RemotePrompts
 from vlmrl.cluster.placement import Place
-from vlmrl.cluster.roles import RemotePrompts
 from vlmrl.cluster.session import session
-from vlmrl.cluster.store import created_bytes, put
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.data import Data
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ClusterError, ConfigError
@@ -35,7 +35,7 @@ def start(path: str, settings: dict[str, Any], *, timeout_s: float = 60.0, worke
 
 def test_a_mistake_found_in_an_actor_arrives_as_itself(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    group = start("vlmrl.observe.folder.RunFolder", {"root": tmp_path})
+    group = start("vlmrl.observe.run_folder.RunFolder", {"root": tmp_path})
     with pytest.raises(ConfigError, match="holds another run") as caught:
         group.call("check", resume=False, has_checkpoint=False)
     assert "Traceback" not in str(caught.value)
@@ -122,7 +122,7 @@ def test_the_bytes_of_a_draw_are_those_of_its_images(tiny_model: Callable[..., s
         "evaluation": None,
         "seed": 1,
     }
-    group = start("vlmrl.cluster.store.StoredSource", settings)
+    group = start("vlmrl.cluster.data.StoredSource", settings)
     before = created_bytes()
     prompts, metrics = group.call("draw", 8)[0]
     moved = created_bytes() - before
@@ -140,7 +140,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "GPU-8932f937,5,MIG-4d2a"
 import vlmrl.cluster, ray
 ray.init(num_cpus=2, num_gpus=3, include_dashboard=False, log_to_driver=False)
 os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2"  # of the driver, which may be on another machine
-from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import session
 with session() as machines:
@@ -169,14 +169,14 @@ import os, stat, tempfile
 from pathlib import Path
 from vlmrl import startup
 startup.prepare()
-from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import session
 import ray
 with session(num_cpus=2) as machines:
     places = [Place(0, (rank,)) for rank in range(2)]
     how = {"session": machines, "places": places, "timeout_s": 60, "distributed": True}
-    group = WorkerGroup("ranks", "vlmrl.learning.engine.init_distributed", {"timeout_s": 30}, **how)
+    group = WorkerGroup("ranks", "vlmrl.learning.deepspeed_engine.init_distributed", {"timeout_s": 30}, **how)
     def look(_):
         import torch.distributed
         tempfile.mkdtemp()
@@ -215,7 +215,7 @@ def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Ca
         "seed": 1,
         "functions": ("math",),
     }
-    group = start("vlmrl.cluster.store.StoredSource", settings)
+    group = start("vlmrl.cluster.data.StoredSource", settings)
     told: list[str] = []
     prompts = RemotePrompts(group, say=told.append)
     prompts.look_at_labels()

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from recipes import recipe
 
-from vlmrl import run
-from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.build import Stage
+from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.commands import run
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import ClusterError
-from vlmrl.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

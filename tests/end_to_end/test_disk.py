@@ -14,9 +14,9 @@ import pytest
 from small_disk import small_disk
 from test_resume import read_metrics
 
-from vlmrl.learning.folders import checkpoints
-from vlmrl.observe.folder import RunFolder
-from vlmrl.storage import size_of
+from vlmrl.observe.atomic import checkpoints
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.system.storage import size_of
 
 ROWS = 48
 

@@ -344,7 +344,7 @@ def test_a_saved_model_loads_with_exactly_the_weights_that_are_published(
 
 _JOIN = """
 from vlmrl.errors import ClusterError
-from vlmrl.learning.engine import init_distributed
+from vlmrl.learning.deepspeed_engine import init_distributed
 try:
     init_distributed(2)
 except ClusterError as error:

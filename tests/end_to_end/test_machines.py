@@ -17,9 +17,9 @@ from recipes import recipe, steps_of
 from two_machines import ADDRESSES, TwoMachines, two_machines, why_not
 
 import vlmrl
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
-from vlmrl.run import train_rl
 
 STEPS, KEPT = 4, 2
 REASON = why_not()

@@ -17,11 +17,11 @@ from vlmrl.config.data import Data
 from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
-from vlmrl.noise import NoiseCheck, Paths
-from vlmrl.probe import Probe, question, sampling_of
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.verify.adapters import Probe, question, sampling_of
+from vlmrl.verify.noise import NoiseCheck, Paths
 
 
 class FaultyEngine(RolloutEngine):

@@ -19,9 +19,9 @@ import torch
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
-from vlmrl.learning.folders import checkpoints
-from vlmrl.learning.room import least_bytes
-from vlmrl.storage import size_of
+from vlmrl.learning.checkpoint_size import least_bytes
+from vlmrl.observe.atomic import checkpoints
+from vlmrl.system.storage import size_of
 
 STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
 GRACE_S = 60

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from recipes import recipe, steps_of
 
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import ConfigError
-from vlmrl.run import train_rl
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -13,9 +13,11 @@ import pytest
 from recipes import read_metrics, recipe, steps_of
 
 from vlmrl import startup
+from vlmrl.commands.evaluate import evaluate
+from vlmrl.commands.rl import train_rl
+from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.run import evaluate, train_rl, train_sft
 
 PLAIN_ENGINE = Path(__file__).with_name("plain_engine.py")
 

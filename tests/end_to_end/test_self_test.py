@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmrl.selftest.themes import THEMES
+from vlmrl.commands.self_test.themes import THEMES
 
 
 @pytest.mark.timeout(600)

@@ -14,18 +14,18 @@ import pytest
 from engine_pair import Trainer
 
 from vlmrl import plugins
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.data import Columns
 from vlmrl.config.run import RlConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import Blank, InlineMedia
 from vlmrl.errors import SyncError
-from vlmrl.noise import NoiseCheck, Paths
 from vlmrl.rollout import requests
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.run import train_rl
-from vlmrl.sight import check
 from vlmrl.types import Floats, Group, Prompt
+from vlmrl.verify.images import check
+from vlmrl.verify.noise import NoiseCheck, Paths
 
 COLUMNS = Columns(max_pixels=200 * 200)
 BOUND = 1e-3

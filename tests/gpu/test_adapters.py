@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from recipes import DIGITS, recipe, steps_of
 
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.models import tiny
-from vlmrl.run import train_rl
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlmrl.selftest.attention import HEAD_DIMS, PLANS, compare, compare_images
+from vlmrl.commands.self_test.attention import HEAD_DIMS, PLANS, compare, compare_images
 
 CUDA = torch.device("cuda")
 

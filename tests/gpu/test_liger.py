@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlmrl.commands.self_test.layers import compare_liger
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.liger import apply_liger
 from vlmrl.models.load import load_model
-from vlmrl.selftest.layers import compare_liger
 
 CUDA = torch.device("cuda")
 

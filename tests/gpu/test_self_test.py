@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.selftest import layers, ranks, serving
-from vlmrl.selftest.serving import Pair
+from vlmrl.commands.self_test import layers, ranks, serving
+from vlmrl.commands.self_test.serving import Pair
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.models.checksum import checksum, device_digest
 from vlmrl.models.weights import fingerprint
-from vlmrl.rollout.device_transfer import Backend, IpcSender, NcclSender, init_infos, merged
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.transfer import Backend, IpcSender, NcclSender, init_infos, merged
 from vlmrl.types import Group, Prompt
 
 GREEDY = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from vlmrl.agreement import compare_engine
 from vlmrl.config.run import RlConfig
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer import Carried, Course, Critic, Ending, train
+from vlmrl.trainer.rl import Carried, Course, Critic, Ending, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
+from vlmrl.verify.logprobs import compare_engine
 
 ANSWER_LOGPROB = -0.5
 

@@ -28,20 +28,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         return record
 
     for module, names in {
-        "vlmrl.run": ("train_rl", "train_sft", "evaluate"),
-        "vlmrl.bench.cluster": ("publish", "rollout"),
-        "vlmrl.bench.step": ("step",),
-        "vlmrl.bench.head": ("logprobs",),
-        "vlmrl.models.merge": ("merge",),
-        "vlmrl.serve": ("serve_rm",),
-        "vlmrl.models.memory_plan": ("show",),
+        "vlmrl.commands.rl": ("train_rl",),
+        "vlmrl.commands.sft": ("train_sft",),
+        "vlmrl.commands.evaluate": ("evaluate",),
+        "vlmrl.commands.bench.engines": ("publish", "rollout"),
+        "vlmrl.commands.bench.step": ("step",),
+        "vlmrl.commands.bench.logprobs": ("logprobs",),
+        "vlmrl.commands.merge": ("merge",),
+        "vlmrl.commands.serve_reward": ("serve_rm",),
+        "vlmrl.commands.memory": ("show",),
     }.items():
         fake = ModuleType(module)
         for name in names:
             setattr(fake, name, recorder(name))
         monkeypatch.setitem(sys.modules, module, fake)
-    monkeypatch.setattr("vlmrl.doctor.main", recorder("doctor"))
-    monkeypatch.setattr("vlmrl.selftest.report.main", recorder("selftest"))
+    monkeypatch.setattr("vlmrl.commands.doctor.main", recorder("doctor"))
+    monkeypatch.setattr("vlmrl.commands.self_test.report.main", recorder("selftest"))
     return found
 
 
@@ -142,7 +144,7 @@ def test_an_error_of_the_run_is_one_line_too(
     def fail(config: Any, **how: Any) -> None:
         raise ClusterError("vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines")
 
-    monkeypatch.setattr(sys.modules["vlmrl.run"], "train_rl", fail)
+    monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
     assert cli.main(["rl", *NEEDED]) == 2
     assert capsys.readouterr().err == "vlmrl rl: vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines\n"
 
@@ -153,7 +155,7 @@ def test_an_interrupt_is_exit_code_130(
     def interrupt(config: Any, **how: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["vlmrl.run"], "train_rl", interrupt)
+    monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", interrupt)
     assert cli.main(["rl", *NEEDED]) == 130
     assert capsys.readouterr().err == "vlmrl: interrupted\n"
 

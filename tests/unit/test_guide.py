@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
+from vlmrl.cluster.data import wants_of
+from vlmrl.commands.preflight import check_columns
 from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
@@ -21,8 +23,7 @@ from vlmrl.config.verb import Run
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor, user_function
-from vlmrl.preflight import check_columns, wants_of
-from vlmrl.rewards.worker import declare
+from vlmrl.rewards.local_worker import declare
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)

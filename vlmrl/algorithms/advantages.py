@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.filtering import teaches
-from vlmrl.algorithms.own import OwnFunction, call, declared, name_of
 from vlmrl.algorithms.returns import Estimated, gae, normalise, payments, returns, time_first
+from vlmrl.algorithms.user_function import OwnFunction, call, declared, name_of
 from vlmrl.errors import ConfigError
 
 if TYPE_CHECKING:

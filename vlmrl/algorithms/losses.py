@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.aggregation import Aggregation
 from vlmrl.algorithms.answers import answer_mean
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
-from vlmrl.algorithms.own import OwnFunction, call, declared, name_of
-from vlmrl.algorithms.reduce import Aggregation
+from vlmrl.algorithms.user_function import OwnFunction, call, declared, name_of
 from vlmrl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmrl.endings import Pidfd, described, fatal_signal, last_words, may_be_memory, oom_kills
 from vlmrl.errors import ClusterError, VlmrlError
+from vlmrl.system.exits import Pidfd, described, fatal_signal, last_words, may_be_memory, oom_kills
 
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError

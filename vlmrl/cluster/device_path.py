@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrl.cluster.group import WorkerGroup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.rollout.device_transfer import SENDERS, init_infos, merged
+from vlmrl.rollout.transfer import SENDERS, init_infos, merged
 
 
 class DevicePath:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from vlmrl.cluster.device_path import DevicePath
-from vlmrl.cluster.group import WorkerGroup
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.ds import Ds
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError, SyncError

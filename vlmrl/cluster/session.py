@@ -13,14 +13,15 @@ from typing import Any
 
 import psutil
 
-from vlmrl import machine, startup, stops
+from vlmrl import startup
 from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
-from vlmrl.startup.scratch import VARIABLE, remove_here, scratch
-from vlmrl.stops import Stopped
+from vlmrl.system import machine, stops
+from vlmrl.system.scratch import VARIABLE, remove_here, scratch
+from vlmrl.system.stops import Stopped
 
 _CLEAR_S = 10.0
 

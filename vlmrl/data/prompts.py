@@ -25,8 +25,8 @@ from vlmrl.data.order import Order, Place
 from vlmrl.data.rows import Rows
 from vlmrl.data.unusable import UnusableError, blamed_on_row, check_depth, metadata_of
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.lines import one_line
 from vlmrl.plugins import Processor
+from vlmrl.system.plain_text import one_line
 from vlmrl.types import Ints, Media, Prompt
 
 logger = logging.getLogger("vlmrl.data")

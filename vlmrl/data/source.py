@@ -12,15 +12,15 @@ from PIL import Image
 
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import Held
-from vlmrl.data.answers import sft_sample
 from vlmrl.data.columns import NOTHING, Wants
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream, shown
 from vlmrl.data.repeats import Repeats, find_repeats
+from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import Rows, first_rows, load_all
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.storage import writing
+from vlmrl.system.storage import writing
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
 _ROWS_LOOKED_AT = 256

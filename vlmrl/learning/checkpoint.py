@@ -19,14 +19,14 @@ from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.checksums import write_checksums
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.folders import begin, finish, partial, prune
 from vlmrl.learning.pickles import read
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
 from vlmrl.models.quantize import true_shape
+from vlmrl.observe.atomic import begin, finish, partial, prune
 from vlmrl.plugins import Processor
-from vlmrl.storage import writing
+from vlmrl.system.storage import writing
 
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from vlmrl.algorithms.aggregation import token_mean
 from vlmrl.algorithms.losses import value_loss
-from vlmrl.algorithms.reduce import token_mean
 from vlmrl.config.critic import Critic as CriticSettings
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
+from vlmrl.learning.base import Learner, Share
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.forward import Scored, ValueForward, read_value_model
-from vlmrl.learning.learner import Learner, Share
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.value_head import Valuer
 from vlmrl.observe.metrics import Mean, Metric, merge

@@ -17,7 +17,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.data.packing import FILLER, Branch, Pack, collect
-from vlmrl.learning.engine import DTYPES
+from vlmrl.learning.deepspeed_engine import DTYPES
 from vlmrl.models.attention import implementation
 from vlmrl.models.inputs import model_inputs
 from vlmrl.models.liger import apply_liger

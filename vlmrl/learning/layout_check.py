@@ -32,7 +32,7 @@ from vlmrl.types import Floats, Layout, Sample
 
 _NUM_LAYERS = 2
 _DOUBT = 5e-6
-"""A difference in fp32 that may be more than rounding: half of what `vlmrl.layouts` takes for a fault."""
+"""A difference in fp32 that may be more than rounding: half of what `vlmrl.verify.layouts` takes for a fault."""
 _SMALL = 1e-3
 """A gradient that is smaller than this share of the largest is compared with that share: a bias of keys has none but
 rounding."""

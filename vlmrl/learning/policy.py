@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, KINDS, PolicyLoss, check, log_ratio, policy_loss
-from vlmrl.algorithms.reduce import reduce, token_mean
 from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
+from vlmrl.learning.base import Learner, Share
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.layout_check import compare_layouts
-from vlmrl.learning.learner import Learner, Share
 from vlmrl.learning.publisher import Publisher
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapters_off

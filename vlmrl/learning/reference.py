@@ -10,7 +10,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
-from vlmrl.learning.engine import device, release_memory
+from vlmrl.learning.deepspeed_engine import device, release_memory
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.models.scorer import Scorer
 

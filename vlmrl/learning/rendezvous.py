@@ -15,7 +15,7 @@ from typing import Any
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from vlmrl.startup.scratch import MEETING_FILE
+from vlmrl.system.scratch import MEETING_FILE
 
 URL = "vlmrl://"
 """The `init_method` of PyTorch that meets as the environment says."""

@@ -19,7 +19,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
-from vlmrl.learning.engine import device, init_distributed, release_memory, sharded_loading, start_frozen
+from vlmrl.learning.deepspeed_engine import device, init_distributed, release_memory, sharded_loading, start_frozen
 from vlmrl.learning.forward import Passes, Scored, read_value_model
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.inputs import states_at

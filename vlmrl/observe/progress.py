@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vlmrl.lines import print_line
 from vlmrl.observe.metrics import evaluated_sets
+from vlmrl.system.plain_text import print_line
 from vlmrl.types import Metrics
 
 _RECENT_STEPS = 20

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from vlmrl.config.ckpt import Logger
 from vlmrl.errors import StorageError
-from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
+from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import Sink, open_sinks
 from vlmrl.types import Metrics
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vlmrl.errors import ConfigError
 from vlmrl.observe.metrics import check_name
-from vlmrl.storage import writing
+from vlmrl.system.storage import writing
 from vlmrl.types import Metrics
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmrl.storage import writing
+from vlmrl.system.storage import writing
 from vlmrl.types import Floats, Group, Media, Rollout, Score
 
 

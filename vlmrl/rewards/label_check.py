@@ -11,7 +11,8 @@ from pathlib import Path
 from pebble import ProcessFuture, ProcessPool
 
 from vlmrl.config.reward import Scoring
-from vlmrl.rewards import exact, worker
+from vlmrl.rewards import exact
+from vlmrl.rewards import local_worker as worker
 from vlmrl.rewards.batch import LABELS
 from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from vlmrl.rewards import worker
+from vlmrl.rewards import local_worker as worker
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
@@ -51,7 +51,7 @@ def start_pool(
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vlmrl.rewards.worker", *(f"vlmrl.rewards.{name}" for name in names)])
+    context.set_forkserver_preload(["vlmrl.rewards.local_worker", *(f"vlmrl.rewards.{name}" for name in names)])
     return ProcessPool(
         max_workers=num_workers,
         max_tasks=max_tasks,

@@ -35,8 +35,8 @@ from vlmrl.config.data import Columns
 from vlmrl.config.serve import Serve
 from vlmrl.data.media import Bounds, InlineMedia, TotalPixelsError, open_images
 from vlmrl.errors import DataError
+from vlmrl.rewards.local_worker import Verdict, one_line, to_verdict
 from vlmrl.rewards.question import Question
-from vlmrl.rewards.worker import Verdict, one_line, to_verdict
 from vlmrl.types import Failure, Media
 
 MAX_PIXELS = Serve().max_request_pixels

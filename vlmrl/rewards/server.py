@@ -28,13 +28,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
-from vlmrl.rewards.combine import combined
-from vlmrl.rewards.functions import Functions
-from vlmrl.rewards.http import TOKEN
+from vlmrl.rewards.client import TOKEN
+from vlmrl.rewards.local import Functions
+from vlmrl.rewards.local_worker import Verdict, one_line
 from vlmrl.rewards.paths import without_paths
 from vlmrl.rewards.protocol import TooManyPixelsError, read_request, write_answer
 from vlmrl.rewards.question import Question
-from vlmrl.rewards.worker import Verdict, one_line
+from vlmrl.rewards.rewarder import combined
 
 _MOST_BYTES = 256 * 2**20
 """Of a request, images included."""

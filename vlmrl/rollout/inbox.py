@@ -8,8 +8,8 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError
 from vlmrl.models.transfer import Outbox, Ticket
 from vlmrl.models.weights import Bucket
-from vlmrl.rollout.device_transfer import Offer
 from vlmrl.rollout.launch import one_line
+from vlmrl.rollout.transfer import Offer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

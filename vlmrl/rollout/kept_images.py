@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vlmrl.rollout.lifeline import Lifeline
+from vlmrl.system.lifeline import Lifeline
 
 
 class KeptImages(Lifeline):

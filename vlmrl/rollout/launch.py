@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from vlmrl import stops
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.endings import described, may_be_memory, oom_kills
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.plugins import Processor
@@ -30,6 +28,8 @@ from vlmrl.rollout.compatibility import FRONT_END, line, missing
 from vlmrl.rollout.console import Console
 from vlmrl.rollout.kept_images import KeptImages
 from vlmrl.startup.driver import problem_of_gpu
+from vlmrl.system import stops
+from vlmrl.system.exits import described, may_be_memory, oom_kills
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

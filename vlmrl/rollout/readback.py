@@ -33,7 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from vlmrl.rollout.loader_trace import LoaderTrace, Piece, parameters_by_storage
 from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
-from vlmrl.rollout.verdict import Values, verdict
+from vlmrl.rollout.row_check import Values, verdict
 
 COLUMNS = 7
 """Columns of each weight that are read; with the vector of signs a product of eight rows."""

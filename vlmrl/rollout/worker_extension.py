@@ -22,13 +22,14 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
-from vlmrl.rollout import adapter_cpu, device_transfer
-from vlmrl.rollout.adapter_update import AdapterUpdate
+from vlmrl.rollout import adapter_cpu
+from vlmrl.rollout import transfer as device_transfer
+from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import Announcement, ReadbackPlan, Report
-from vlmrl.startup.memory import keep_memory
+from vlmrl.system.memory import keep_memory
 
 
 class WeightReceiver:

@@ -153,7 +153,7 @@ def install(folder: Path, kind: Kind) -> None:
     _install_packages(kind, folder / "bin" / "python")
     arm(folder)
     print(f"Installed in {time.monotonic() - start:.0f} s. Now `vlmrl doctor`:\n", flush=True)
-    if not _succeeds([str(folder / "bin" / "python"), "-m", "vlmrl.doctor"], show=True):
+    if not _succeeds([str(folder / "bin" / "python"), "-m", "vlmrl.commands.doctor"], show=True):
         raise InstallError(
             "something does not work yet: the report above says how to mend it, then run `make setup` again"
         )

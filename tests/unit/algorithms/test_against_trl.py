@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.aggregation import reduce
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
 from vlmrl.algorithms.preferences import answer_means, answer_sums, dpo_loss, ipo_loss
-from vlmrl.algorithms.reduce import reduce
 from vlmrl.types import Totals
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs TRL: pip install trl")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.advantages import ESTIMATORS, advantages
+from vlmrl.algorithms.aggregation import Aggregation, reduce, token_mean
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.losses import KINDS, PolicyLoss, policy_loss, value_loss
-from vlmrl.algorithms.reduce import Aggregation, reduce, token_mean
 from vlmrl.types import Totals
 
 PROMPTS, GROUP, PLACES, VOCABULARY = 4, 6, 3, 5

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss, PolicyTerms, clipped_surrogate, log_ratio, policy_loss, value_loss
-from vlmrl.algorithms.reduce import reduce, token_mean
 from vlmrl.errors import ConfigError
 from vlmrl.types import Totals
 

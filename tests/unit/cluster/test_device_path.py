@@ -11,7 +11,7 @@ from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.rollout.device_transfer import SENDERS
+from vlmrl.rollout.transfer import SENDERS
 
 GPUS = Session((Node(id="n", num_cpus=8, num_gpus=4),))
 CORES = Session((Node(id="n", num_cpus=8, num_gpus=0),))

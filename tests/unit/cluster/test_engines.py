@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmrl.cluster import roles
-from vlmrl.cluster.roles import RemoteEngines
+from vlmrl.cluster import engines as roles
+from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Group, Prompt
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import vlmrl.cluster.session as session_module
-from vlmrl import machine, stops
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
-from vlmrl.machine import Finding
-from vlmrl.stops import Stopped
+from vlmrl.system import machine, stops
+from vlmrl.system.machine import Finding
+from vlmrl.system.stops import Stopped
 
 
 def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_a_run_joins_a_cluster_that_it_is_a_part_of(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("address", "has_token"), [(None, True), ("", True), ("local", True), ("auto", False)])
 def test_a_cluster_of_our_own_lets_in_only_who_holds_its_token(address: str | None, has_token: bool) -> None:
     given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    given |= {"PYTHONPATH": str(Path(machine.__file__).parents[1])} | (
+    given |= {"PYTHONPATH": str(Path(machine.__file__).parents[2])} | (
         {} if address is None else {"RAY_ADDRESS": address}
     )
     code = "import os, vlmrl.cluster; print(os.environ.get('RAY_AUTH_MODE'), len(os.environ.get('RAY_AUTH_TOKEN', '')))"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmrl.cluster import roles
-from vlmrl.cluster.learners import Cut, Ranks, RemotePolicy, Steps, Tally
+from vlmrl.cluster import engines as roles
+from vlmrl.cluster.engines import RemoteEngines
+from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
 from vlmrl.cluster.publish import Publication
-from vlmrl.cluster.roles import RemoteEngines
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Experience, Prompt, Sample
 

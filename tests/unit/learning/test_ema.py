@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from vlmrl.errors import ConfigError
+from vlmrl.learning.deepspeed_engine import init_distributed
 from vlmrl.learning.ema import Ema, _owners
-from vlmrl.learning.engine import init_distributed
 
 
 @pytest.fixture(scope="module", autouse=True)

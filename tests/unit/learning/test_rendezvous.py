@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from vlmrl.learning import rendezvous
-from vlmrl.startup.scratch import MEETING_FILE
+from vlmrl.system.scratch import MEETING_FILE
 
 LIMIT = timedelta(seconds=10)
 

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
 from vlmrl.config.ds import Ds
-from vlmrl.learning.learner import Learner
+from vlmrl.learning.base import Learner
 
 
 class Engine:

@@ -9,8 +9,8 @@ from small_disk import small_disk
 
 from vlmrl.config.ckpt import Logger
 from vlmrl.errors import StorageError
-from vlmrl.observe.folder import RunFolder
 from vlmrl.observe.report import RunReport, save_table
+from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import read_metrics
 
 

@@ -16,7 +16,7 @@ from rewards.answers import Picture, group
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import batch
-from vlmrl.rewards.combine import Rewarder
+from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import FunctionJudge
 from vlmrl.types import Group
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from rewards.answers import Picture, group
 
+from vlmrl.rewards.local_worker import Verdict
 from vlmrl.rewards.protocol import read_answer, read_request, write_answer, write_request
 from vlmrl.rewards.question import questions
-from vlmrl.rewards.worker import Verdict
 
 
 def request(**fields: object) -> bytes:

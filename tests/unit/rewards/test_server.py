@@ -23,11 +23,11 @@ from rewards.reward_server import serving
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.combine import Rewarder
+from vlmrl.rewards.local_worker import Verdict
 from vlmrl.rewards.pool import stop_forkserver
 from vlmrl.rewards.question import Question
+from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, make_app
-from vlmrl.rewards.worker import Verdict
 
 FUNCTIONS = """
 import time

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmrl.rollout.kept_images import KeptImages, keep_images
-from vlmrl.rollout.lifeline import Lifeline
+from vlmrl.system.lifeline import Lifeline
 
 output = pytest.importorskip("vllm.v1.core.sched.output")
 

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from vlmrl.algorithms.aggregation import constant_mean, reduce, sequence_mean, token_mean
+from vlmrl.types import Totals
+
+F, T = False, True
+INF, NAN = float("inf"), float("nan")
+# Three answers: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
+LOSSES = torch.tensor([[INF, 1.0, 3.0, NAN, 8.0], [NAN, 2.0, INF, 4.0, 6.0]])
+SAMPLED = torch.tensor([[F, T, T, F, T], [F, T, F, T, T]])
+TOTALS = Totals(num_tokens=6, num_samples=3)
+OWNER = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]])
+
+
+def test_tokens_weigh_the_same() -> None:
+    assert token_mean(LOSSES, SAMPLED, num_tokens=6).item() == 4.0
+
+
+def test_answers_weigh_the_same() -> None:
+    assert sequence_mean(LOSSES, SAMPLED, OWNER, num_samples=3).item() == pytest.approx((2 + 8 + 4) / 3)
+
+
+def test_constant_divides_by_the_longest_answer() -> None:
+    assert constant_mean(LOSSES, SAMPLED, num_samples=3, max_new_tokens=10).item() == pytest.approx(24 / 30)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_shares_of_micro_batches_add_up_to_the_step(aggregation) -> None:  # type: ignore[no-untyped-def]
+    totals = {"totals": TOTALS, "max_new_tokens": 10, "aggregation": aggregation}
+    whole = reduce(LOSSES, SAMPLED, owner=OWNER, **totals)
+    shares = [
+        reduce(LOSSES[:1, :3], SAMPLED[:1, :3], owner=OWNER[:1, :3], **totals),
+        reduce(LOSSES[:1, 3:], SAMPLED[:1, 3:], owner=OWNER[:1, 3:], **totals),
+        reduce(LOSSES[1:], SAMPLED[1:], owner=OWNER[1:], **totals),
+    ]
+    assert sum(s.item() for s in shares) == pytest.approx(whole.item())
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_gradient_is_zero_outside_and_finite_inside(aggregation) -> None:  # type: ignore[no-untyped-def]
+    losses = LOSSES.clone().requires_grad_()
+    reduce(losses, SAMPLED, owner=OWNER, totals=TOTALS, max_new_tokens=10, aggregation=aggregation).backward()
+    assert losses.grad is not None
+    assert losses.grad[~SAMPLED].tolist() == [0.0] * 4
+    assert losses.grad[SAMPLED].sum().item() == pytest.approx(
+        {"token": 1.0, "sequence": 1.0, "constant": 0.2}[aggregation]
+    )
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggregation) -> None:  # type: ignore[no-untyped-def]
+    losses = torch.full((1, 4), NAN, requires_grad=True)
+    nothing = torch.zeros(1, 4, dtype=torch.bool)
+    owner = torch.zeros(1, 4, dtype=torch.long)
+    loss = reduce(losses, nothing, owner=owner, totals=TOTALS, max_new_tokens=10, aggregation=aggregation)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("token", 24 / 6), ("sequence", 14 / 4), ("constant", 24 / 40)])
+def test_an_answer_without_a_token_counts_as_an_answer(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
+    totals = Totals(num_tokens=6, num_samples=4)
+    found = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
+    assert found.item() == pytest.approx(expected)

@@ -1,0 +1,289 @@
+"""What the driver does beside calling ranks: cuts, sums of counts, answers back in the order of the question."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vlmrl.algorithms.aggregation import reduce
+from vlmrl.algorithms.corrections import Correction
+from vlmrl.algorithms.losses import PolicyLoss, policy_loss
+from vlmrl.cluster.models import (
+    Cut,
+    Ranks,
+    RemotePolicy,
+    RemoteReference,
+    Steps,
+    Tally,
+    count,
+    experience_of,
+    minibatches,
+)
+from vlmrl.cluster.publish import Publication
+from vlmrl.data.media import Blank
+from vlmrl.data.packing import Branch, Pack, make_pack
+from vlmrl.observe.metrics import Metric, Sum
+from vlmrl.types import Experience, Floats, Layout, Sample, Totals
+
+dot = partial(Blank, size=(28, 28))
+
+
+def sample(group: int, length: int = 3, sampled: int = 2) -> Sample:
+    flags = np.arange(length) >= length - sampled
+    return Sample(tokens=np.arange(length), sampled=flags, group=group)
+
+
+def cut(layout: Layout = "shared", max_tokens: int = 100) -> Cut:
+    return Cut(layout, max_tokens, max_samples=None, image_cost=lambda image: 10.0, filler=None)
+
+
+class Echo:
+    """Ranks that answer at once: the log-probs of a sample are its tokens, and each pack one call of the tower."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.asked: list[tuple[int, list[Pack], dict[str, Any]]] = []
+
+    def __len__(self) -> int:
+        return self.number
+
+    def submit_to(self, rank: int, method: str, *given: Any, **how: Any) -> Any:
+        if method == "update":
+            work, totals = given
+            return [
+                {"policy/loss": Sum(1.0), "vision/tower_calls": Sum(len(packs))}
+                for packs, _ in zip(work, totals, strict=True)
+            ]
+        assert method == "logprobs"
+        (packs,) = given
+        self.asked.append((rank, packs, how))
+        rows: list[tuple[int, Floats]] = []
+        for pack in packs:
+            rows += [(i, s.tokens.astype(np.float32)) for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
+        counts: dict[str, Metric] = {"vision/tower_calls": Sum(len(packs))}
+        return rows[::-1], counts
+
+    def each(self, method: str, given: list[Any], **how: Any) -> list[Any]:
+        return [self.submit_to(rank, method, item, **how) for rank, item in enumerate(given)]
+
+    def wait(self, answers: list[Any]) -> list[Any]:
+        return answers
+
+
+def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
+    return [pack.rows for _, packs, _ in group.asked for pack in packs]
+
+
+def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReference:
+    return RemoteReference(Ranks(group, cut(), max_tokens, tally))
+
+
+WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1)
+
+
+def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
+    return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0), publication)
+
+
+def test_every_epoch_meets_every_sample_in_another_order() -> None:
+    samples = [sample(number, 4) for number in range(16)]
+    whole = [np.zeros(4, np.float32)] * 16
+    experience = Experience(samples, advantages=whole, old_logprobs=whole, rollout_logprobs=whole)
+    steps = Steps(batch_size=4, epochs=2, seed=-1).of(experience, 3)
+    met = [[s.group for part in epoch for s in part.samples] for epoch in (steps[:4], steps[4:])]
+    assert [len(part.samples) for part in steps] == [4] * 8
+    assert sorted(met[0]) == sorted(met[1]) == list(range(16))
+    assert met[0] != met[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
+    samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4), (2, 6), (1, 7))]
+    found = remote(Echo(num_ranks), Tally()).logprobs(samples)
+    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_samples_that_are_not_dealt_out_share_their_prompts_on_every_rank(num_ranks: int) -> None:
+    samples = [sample(group, 5) for group in (0, 0, 1, 1)]
+    group = Echo(num_ranks)
+    found = remote(group, Tally()).logprobs(samples, undivided=True)
+    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
+    assert len({str(packs[0].rows) for _, packs, _ in group.asked}) == 1, "collectives stay in step"
+    assert [[branch.members for row in packs[0].rows for branch in row] for _, packs, _ in group.asked] == [
+        [(0, 1), (2, 3)]
+    ] * num_ranks
+    assert [[i >= 0 for pack in packs for i in pack.ids] for _, packs, _ in group.asked] == [
+        [rank == 0] * 4 for rank in range(num_ranks)
+    ]
+
+
+def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
+    group = Echo(1)
+    ask = remote(group, Tally())
+    samples = [sample(0, 3, 1), sample(0, 4, 2)]
+    ask.logprobs(samples)
+    ask.logprobs(samples, layout="padded", gradient=True)
+    assert rows_asked(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
+    assert [how for _, _, how in group.asked] == [{}, {"gradient": True}]
+
+
+def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adapter() -> None:
+    group = Echo(1)
+    reference = RemoteReference(Ranks(group, cut(), 100, Tally()), adapter=False)  # type: ignore[arg-type]
+    reference.logprobs([sample(0)])
+    reference.logprobs([sample(0)], gradient=True)
+    assert [how for _, _, how in group.asked] == [{"adapter": False}, {"adapter": False, "gradient": True}]
+
+
+class Received:
+    """Engines that note which part of a model came with which version."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, str]] = []
+
+    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
+        self.parts.append((version, part))
+        return 8
+
+
+def test_the_base_goes_once_and_the_adapter_each_time() -> None:
+    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False, readback_steps=-1)), Received()
+    ranks.engines = engines  # type: ignore[assignment]
+    assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
+    assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]
+
+
+def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
+    group = Echo(1)
+    # Together 2 + 1 + 2 tokens.
+    for max_tokens, number in ((5, 1), (4, 2)):
+        group.asked.clear()
+        remote(group, Tally(), max_tokens=max_tokens).logprobs([sample(0, 3, 1), sample(0, 4, 2)])
+        assert len(rows_asked(group)) == number
+
+
+def test_an_image_counts_towards_the_budget() -> None:
+    shown = [Sample(np.arange(3), np.arange(3) > 1, (dot(str(n)),), n) for n in range(2)]
+    for max_tokens, number in ((26, 1), (25, 2)):
+        (packs,) = cut(max_tokens=max_tokens).spread(shown, 1)
+        assert len(packs) == number
+
+
+def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
+    tally, group = Tally(), Echo(2)
+    ranks, reference = policy(group, tally), remote(group, tally)
+    samples = [sample(0), sample(0), sample(1), sample(1)]
+    columns = [np.zeros(3, dtype=np.float32)] * 4
+    experience = Experience(samples, columns, columns, columns)
+    ranks.logprobs(samples)
+    reference.logprobs(samples)
+    assert ranks.update(experience, step=1) == {"policy/loss": 2.0}
+    ranks.engines = Received()  # type: ignore[assignment]
+    # A call per rank for the policy's pass and for the reference's, and one per rank in the update.
+    assert ranks.publish(1)["vision/tower_calls"] == 2 + 2 + 2
+    ranks.update(experience, step=2)
+    assert ranks.publish(2)["vision/tower_calls"] == 2
+    assert tally.take() == {}
+
+
+def test_a_group_is_never_torn_apart() -> None:
+    samples = [sample(group) for group in (0, 0, 1, 1, 2, 2, 3, 3)]
+    batches = minibatches(samples, 4, np.random.default_rng(0))
+    assert [len(batch) for batch in batches] == [4, 4]
+    for batch in batches:
+        groups = [samples[row].group for row in batch]
+        assert all(groups.count(group) == 2 for group in groups)
+    assert sorted(row for batch in batches for row in batch) == list(range(8))
+
+
+def test_the_order_of_groups_follows_from_the_seed() -> None:
+    samples = [sample(group) for group in range(32)]
+    first, again, other = (minibatches(samples, 8, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_group_larger_than_a_batch_is_a_step_of_its_own() -> None:
+    samples = [sample(0), sample(0), sample(0), sample(1)]
+    assert sorted(map(len, minibatches(samples, 2, np.random.default_rng(0)))) == [1, 3]
+
+
+def test_the_loss_is_divided_by_what_was_sampled() -> None:
+    totals = count([sample(0, length=5, sampled=2), sample(0, length=4, sampled=3)])
+    assert (totals.num_tokens, totals.num_samples) == (5, 2)
+
+
+def test_fillers_get_zeros_and_samples_their_own_columns() -> None:
+    samples = [sample(0), sample(1)]
+    rows = [np.full(3, value, dtype=np.float32) for value in (1.0, 2.0)]
+    experience = Experience(samples=samples, advantages=rows, old_logprobs=rows, rollout_logprobs=rows)
+    filler = sample(9, length=2, sampled=0)
+    pack = make_pack([samples[1], filler], [1, -1], "packed")
+    part = experience_of(pack, experience)
+    assert [list(row) for row in part.advantages] == [[2.0, 2.0, 2.0], [0.0, 0.0]]
+    assert part.ref_logprobs is None
+
+
+def test_columns_that_do_not_line_up_are_refused() -> None:
+    short = [np.zeros(2, dtype=np.float32)]
+    with pytest.raises(ValueError, match="the advantages of an experience do not line up"):
+        Experience(samples=[sample(0)], advantages=short, old_logprobs=short, rollout_logprobs=short)
+
+
+def test_the_optimizer_steps_of_an_experience_share_its_span() -> None:
+    samples = [sample(group) for group in (0, 0, 1, 1)]
+    blank = [np.zeros(3, np.float32) for _ in samples]
+    given = Experience(samples, blank, None, blank, span=(0.2, 0.6))
+    steps = Steps(batch_size=2, epochs=2, seed=0)
+    spans = [part.span for part in steps.of(given, 1)]
+    assert [span[0] for span in spans if span] == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    assert [span[1] for span in spans if span] == pytest.approx([0.3, 0.4, 0.5, 0.6])
+    assert [part.span for part in steps.of(Experience(samples, blank, None, blank), 1)] == [None] * 4
+
+
+def test_a_sample_that_is_left_out_counts_for_nothing_and_stays_in_its_group() -> None:
+    samples = [sample(0), sample(0).left_out(), sample(1).left_out(), sample(1).left_out()]
+    assert count(samples) == Totals(num_tokens=2, num_samples=1)
+    assert count(samples[2:]) == Totals(num_tokens=1, num_samples=1), "a loss is never divided by 0"
+    rng = np.random.default_rng(0)
+    assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "as many optimizer steps as ever"
+    answers = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
+    assert make_pack(answers, [0, 1], "shared").rows == ((Branch((0, 1), 1),),), "they share their prompt"
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_the_loss_is_that_of_a_batch_without_the_samples_that_are_left_out(aggregation: Any, kind: str) -> None:
+    correction = Correction("seq-mask-tis" if kind == "gspo" else "tis", 0.5, 2.0)
+    knobs = PolicyLoss(aggregation=aggregation, max_new_tokens=3, kind=kind, correction=correction, entropy_coef=0.1)
+    answers = [sample(0), sample(0, length=4, sampled=3), sample(1, length=4, sampled=2), sample(1, length=4)]
+
+    def gradient(samples: list[Sample]) -> Tensor:
+        """[B, T] of the log-probs, rows in the order of the samples."""
+        flags = [torch.nn.functional.pad(torch.tensor(s.sampled), (0, 4 - len(s.tokens))) for s in samples]
+        sampled = torch.stack(flags)
+        size = sampled.shape
+        logprobs = torch.full(size, -1.0, requires_grad=True)
+        owner = torch.arange(len(samples))[:, None].expand(size)
+        terms = policy_loss(
+            knobs,
+            logprobs=logprobs,
+            old=torch.full(size, -1.0001),
+            rollout=torch.full(size, -1.2),
+            advantages=torch.full(size, 0.7),
+            sampled=sampled,
+            owner=owner,
+            entropy=-logprobs,
+        )
+        totals = count(samples)
+        reduce(terms.losses, sampled, aggregation=aggregation, owner=owner, totals=totals, max_new_tokens=3).backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    whole = gradient([answers[0], answers[1].left_out(), answers[2], answers[3].left_out()])
+    torch.testing.assert_close(whole[[0, 2]], gradient([answers[0], answers[2]]))
+    assert whole[[1, 3]].abs().max() == 0

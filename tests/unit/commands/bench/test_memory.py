@@ -1,0 +1,47 @@
+"""Peaks are measured in a process of their own: what lies free in this one's heap would be taken first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vlmrl.commands.bench.memory import peak_bytes
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process its peak")
+
+
+def peaks_mib(*works: str) -> list[float]:
+    """Of each piece of work, one after the other, in which `make(n)` is an array of n MiB. 64 more are always there."""
+    script = (
+        "import torch; from vlmrl.commands.bench.memory import peak_bytes\n"
+        "def make(mib): return torch.ones(mib * 2**20 // 4)\n"
+        "held, cpu = make(64), torch.device('cpu')\n"
+        f"print(*(peak_bytes(work, cpu) for work in ({', '.join(f'lambda: {work}' for work in works)},)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    if "None" in done.stdout:
+        pytest.skip("the kernel does not let a process forget its peak")
+    return [int(found) / 2**20 for found in done.stdout.split()]
+
+
+def test_the_peak_is_what_was_held_at_the_same_time_and_not_what_was_there_before() -> None:
+    assert peaks_mib("[len(make(32)), len(make(96))]", "[make(32), make(96)]") == [
+        pytest.approx(96, abs=8),
+        pytest.approx(128, abs=8),
+    ]
+
+
+def test_a_peak_is_not_the_one_of_the_work_before() -> None:
+    assert peaks_mib("make(128)", "make(16)") == [pytest.approx(128, abs=8), pytest.approx(16, abs=8)]
+
+
+def test_work_is_done_where_the_kernel_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmrl.commands.bench.memory._forget_peak", lambda: False)
+    done: list[int] = []
+    assert peak_bytes(lambda: done.append(1), CPU) is None
+    assert done == [1]

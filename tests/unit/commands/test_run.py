@@ -1,0 +1,184 @@
+"""How a run ends where nobody knew its last step beforehand: what is evaluated, saved and said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_loop import config
+
+from vlmrl.commands import run as run_module
+from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.system import stops
+from vlmrl.system.stops import Stopped
+from vlmrl.trainer.evaluation import Evaluations
+from vlmrl.trainer.rl import Carried, Ending, ExhaustedError
+from vlmrl.types import Metrics
+
+
+class Log:
+    """A run's report and its saves, which write down what they are asked for."""
+
+    def __init__(self, saved: Path | None = None) -> None:
+        self.lines: list[Any] = []
+        self.saved = saved
+        self.is_full = False
+
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        yield
+
+    def say(self, what: str) -> None:
+        self.lines.append(what)
+
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        self.lines.append((step, metrics))
+
+    def save_finished(self) -> Path | None:
+        self.lines.append("checkpoint")
+        if self.is_full:
+            raise StorageError("the disk is full")
+        return self.saved
+
+    def save(self, step: int, carried: Carried, *, must: bool) -> None:
+        self.lines.append(("save", step, must))
+        if self.is_full:
+            raise StorageError("the disk is full")
+
+    def finish(self, *, has_adapter: bool) -> None:
+        self.lines.append("models")
+
+
+class Evaluated(Evaluations):
+    """Evaluations whose sets are answered at once, or fail."""
+
+    error: VlmrlError | None = None
+
+    def at(self, step: int) -> Metrics:
+        if self.error is not None:
+            raise self.error
+        self.evaluated = step
+        return {"eval/toy/pass@1": 1.0}
+
+
+def evaluations(log: Log, **changes: Any) -> Evaluated:
+    nothing: Any = None
+    return Evaluated(config(**changes), {}, nothing, nothing, nothing, nothing, log, log, last=50)  # type: ignore[arg-type]
+
+
+SOLVED = Ending(7, why="the run ends after step 7, its prompts are solved", is_solved=True)
+
+
+def test_a_solved_run_is_evaluated_and_saved_as_one_that_ran_to_its_end() -> None:
+    log = Log()
+    evaluations(log, ckpt={"save_steps": 5}).end(SOLVED, has_adapter=False)
+    assert log.lines == [SOLVED.why, (7, {"eval/toy/pass@1": 1.0}), "checkpoint"]
+
+
+def test_a_solved_run_without_checkpoints_writes_none() -> None:
+    log = Log()
+    evaluations(log).end(SOLVED, has_adapter=False)
+    assert "checkpoint" not in log.lines
+
+
+def test_a_step_is_not_evaluated_twice() -> None:
+    log = Log()
+    ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
+    assert ends.after(7) == {"eval/toy/pass@1": 1.0}
+    ends.end(Ending(7, why="the data are drawn", left_out=3), has_adapter=False)
+    assert log.lines == ["the data are drawn", (7, {"data/left_out": 3.0})]
+
+
+def test_a_run_to_its_last_step_needs_nothing_more() -> None:
+    log = Log()
+    evaluations(log).end(Ending(50), has_adapter=False)
+    assert log.lines == []
+
+
+def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
+    log = Log()
+    ends = evaluations(log)
+    ends.error = RewardError("no server answers")
+    with pytest.raises(RewardError, match="evaluation after step 7, whose model is saved: no server answers"):
+        ends.end(SOLVED, has_adapter=False)
+    assert log.lines[-1] == "models"
+
+
+def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) -> None:
+    error = ExhaustedError("kept 0 of 60 groups")
+    assert evaluations(Log()).stopped(error) is error, "nothing was learnt"
+    folder = tmp_path / "checkpoints/step_000007"
+    found = evaluations(Log(folder)).stopped(error)
+    assert str(found) == f"kept 0 of 60 groups; all before it is in {folder}: go on from there with --ckpt.load_enable"
+    assert isinstance(found, ExhaustedError)
+
+
+def test_a_run_whose_rewards_fail_names_the_checkpoint_that_it_leaves_too(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    found = evaluations(log).stopped(RewardError("7 of 64 answers could not be scored"))
+    assert type(found) is RewardError
+    assert str(found) == (
+        f"7 of 64 answers could not be scored; all before it is in {tmp_path}: go on from there with --ckpt.load_enable"
+    )
+    run = evaluations(log)
+    run.failed = RewardError("evaluation after step 7, which is saved for --ckpt.load_enable: nobody listens")
+    assert run.stopped(run.failed) is run.failed
+    assert log.lines == ["checkpoint"]
+
+
+def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
+    log = Log()
+    log.is_full = True
+    run = evaluations(log)
+    found = run.stopped(RewardError("7 of 64 answers could not be scored"))
+    assert type(found) is RewardError
+    assert str(found) == "7 of 64 answers could not be scored; its last step is not saved: the disk is full"
+    with pytest.raises(StorageError, match=r"^the disk is full$"):
+        run.save(7, Carried(0.0), has_adapter=False)
+    run.failed = RewardError("evaluation after step 7: nobody listens")
+    with pytest.raises(RewardError, match=r"^evaluation after step 7: nobody listens; but the disk is full$"):
+        run.save(7, Carried(0.0), has_adapter=False)
+
+
+def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> None:
+    log = Log()
+    ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
+
+    def at(step: int) -> Metrics:
+        with stops.waiting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        return {}
+
+    ends.at = at  # type: ignore[method-assign]
+    with stops.heeded(60), stops.only_in_waits():
+        with stops.finishing():
+            assert ends.after(7) == {}
+            ends.save(7, Carried(0.0), has_adapter=False)
+        with pytest.raises(Stopped):
+            stops.check()
+    assert log.owes_evaluation  # type: ignore[attr-defined]
+    assert log.lines == [("save", 7, False)]
+
+
+def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+
+    @contextmanager
+    def waited_for(root: Path, **_: Any) -> Any:
+        folder.config.write_text("train: {}\n")
+        folder.metrics.write_text('{"step": 1}\n')
+        yield
+
+    monkeypatch.setattr(run_module, "held", waited_for)
+    monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
+    with pytest.raises(ConfigError, match="holds another run"), run_module.started(config(), folder, []):
+        pytest.fail("it has begun")

@@ -1,0 +1,155 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlmrl.errors import ConfigError
+from vlmrl.rewards import local_worker as worker
+
+
+def loaded(tmp_path: Path, body: str) -> Callable[..., worker.Verdict]:
+    (tmp_path / "reward.py").write_text(body)
+    worker.load((), f"{tmp_path / 'reward.py'}:f")
+    worker.describe("f")
+    return lambda response="x", images=(), **known: worker.call("f", {"response": response} | known, images)
+
+
+def test_a_built_in_function_declares_what_it_needs() -> None:
+    worker.load(("exact", "format", "math"), None)
+    assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
+    assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
+    assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), wants_label=False)
+    assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.Verdict(1.0)
+
+
+@pytest.mark.parametrize(
+    ("signature", "arguments"),
+    [
+        ("response", {"response"}),
+        ("prompt, response, label=None, *, images, metadata", {"prompt", "response", "label", "images", "metadata"}),
+        ("response, temperature=1.0", {"response"}),
+        ("**known", {"prompt", "response", "label", "metadata"}),
+        ("images, **known", {"prompt", "response", "label", "metadata", "images"}),
+    ],
+)
+def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str]) -> None:
+    function = eval(f"lambda {signature}: 0.0")  # noqa: S307
+    assert worker.declared_arguments(function, "r.py:f") == arguments
+
+
+@pytest.mark.parametrize(
+    ("signature", "said"),
+    [
+        ("", "does not ask for response"),
+        ("prompt, label", "does not ask for response"),
+        ("*everything", "does not ask for response"),
+        ("response, gold", "asks for gold"),
+        ("response, /", "asks for response"),
+    ],
+)
+def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:
+    function = eval(f"lambda {signature}: 0.0")  # noqa: S307
+    with pytest.raises(ConfigError) as error:
+        worker.declared_arguments(function, "r.py:f")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "verdict"),
+    [
+        ("3", worker.Verdict(3.0)),
+        ("True", worker.Verdict(1.0)),
+        ("np.int64(2)", worker.Verdict(2.0)),
+        ("np.array(0.5)", worker.Verdict(0.5)),
+        ("torch.tensor(0.5)", worker.Verdict(0.5)),
+        ("fractions.Fraction(1, 4)", worker.Verdict(0.25)),
+        ("{'total': 1, 'is it?': np.float32(0.5)}", worker.Verdict(1.0, {"is_it_": 0.5})),
+        ("torch.ones(2)", worker.Verdict(problem="it returned a Tensor of 2 where one number per answer is wanted")),
+        ("[1.0]", worker.Verdict(problem="it returned a list of 1 where one number per answer is wanted")),
+        ("1j", worker.Verdict(problem="it returned a complex where one number per answer is wanted")),
+        ("-np.inf", worker.Verdict(problem="it returned -inf, which is not a finite number")),
+    ],
+)
+def test_what_is_returned_is_one_number_or_a_problem(tmp_path: Path, expression: str, verdict: worker.Verdict) -> None:
+    call = loaded(tmp_path, f"import fractions, torch, numpy as np\ndef f(response): return {expression}")
+    assert call() == verdict
+
+
+def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Path) -> None:
+    call = loaded(tmp_path, "import json\n\ndef f(response):\n    return json.loads(response)['score']\n")
+    said = call("{").problem
+    assert said is not None
+    assert said.startswith("JSONDecodeError: Expecting property name")
+    assert said.endswith("reward.py:4)")
+
+
+@pytest.mark.parametrize(
+    ("raised", "start"),
+    [
+        ("KeyboardInterrupt", "KeyboardInterrupt ("),
+        ("SystemExit(3)", "SystemExit: 3 ("),
+        ("RecursionError('deep')", "RecursionError: deep ("),
+        ("ValueError('a\\n  b' * 500)", "ValueError: a ba ba b"),
+        ("Rude()", "Rude: ? ("),
+    ],
+)
+def test_whatever_is_raised_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
+    rude = "class Rude(Exception):\n    def __str__(self): raise RuntimeError\n"
+    said = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
+    assert said is not None
+    assert said.startswith(start)
+    assert "\n" not in said
+    assert len(said) < 600
+
+
+def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
+    np.save(tmp_path / "red.npy", np.full((2, 3, 3), (255, 0, 0), np.uint8))
+    body = "def f(response, images):\n    images[0].putpixel((0, 0), (0, 0, images[0].getpixel((0, 0))[0]))\n"
+    call = loaded(tmp_path, body + "    return images[0].getpixel((0, 0))[2] + images[0].size[0]")
+    files: Any = (str(tmp_path / "red.npy"),)
+    assert [call(images=files).value for _ in range(2)] == [258.0, 258.0]
+
+
+PRINTS = """
+import sys
+from pathlib import Path
+from vlmrl.rewards import local_worker as worker
+worker._print_to(Path("/dev/full"))
+worker.load((), sys.argv[1] + ":reward")
+sys.exit(round(worker.call("reward", {"response": "7"}, ()).value))
+"""
+
+
+def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import sys\ndef reward(response):\n"
+        "    print(response)\n    print('x' * 100_000, file=sys.stderr)\n    return 7\n"
+    )
+    assert subprocess.run([sys.executable, "-c", PRINTS, str(file)], check=False).returncode == 7
+
+
+_IN_A_POOL = """
+from vlmrl.rewards.local import Functions
+
+if __name__ == "__main__":
+    functions = Functions(("exact",), None, num_workers=1, time_limit_s=5.0)
+    print(*functions.names)
+    functions.close()
+"""
+
+
+def test_functions_start_where_the_temporary_folder_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    script = tmp_path / "start.py"
+    script.write_text(_IN_A_POOL)
+    environment = os.environ | {"TMPDIR": str(long)}
+    said = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
+    assert said == "exact\n"
+    assert not list(long.iterdir())

@@ -1,0 +1,94 @@
+"""How a process ended that is not a child of the one that asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmrl.system import exits as endings
+from vlmrl.system.exits import Pidfd, described, fatal_signal, may_be_memory, oom_kills
+
+
+def tells_exit_codes() -> bool:
+    with subprocess.Popen(["true"]) as child:
+        process = Pidfd(child.pid)
+    code = process.returncode()
+    process.close()
+    return code == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("import os; os._exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.abort()", -signal.SIGABRT),
+    ],
+)
+def test_the_kernel_tells_how_a_process_of_this_machine_ended(body: str, code: int) -> None:
+    if not tells_exit_codes():
+        pytest.skip("Linux before 6.15 tells parents alone")
+    with subprocess.Popen([sys.executable, "-c", f"input(); {body}"], stdin=subprocess.PIPE) as child:
+        process = Pidfd(child.pid)
+        assert process.returncode(patience_s=0.0) is None, "it is still running"
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+    assert process.returncode() == code
+    process.close()
+    process.close()
+
+
+def test_of_a_process_that_was_gone_nothing_is_known() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert Pidfd(child.pid).returncode() is None
+
+
+def test_a_signal_is_found_in_the_words_of_the_fault_handler(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    body = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"
+    with log.open("wb") as file:
+        subprocess.run([sys.executable, "-c", body], stderr=file, check=False)
+    assert fatal_signal(log) == -signal.SIGSEGV
+    log.write_text("nothing happened\n")
+    assert fatal_signal(log) is None
+    assert fatal_signal(tmp_path / "none") is None
+
+
+def test_the_kernels_own_kills_are_counted_in_the_container_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container, machine = tmp_path / "memory.events", tmp_path / "vmstat"
+    machine.write_text("nr_free_pages 5\noom_kill 7\n")
+    monkeypatch.setattr(endings, "_COUNTERS", (container, machine))
+    assert oom_kills() == 7
+    container.write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kills() == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "out_of_memory", "said", "memory"),
+    [
+        (3, False, "ended with exit code 3", False),
+        (-11, False, "was killed by signal 11 (SIGSEGV)", False),
+        (-9, False, "was killed by signal 9 (SIGKILL)", True),
+        (-9, True, "was killed by the kernel: out of memory", True),
+        (None, False, "ended without a word, as a killed process does", True),
+        (-40, False, "was killed by signal 40 (no name)", False),
+    ],
+)
+def test_an_ending_is_told_in_words(code: int | None, out_of_memory: bool, said: str, memory: bool) -> None:
+    assert described(code, is_out_of_memory=out_of_memory) == said
+    assert may_be_memory(code) == memory
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    process = Pidfd(os.getpid())
+    process.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

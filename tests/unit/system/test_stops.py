@@ -1,0 +1,365 @@
+"""Signals: what they interrupt, what they wait for, and that a run that goes on lacks nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from scripted_loop import CountingPrompts, LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, run
+
+from vlmrl.errors import ClusterError
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.system import stops
+from vlmrl.system.stops import Stopped
+from vlmrl.trainer.rl import Carried, Course
+from vlmrl.types import Experience, Group, Metrics, Prompt, Sample, Score
+
+GRACE_S = 60.0
+
+
+@contextmanager
+def stopped_run() -> Iterator[list[Stopped]]:
+    """What is inside heeds signals, and is stopped by one: the list holds how."""
+    found: list[Stopped] = []
+    try:
+        with stops.heeded(GRACE_S):
+            yield found
+    except Stopped as stopped:
+        found.append(stopped)
+    assert found, "it was not stopped"
+
+
+def ask(number: int = signal.SIGTERM) -> None:
+    """Send this process a signal, as others would."""
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)],
+    ids=str,
+)
+def test_a_signal_stops_with_the_exit_code_that_others_expect(number: int, code: int) -> None:
+    before = signal.getsignal(number)
+    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    try:
+        with stopped_run() as found:
+            ask(number)
+            time.sleep(30)
+    finally:
+        signal.signal(number, before)
+    assert found[0].exit_code == code
+    assert str(found[0]) == f"stopped by {signal.Signals(number).name}: nothing was saved"
+    assert not stops.is_stopping(), "the next run starts anew"
+
+
+def test_what_has_begun_is_finished_and_nothing_else_is_begun() -> None:
+    done = []
+    with stopped_run(), stops.only_in_waits():
+        with stops.finishing():
+            ask()
+            with stops.waiting():
+                done.append("a wait inside")
+        done.append("what comes after, up to the next wait")
+        with stops.waiting():
+            done.append("never")
+    assert done == ["a wait inside", "what comes after, up to the next wait"]
+
+
+def test_calls_that_belong_together_are_not_torn_apart() -> None:
+    done = []
+    with stopped_run(), stops.only_in_waits():
+        ask()
+        done += ["rank 0", "rank 1"]
+        with stops.waiting():
+            done.append("never")
+    assert done == ["rank 0", "rank 1"]
+
+
+def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
+    with stopped_run():
+        try:
+            ask()
+            time.sleep(30)
+        finally:
+            with stops.waiting():
+                time.sleep(0.01)
+
+
+def test_rays_own_interrupt_counts_as_ours() -> None:
+    # Ray's waits catch what a handler raises, and raise a plain KeyboardInterrupt in its place.
+    with stopped_run() as found, stops.waiting():
+        try:
+            ask()
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+    assert found[0].exit_code == 143
+
+
+def test_a_part_of_what_is_finished_may_be_abandoned() -> None:
+    done = []
+    with stopped_run(), stops.only_in_waits():
+        with stops.finishing():
+            try:
+                with stops.abandonable(), stops.waiting():
+                    ask()
+                    time.sleep(30)
+            except Stopped:
+                done.append("no evaluation")
+            with stops.waiting():
+                done.append("a checkpoint")
+        stops.check()
+    assert done == ["no evaluation", "a checkpoint"]
+
+
+def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
+    with stops.heeded(GRACE_S):
+        assert not stops.take_checkpoint_request()
+        ask(signal.SIGUSR1)
+        assert stops.take_checkpoint_request()
+        assert not stops.take_checkpoint_request()
+    assert not stops.take_checkpoint_request()
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stops.heeded(GRACE_S):
+            ask(signal.SIGHUP)
+            assert not stops.is_stopping()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_neither_takes_signals_nor_is_interrupted() -> None:
+    done = []
+
+    def wait() -> None:
+        with stops.heeded(GRACE_S), stops.waiting(), stops.finishing(), stops.abandonable(), stops.only_in_waits():
+            stops.check()
+            done.append("other")
+
+    with stopped_run(), stops.finishing():
+        ask()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        stops.check()
+    assert done == ["other"]
+
+
+def test_outside_of_its_context_everything_does_nothing() -> None:
+    stops.attend()
+    stops.check()
+    with stops.waiting(), stops.finishing(), stops.abandonable(), stops.only_in_waits():
+        pass
+
+
+ENDS_AT_ONCE = """
+import signal, subprocess, sys, time
+from vlmrl.system import stops
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+with stops.heeded(float(sys.argv[1])), stops.finishing():
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def start(grace_s: float) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(grace_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs: one that is dead and that nobody has buried does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> None:
+    process, child = start(60)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
+    time.sleep(1.2)
+    assert process.poll() is None, "it finishes what has begun"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert said == "vlmrl: ended at once: SIGTERM came after SIGTERM\n"
+    assert not is_there(child)
+
+
+def test_what_takes_longer_than_the_grace_is_ended() -> None:
+    process, child = start(0.5)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert said == "vlmrl: ended at once: stopping took longer than train.stop_grace_s 0.5\n"
+    assert not is_there(child)
+
+
+def test_what_starts_with_signals_withheld_lives_on() -> None:
+    with stops.withheld():
+        child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+        child.send_signal(number)
+    time.sleep(0.1)
+    assert child.poll() is None
+    child.kill()
+    child.communicate()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent has its own again"
+
+
+# ---- the loop
+
+
+class Asked:
+    """A script of when to ask: in a step, at a place."""
+
+    def __init__(self, step: int, place: str) -> None:
+        self.step, self.place, self.now = step, place, 0
+
+    def at(self, place: str) -> None:
+        with stops.waiting():
+            if (self.now, place) == (self.step, self.place):
+                ask()
+                time.sleep(0.001)
+
+
+class Prompts(CountingPrompts):
+    def __init__(self, asked: Asked, position: int) -> None:
+        super().__init__(position)
+        self.asked = asked
+
+    def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
+        self.asked.now += 1
+        drawn = super().draw(count)
+        self.asked.at("data")
+        return drawn
+
+
+class Engine(ScriptedEngine):
+    def __init__(self, asked: Asked, version: int) -> None:
+        super().__init__()
+        self.asked, self.version = asked, version
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+    ) -> list[Group]:
+        groups = super().generate(prompts, sampling, on_group)
+        self.asked.at("rollout")
+        return groups
+
+
+class Rewarder(LabelRewarder):
+    def __init__(self, asked: Asked) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        self.asked.at("reward")
+        return super().score(groups, out_of=out_of, failed=failed)
+
+
+class Policy(RememberingPolicy):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.asked = engine.asked
+
+    def update(self, experience: Experience, *, step: int) -> Metrics:
+        self.asked.at("update")
+        return super().update(experience, step=step)
+
+    def publish(self, version: int) -> Metrics:
+        self.asked.at("publish")
+        return super().publish(version)
+
+    def logprobs(self, samples: Sequence[Sample]) -> Any:
+        self.asked.at("logprob")
+        return super().logprobs(samples)
+
+
+STEPS, PER_STEP = 4, 2
+
+
+def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int, int]:
+    """Run the steps after `saved` = (step, position in the prompts); what is saved at the end, or at a stop."""
+    done, position = saved
+    asked.now = done
+    prompts = Prompts(asked, position)
+    policy = Policy(Engine(asked, done))
+    finished = [saved]
+
+    def save(step: int, carried: Carried) -> None:
+        asked.at("save")
+        finished.append((step, prompts.position))
+
+    try:
+        with stops.heeded(GRACE_S), stops.only_in_waits():
+            run(
+                config(train={"batch_size": 2}),  # two updates per step: old log-probs are asked for
+                policy,
+                steps=STEPS,
+                rewarder=Rewarder(asked),
+                notebook=notebook,
+                prompts=prompts,
+                course=Course(1000, drawn=position),
+                first_step=done + 1,
+                save=save,
+            )
+    except Stopped:
+        notebook.stopped = True  # type: ignore[attr-defined]
+    notebook.indices = [  # type: ignore[attr-defined]
+        *getattr(notebook, "indices", []),
+        *(sample.group for taught in policy.taught for sample in taught.samples),
+    ]
+    return finished[-1]
+
+
+@pytest.mark.parametrize("place", ["data", "rollout", "reward", "logprob", "update", "publish", "save"])
+def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -> None:
+    whole = Notebook()
+    train(Asked(-1, ""), (0, 0), whole)
+    broken = Notebook()
+    saved = train(Asked(3, place), (0, 0), broken)
+    has_begun = place in ("update", "publish", "save")
+    assert broken.stopped, place  # type: ignore[attr-defined]
+    assert saved == ((3, 3 * PER_STEP) if has_begun else (2, 2 * PER_STEP))
+    assert sorted(broken.steps) == list(range(1, saved[0] + 1)), "a step is reported when it is done, and only then"
+    assert train(Asked(-1, ""), saved, broken) == (STEPS, STEPS * PER_STEP)
+    assert broken.steps == whole.steps
+    assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
+
+
+def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:
+    def run() -> None:
+        with stops.heeded(GRACE_S), stops.finishing():
+            ask()
+            raise ClusterError("actor 1 of 4 was killed by signal 15 (SIGTERM)")
+
+    with pytest.raises(Stopped) as stopped:
+        run()
+    assert stopped.value.exit_code == 143
+    assert str(stopped.value) == (
+        "stopped by SIGTERM: what had begun was not finished: actor 1 of 4 was killed by signal 15 (SIGTERM)"
+    )
+    with pytest.raises(ClusterError), stops.heeded(GRACE_S):
+        raise ClusterError("nobody has asked for a stop")

@@ -1,0 +1,381 @@
+"""The probe with a small model that has adapters, a prefix cache, and every fault of an engine that it must name."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vlmrl.config.data import Data
+from vlmrl.config.rollout import Rollout as RolloutSettings
+from vlmrl.errors import SyncError
+from vlmrl.models import tiny
+from vlmrl.plugins import processor
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.verify.adapters import Probe, Seen, fault, question, sampling_of, told
+
+BOUND = 1e-3
+Matrix = NDArray[np.float64]
+
+# ---------------------------------------------------------------- one engine's numbers, by hand
+
+OFF = np.array([-1.0, -2.0, -3.0, -1.5])
+CHANGE = np.array([0.1, -0.2, 0.1, 0.0])
+
+
+def seen(times: float, *, shift: float = 0.0) -> Seen:
+    return Seen(engine=OFF + times * CHANGE + shift, on=OFF + CHANGE, off=OFF)
+
+
+def test_gap_and_change_by_hand() -> None:
+    assert seen(1.0, shift=0.5).gap == pytest.approx(0.5)
+    assert seen(1.0).change == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("times", "cause"),
+    [
+        (0.0, "ignores the adapter"),
+        (2.0, "applies the adapter twice"),
+        (1.41, "applies the adapter 1.41 times: the scaling is wrong"),
+        (0.5, "applies the adapter 0.50 times: the scaling is wrong, or tensors were lost"),
+        (1.0, None),
+    ],
+)
+def test_how_often_the_adapter_is_applied_is_told_from_the_slope(times: float, cause: str | None) -> None:
+    assert fault(seen(times), noise=1e-6, bound=1.0) == cause
+
+
+def test_an_effect_of_another_direction_is_another_adapter() -> None:
+    for other in (Seen(engine=OFF + CHANGE[::-1], on=OFF + CHANGE, off=OFF), seen(-1.0)):
+        found = fault(other, noise=1e-6, bound=1.0)
+        assert found is not None
+        assert "applies another adapter: tensors were lost, or came under other names" in found
+
+
+def test_an_effect_below_the_noise_has_no_name_but_keeps_to_the_bound() -> None:
+    # The adapter changes 0.1 on average, which ten times the noise hides.
+    assert fault(seen(0.0), noise=0.011, bound=0.2) is None
+    assert fault(seen(0.0), noise=0.011, bound=0.05) == "differs by more than the bound of 0.05"
+    assert fault(seen(0.0), noise=0.009, bound=0.2) == "ignores the adapter"
+
+
+def test_a_constant_difference_is_no_multiple_of_the_adapter() -> None:
+    assert fault(seen(1.0, shift=0.02), noise=1e-6, bound=1e-3) == "differs by more than the bound of 0.001"
+    assert fault(seen(1.0, shift=0.02), noise=1e-6, bound=1.0) is None
+
+
+def test_what_is_no_number_is_refused() -> None:
+    for values in ({"engine": OFF * np.nan}, {"on": OFF * np.nan}):
+        assert fault(seen(1.0)._replace(**values), noise=1.0, bound=np.inf) == "gives log-probs that are not numbers"
+
+
+# ---------------------------------------------------------------- a model with adapters and a prefix cache
+
+V, D = 24, 8
+RNG = np.random.default_rng(0)
+EMBEDDINGS, MIXING, HEAD = RNG.normal(size=(V, D)), RNG.normal(size=(D, D)), RNG.normal(size=(V, D))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to the two matrices of the model."""
+
+    mixing: Matrix
+    head: Matrix
+
+    def times(self, factor: float) -> Adapter:
+        return Adapter(factor * self.mixing, factor * self.head)
+
+
+NONE = Adapter(np.zeros((D, D)), np.zeros((V, D)))
+
+
+def drawn(seed: int, size: float = 0.01) -> Adapter:
+    rng = np.random.default_rng(seed)
+    return Adapter(size * rng.normal(size=(D, D)), size * rng.normal(size=(V, D)))
+
+
+def memories(tokens: Iterable[int], adapter: Adapter) -> list[Matrix]:
+    """What the model keeps of each token, the way that a KV cache does."""
+    return [np.tanh((MIXING + adapter.mixing) @ EMBEDDINGS[token]) for token in tokens]
+
+
+def logprobs(kept: Sequence[Matrix], adapter: Adapter, temperature: float) -> Matrix:
+    """[V] of the next token."""
+    weights = 0.9 ** np.arange(len(kept))[::-1]
+    logits = (HEAD + adapter.head) @ (weights @ np.stack(kept)) / temperature
+    shifted = logits - logits.max()
+    result: Matrix = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+@dataclass
+class Engine:
+    """Holds what it was sent, or what a fault makes of that. `base` is what its own base differs by."""
+
+    takes: Callable[[Adapter, Adapter], Adapter] = lambda held, sent: sent
+    forgets: bool = True
+    base: float = 0.0
+    held: Adapter = NONE
+    version: int = 0
+    cache: dict[bytes, list[Matrix]] = field(default_factory=dict)
+
+    def load(self, sent: Adapter, version: int) -> None:
+        self.held, self.version = self.takes(self.held, sent), version
+        if self.forgets:
+            self.cache.clear()
+
+    def generate(self, prompt: Prompt, sampling: Sampling, *, adapter: bool) -> Group:
+        used = self.held if adapter else NONE
+        used = Adapter(used.mixing, used.head + self.base * HEAD[::-1])
+        key = prompt.tokens.tobytes() + bytes([adapter])
+        begun = self.cache.setdefault(key, memories(prompt.tokens[:-1], used))
+        rollouts = []
+        for answer in range(sampling.n):
+            rng = np.random.default_rng([sampling.request_seed(prompt.index), answer])
+            kept, tokens, values = [*begun, *memories(prompt.tokens[-1:], used)], [], []
+            for _ in range(sampling.max_new_tokens):
+                row = logprobs(kept, used, sampling.temperature)
+                tokens.append(int(rng.choice(V, p=np.exp(row))))
+                values.append(row[tokens[-1]])
+                kept += memories(tokens[-1:], used)
+            rollouts.append(rollout(prompt, tokens, values, self.version))
+        return Group(prompt, tuple(rollouts))
+
+
+def rollout(prompt: Prompt, tokens: Sequence[int], values: Sequence[float], version: int) -> Rollout:
+    length = len(prompt.tokens)
+    return Rollout(
+        tokens=np.append(prompt.tokens, tokens),
+        sampled=np.arange(length + len(tokens)) >= length,
+        logprobs=np.append(np.zeros(length), values).astype(np.float32),
+        text="",
+        finish_reason="length",
+        version=version,
+    )
+
+
+@dataclass
+class Trainer:
+    """The same model, without a cache."""
+
+    adapter: Adapter = NONE
+    off: Adapter = NONE
+    """What is left of the adapter when it is switched off."""
+    temperature: float = 0.7
+    num_passes: int = 0
+
+    def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
+        self.num_passes += 1
+        assert len({sample.tokens.tobytes() for sample in samples}) == len(samples), "what is the same is asked once"
+        assert {sample.group for sample in samples} == {0}, "one question, whose tokens are shared"
+        used = self.adapter if adapter else self.off
+        rows = []
+        for sample in samples:
+            kept = memories(sample.tokens, used)
+            row = [0.0, *(logprobs(kept[:t], used, self.temperature)[sample.tokens[t]] for t in range(1, len(kept)))]
+            rows.append(np.where(sample.sampled, row, 0.0).astype(np.float32))
+        return rows
+
+    def adapter_is_zero(self) -> bool:
+        return not (self.adapter.mixing.any() or self.adapter.head.any())
+
+
+class Run:
+    """A trainer, its engines, and the probe after each publish."""
+
+    def __init__(self, *engines: Engine, bound: float = BOUND, is_apart: bool = True) -> None:
+        self.engines, self.trainer, self.version = engines, Trainer(), -1
+        self.probe = Probe(
+            engines=self,
+            learner=self.trainer,
+            question=self.question,
+            sampling=Sampling(n=2, temperature=self.trainer.temperature, top_p=1.0, max_new_tokens=8, seed=0),
+            bound=bound,
+            floor=1e-6,
+            is_apart=is_apart,
+        )
+
+    @staticmethod
+    def question(lead: str) -> Prompt:
+        tokens = np.array([*(ord(letter) % V for letter in lead), *range(3, 15)])
+        return Prompt(0, "probe", lead, tokens, tokens, label=None)
+
+    def answer_each(
+        self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
+    ) -> list[list[Group]]:
+        return [[engine.generate(prompt, sampling, adapter=each) for engine in self.engines] for each in adapter]
+
+    def publish(self, adapter: Adapter) -> dict[str, float]:
+        self.trainer.adapter, self.version = adapter, self.version + 1
+        for engine in self.engines:
+            engine.load(adapter, self.version)
+        return self.probe.check(self.version)
+
+
+def keeps(held: Adapter, sent: Adapter) -> Adapter:
+    """Takes the first two and none after."""
+    return held if held.head.any() else sent
+
+
+def mixed_up(sent: Adapter) -> Adapter:
+    """The right numbers in the wrong places."""
+    return Adapter(sent.mixing.T, sent.head[::-1])
+
+
+def test_sound_engines_are_measured_and_let_pass() -> None:
+    run = Run(Engine(), Engine())
+    for version in range(4):
+        found = run.publish(NONE if version == 0 else drawn(version))
+        assert found["sync/probe_gap"] < 1e-6
+        assert found["sync/base_gap"] < 1e-6
+        assert (found["sync/probe_change"] > 1e-2) == (version > 0)
+    assert run.trainer.num_passes == 4 * 2, "one pass with the adapter and one without, however many engines"
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause"),
+    [
+        (Engine(takes=lambda held, sent: NONE), "engine 1 ignores the adapter"),
+        (Engine(takes=keeps), "engine 1 keeps the adapter of version 1"),
+        (Engine(takes=lambda held, sent: sent.times(2)), "engine 1 applies the adapter twice"),
+        (
+            Engine(takes=lambda held, sent: sent.times(2**0.5)),
+            "engine 1 applies the adapter 1.[34]. times: the",
+        ),
+        (Engine(takes=lambda held, sent: replace(sent, head=NONE.head)), "engine 1 applies another adapter: tensors"),
+        (
+            Engine(takes=lambda held, sent: mixed_up(sent)),
+            "engine 1 applies another adapter: .* or came under other names",
+        ),
+        (Engine(forgets=False), "engine 1 answers from a stale prefix cache"),
+    ],
+)
+def test_a_faulty_engine_is_named_with_its_fault(engine: Engine, cause: str) -> None:
+    run = Run(Engine(), engine)
+    with pytest.raises(SyncError, match=rf"probe: {cause}.*restart the run with --ckpt.load_enable"):
+        deque(run.publish(NONE if version == 0 else drawn(version)) for version in range(4))
+
+
+@pytest.mark.parametrize("cause", ["keeps the adapter of version 1", "answers from a stale prefix cache"])
+def test_an_old_adapter_is_found_out_although_the_new_one_is_nearly_the_same(cause: str) -> None:
+    # One step moves the log-probs by a hundredth of what the whole adapter does: inside of the bound.
+    run, first, step = Run(Engine()), drawn(1), drawn(2, size=1e-4)
+    run.publish(NONE)
+    run.publish(first)
+    if cause.startswith("keeps"):
+        run.engines[0].takes = keeps
+    else:
+        run.engines[0].forgets = False
+    with pytest.raises(SyncError, match=cause):
+        run.publish(Adapter(first.mixing + step.mixing, first.head + step.head))
+
+
+def test_an_adapter_that_did_not_move_is_not_an_old_one() -> None:
+    # A hundred roundings off, as an engine in another precision is, and the same twice: nothing to complain about.
+    run = Run(Engine(takes=lambda held, sent: sent.times(1.001)))
+    for adapter in (NONE, drawn(1), drawn(1), drawn(1)):
+        found = run.publish(adapter)
+    assert 1e-5 < found["sync/probe_gap"] < BOUND
+
+
+def test_another_base_is_told_from_another_adapter() -> None:
+    with pytest.raises(SyncError, match=r"engine 0 and the trainer differ by .* with adapters off, the bound is 0.001"):
+        Run(Engine(base=0.1)).publish(NONE)
+
+
+def test_where_the_base_may_differ_its_gap_is_the_measure_of_the_rest() -> None:
+    run = Run(Engine(base=0.01), bound=np.inf)
+    gap = run.publish(NONE)["sync/base_gap"]
+    assert gap > 1e-2
+    assert run.publish(drawn(1, size=1e-3))["sync/probe_change"] < 10 * gap
+    assert run.publish(drawn(1, size=0.2))["sync/probe_change"] > 10 * gap
+    deaf = Run(Engine(base=0.01, takes=lambda held, sent: NONE), bound=np.inf)
+    deaf.publish(drawn(1, size=1e-3))
+    with pytest.raises(SyncError, match="ignores the adapter"):
+        deaf.publish(drawn(1, size=0.2))
+
+
+def test_a_trainer_whose_adapter_stays_on_has_no_base_to_compare_with() -> None:
+    run = Run(Engine())
+    run.trainer.off = drawn(1)
+    with pytest.raises(SyncError, match=r"change by .* when its adapter is switched off, and the adapter is all zeros"):
+        run.publish(NONE)
+
+
+def test_merged_weights_are_asked_without_a_base() -> None:
+    found = Run(Engine(), is_apart=False).publish(drawn(1))
+    assert "sync/base_gap" not in found
+    with pytest.raises(SyncError, match="ignores the adapter"):
+        Run(Engine(takes=lambda held, sent: NONE), is_apart=False).publish(drawn(1))
+
+
+def test_an_answer_of_another_version_is_refused() -> None:
+    run = Run(Engine())
+    run.publish(NONE)
+    with pytest.raises(SyncError, match="an answer to probe was made by weights of version 0"):
+        run.probe.check(1)
+
+
+@dataclass
+class Hiccup(Engine):
+    """Answers without the adapter the first time that it is asked, and never again."""
+
+    num_asked: int = 0
+
+    def generate(self, prompt: Prompt, sampling: Sampling, *, adapter: bool) -> Group:
+        self.num_asked += 1
+        sound = Engine(held=self.held if self.num_asked > 1 else NONE, version=self.version)
+        return sound.generate(prompt, sampling, adapter=adapter)
+
+
+def test_one_odd_mean_is_asked_again_before_it_is_an_error() -> None:
+    run = Run(Engine(), Hiccup())
+    found = run.publish(drawn(1))
+    assert found["sync/probe_doubts"] == 1.0
+    assert found["sync/probe_gap"] > BOUND
+    assert run.publish(drawn(2))["sync/probe_doubts"] == 0.0
+
+
+def test_what_was_found_is_told_in_one_line() -> None:
+    metrics = {"sync/probe_gap": 1e-6, "sync/base_gap": 2e-6, "sync/probe_change": 0.0}
+    assert told(metrics) == (
+        "probe: log-probs of engines and trainer differ by 1e-06 on average with adapters on, 2e-06 with adapters off; "
+        "the adapters change 0"
+    )
+    del metrics["sync/base_gap"]
+    assert "off" not in told(metrics)
+
+
+# ---------------------------------------------------------------- the questions themselves
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
+def test_a_question_is_long_enough_for_the_prefix_cache_and_fits_the_run(family: Any, tmp_path: Path) -> None:
+    model = str(tiny.build(family, tmp_path / family, size="micro"))
+    tools = processor(model, min_pixels=3136, max_pixels=12544)
+
+    def ask(lead: str, max_len: int) -> Prompt:
+        return question(lead, processor=tools, data=Data(prompt_dataset="none", max_len=max_len))
+
+    fixed, fresh = ask("", 4096), ask("7. ", 4096)
+    assert len(fixed.tokens) == len(fresh.tokens) > 2 * 128
+    assert fixed.tokens[0] != fresh.tokens[0], "nothing of the other question's prefix helps with it"
+    assert len(ask("", 40).tokens) == 40
+    assert fixed.request is fixed.tokens
+    assert not set(fixed.tokens.tolist()) & {*tools.banned_tokens, *tools.eos_token_ids}
+
+
+def test_a_question_is_answered_as_the_run_answers() -> None:
+    sampling = sampling_of(RolloutSettings(max_new_tokens=2, temperature=0.7), seed=5)
+    assert (sampling.n, sampling.temperature, sampling.max_new_tokens, sampling.seed) == (32, 0.7, 2, 5)
+    usual = sampling_of(RolloutSettings(), seed=5)
+    assert usual.n * usual.max_new_tokens == 128

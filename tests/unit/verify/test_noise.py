@@ -1,0 +1,268 @@
+"""The measured bound: sound runs never stop, planted faults do, and no fault hides in the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scripted_loop import config, make_prompt, make_rollout
+
+from vlmrl.commands.checks import noise_check
+from vlmrl.errors import SyncError
+from vlmrl.types import Floats, Group, Rollout, Sample
+from vlmrl.verify.logprobs import are_alike, noise_floor
+from vlmrl.verify.noise import NoiseCheck, Paths
+
+FP32, BF16 = 2e-6, 1e-3
+Values = NDArray[np.float64]
+
+
+def responses(*lengths: int, number: int = 2) -> list[Group]:
+    """Groups of `number` responses of these lengths."""
+    groups = []
+    for index, length in enumerate(lengths):
+        prompt = make_prompt(index)
+        groups.append(
+            Group(prompt, tuple(make_rollout(prompt, "?", version=0, length=length + k) for k in range(number)))
+        )
+    return groups
+
+
+class Sides:
+    """Engine and trainer that say what they are told to, and remember how many tokens they were asked about."""
+
+    def __init__(self, *, floor: float = FP32, half: bool = False, stops: bool = True, **off: float) -> None:
+        """What is `off` says every log-prob so much too high: prefill, padded, exact, layout."""
+        self.asked: list[int] = []
+        self.said: list[str] = []
+        self.off = off
+        paths = Paths(
+            prefill=lambda groups: self.say(groups, "prefill"),
+            padded=lambda groups: self.say(groups, "padded"),
+            exact=(lambda groups: self.say(groups, "exact")) if half else None,
+            layout=lambda groups: self.say(groups, "layout"),
+        )
+        self.check = NoiseCheck(paths, floor=floor, stops=stops, in_turn=True, seed=0, say=self.said.append).check
+
+    def say(self, groups: Sequence[Group], name: str) -> list[Floats]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if name == "padded":
+            self.asked.append(sum(rollout.num_sampled for rollout in rollouts))
+        return [rollout.logprobs + np.float32(self.off.get(name, 0.0)) for rollout in rollouts]
+
+
+def test_the_figures_by_hand() -> None:
+    found = Sides(half=True, floor=BF16, prefill=0.03, padded=0.02, exact=0.04, layout=0.01).check(1, responses(40, 40))
+    # Rounding is 0.04 - 0.02 = 0.02; the engine's own 0.03 is more, and within four times that.
+    assert found == pytest.approx(
+        {"sync/noise": 0.03, "sync/gap": 0.01, "sync/decode_gap": 0.03, "sync/layout_gap": 0.01}, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("off", "message"),
+    [
+        # A layer that was scaled by 1.01 after its digest was taken; the engine decodes and reads with it alike.
+        ({"padded": 1.4e-4, "layout": 1.4e-4}, "engine and trainer disagree.*70 times what rounding does"),
+        # Positions of responses off by one in the shared layout, which the padded pass knows nothing of.
+        ({"layout": 3.8e-4}, "the trainer disagrees with itself: its log-probs in this train.layout"),
+        # A stale prefix cache is no noise: what was read without it agrees with the trainer.
+        ({"prefill": 3e-4, "padded": 3e-4, "layout": 3e-4}, "the engine disagrees with itself.*stale prefix cache"),
+        ({"padded": np.nan}, "engine and trainer disagree|the trainer disagrees"),
+    ],
+)
+def test_what_the_old_bound_of_a_thousandth_let_pass_is_found_in_fp32(off: dict[str, float], message: str) -> None:
+    with pytest.raises(SyncError, match=message):
+        Sides(**off).check(1, responses(40, 40))
+    told = Sides(stops=False, **off)
+    told.check(1, responses(40, 40))
+    assert len(told.said) == 1, "with a bound of the user's own it is only told"
+
+
+def test_a_gap_of_a_few_times_the_noise_is_told_once() -> None:
+    sides = Sides(padded=2e-5, layout=2e-5)
+    for step in range(1, 4):
+        sides.check(step, responses(40, 40))
+    assert len(sides.said) == 1
+    assert sides.said[0].startswith("step 1: engine and trainer disagree: their log-probs differ by 2e-05 on average")
+
+
+def test_noise_is_measured_again_every_tenth_step_and_when_the_gap_outgrows_it() -> None:
+    sides = Sides(half=True, floor=BF16, exact=4e-3, layout=8e-3)
+    assert sides.check(1, responses(40, 40))["sync/noise"] == pytest.approx(4e-3, rel=1e-3)
+    measured = len(sides.asked)
+    for step in range(2, 10):
+        # The run's layout alone is asked: neither the engine nor `padded`.
+        assert sides.check(step, responses(40, 40)) == pytest.approx({"sync/gap": 8e-3}, rel=1e-3)
+    assert len(sides.asked) == measured
+    assert "sync/noise" in sides.check(10, responses(40, 40))
+    sides.off["layout"] = 2.1e-2  # more than five times the noise
+    assert "sync/noise" in sides.check(11, responses(40, 40))
+    sides.off["layout"] = 8.1e-2  # more than twenty times
+    with pytest.raises(SyncError, match="the trainer disagrees with itself"):
+        sides.check(12, responses(40, 40))
+
+
+@pytest.mark.parametrize("off", [{"padded": 1.4e-4, "layout": 1.4e-4}, {"layout": 3.8e-4}, {"layout": np.nan}])
+def test_a_fault_of_any_later_step_is_found_in_that_step(off: dict[str, float]) -> None:
+    sides = Sides()
+    for step in (1, 2, 3):
+        sides.check(step, responses(40, 40))
+    sides.off.update(off)
+    with pytest.raises(SyncError):
+        sides.check(4, responses(40, 40))
+
+
+def test_few_responses_are_asked_and_others_of_the_same_prompts_before_a_run_stops() -> None:
+    sides = Sides()
+    sides.check(1, responses(*[400] * 5, number=8))
+    assert sides.asked == [4 * 256]
+    sides = Sides()
+    sides.check(1, responses(*[4] * 20))
+    # Two responses of 3 and 4 tokens each (the last is left out) from as many groups as are allowed.
+    assert sides.asked == [4 * 7]
+    sides = Sides(layout=1.0)
+    with pytest.raises(SyncError):
+        sides.check(1, responses(*[100] * 3, number=8))
+    assert 4 * 99 <= sides.asked[0] <= 4 * 106
+    assert len(sides.asked) == 4
+    assert all(4 * 99 <= asked <= 4 * 106 for asked in sides.asked[1:])
+
+
+def test_without_responses_that_an_engine_has_room_to_read_there_is_nothing_to_say() -> None:
+    prompt = make_prompt(0)
+    short = make_rollout(prompt, "?", version=0, length=1)
+    empty = replace(short, sampled=np.zeros(3, dtype=np.bool_))
+    assert Sides().check(1, [Group(prompt, (empty, short))]) == {}
+
+
+class Rounding:
+    """Sides that are sound but for rounding in bf16, which follows the policy.
+
+    A pass is off by a log-normal mixture whose scale grows with a token's uncertainty 1 - exp(l), where l is its
+    log-prob: most tokens hardly differ, one of a thousand by twenty times the mean. That mean, from 0.001 to 0.02, is
+    drawn for each step; the engine's is that of the trainer, up to twice as much.
+    """
+
+    def __init__(self, seed: int, *, length: int, number: int = 3, spread: float = 0.0, apart: int = 10) -> None:
+        """`spread` is the standard deviation of the logarithm of what some tokens are more off by than others. Of steps
+        that are ten `apart` the noise is always measured.
+        """
+        self.apart = apart
+        self.rng = np.random.default_rng(seed)
+        self.spread = spread
+        self.groups = responses(length, length, number=number)
+        self.names = {id(r.sampled): i for i, r in enumerate(r for group in self.groups for r in group.rollouts)}
+        self.exact = self.factor = np.zeros((len(self.names), 64))
+        self.scale = self.engine = 0.0
+        paths = Paths(
+            prefill=lambda groups: self.say(groups, self.engine),
+            padded=lambda groups: self.say(groups, 1.0),
+            exact=lambda groups: self.say(groups, 0.0),
+            layout=lambda groups: self.say(groups, 1.0),
+        )
+        self.said: list[str] = []
+        self.check = NoiseCheck(paths, floor=BF16, stops=True, in_turn=True, seed=0, say=self.said.append)
+
+    def step(self, number: int, *, sharpness: float) -> dict[str, float]:
+        """One step of a policy whose log-probs are `1 / sharpness` on average."""
+        self.scale, self.engine = float(np.exp(self.rng.uniform(*np.log([0.001, 0.02])))), self.rng.uniform(1.0, 2.0)
+        self.exact = -self.rng.exponential(1 / sharpness, self.exact.shape)
+        self.factor = np.exp(self.rng.normal(0.0, self.spread, self.exact.shape))
+        said = self.rounded(list(range(len(self.exact))), self.engine)
+        groups, rows = [], iter(said)
+        for group in self.groups:
+            rollouts = [self.named(rollout, next(rows)) for rollout in group.rollouts]
+            groups.append(Group(group.prompt, tuple(rollouts)))
+        return self.check.check(self.apart * number, groups)
+
+    def named(self, rollout: Rollout, row: Values) -> Rollout:
+        """The response with these log-probs, and with its number for a first token."""
+        tokens = rollout.tokens.copy()
+        tokens[0] = self.names[id(rollout.sampled)]
+        return replace(rollout, tokens=tokens, logprobs=row[: len(tokens)].astype(np.float32))
+
+    def say(self, groups: Sequence[Group], times: float) -> list[Floats]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rows = self.rounded([int(rollout.tokens[0]) for rollout in rollouts], times)
+        return [row[: len(r.tokens)].astype(np.float32) for row, r in zip(rows, rollouts, strict=True)]
+
+    def rounded(self, numbers: list[int], times: float) -> Values:
+        values = self.exact[numbers]
+        if not times:
+            return values
+        size = (
+            times
+            * self.scale
+            * self.factor[numbers]
+            * np.exp(self.rng.normal(size=values.shape))
+            * (1 - np.exp(values))
+        )
+        found: Values = values + size * self.rng.normal(size=values.shape)
+        return found
+
+
+@pytest.mark.parametrize(("length", "most"), [(30, 10.0), (5, 20.0)])
+def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: int, most: float) -> None:
+    run = Rounding(0, length=length)
+    ratios = []
+    for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1):
+        found = run.step(step, sharpness=sharpness)
+        ratios.append([found[f"sync/{name}"] / found["sync/noise"] for name in ("gap", "layout_gap", "decode_gap")])
+    usual, worst = np.median(ratios, axis=0), np.max(ratios, axis=0)
+    assert usual.max() < 2
+    assert worst.max() < most, "20 times the noise stops a run, and only where other responses say so too"
+
+
+def test_noise_that_was_measured_some_steps_before_stops_no_sound_run_either() -> None:
+    run = Rounding(0, length=30, apart=1)
+    told = [
+        run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
+    ]
+    measured = sum("sync/noise" in found for found in told)
+    # Twice as often as every tenth step: here the noise of one step may be twenty times that of another.
+    assert 1000 <= measured < 4000
+
+
+def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses() -> None:
+    run = Rounding(0, length=8, number=8, spread=3.0)
+    told = [run.step(step, sharpness=1.0) for step in range(1, 10_001)]
+    ratios = [max(found["sync/gap"], found["sync/layout_gap"]) / found["sync/noise"] for found in told]
+    assert np.mean(np.array(ratios) > 20) > 1e-3, "one question alone would stop it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "is_measured"),
+    [("bf16", False, True), ("bf16", True, True), ("fp32", False, True), ("fp32", True, False)],
+)
+def test_rounding_is_measured_where_a_wider_type_is_at_hand(dtype: str, on_gpu: bool, is_measured: bool) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def logprobs(samples: Sequence[Sample], **how: Any) -> list[Floats]:
+        asked.append(how)
+        return [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
+
+    engines = SimpleNamespace(score=lambda groups: [r.logprobs for group in groups for r in group.rollouts])
+    policy = SimpleNamespace(layout="shared", logprobs=logprobs)
+    said: list[str] = []
+    check = noise_check(config(ds={"param_dtype": dtype}), engines, policy, on_gpu=on_gpu, say=said.append)  # type: ignore[arg-type]
+    assert check is not None
+    check._stops = False
+    check.check(1, responses(40, 40))
+    exact = [{"layout": "padded", "exact": True}] * is_measured
+    assert asked == [{"layout": "padded"}, *exact, {"undivided": True}]
+
+
+def test_floors_follow_type_and_device() -> None:
+    half = config(ds={"param_dtype": "bf16"})
+    assert (noise_floor(config(), on_gpu=False), noise_floor(half, on_gpu=True)) == (FP32, BF16)
+    # Twenty times that is more than the ceiling, which then holds alone.
+    assert 20 * noise_floor(config(), on_gpu=True) > 1e-3
+    assert are_alike(config())
+    original = {"param_dtype": "fp32", "load_in_4bit": True, "lora": {"rank": 4}}
+    assert not are_alike(config(ds=original, vllm={"qlora_base": "original"}))

@@ -1,0 +1,62 @@
+"""Images in Ray's object store: written once per node, read in place, named by handles that are cheap to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.media import InlineMedia
+from vlmrl.data.source import Source
+from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
+from vlmrl.types import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMedia:
+    """A handle to pixels in the object store. Pickling it moves the reference, never the pixels."""
+
+    hash: str
+    size: tuple[int, int]
+    ref: ray.ObjectRef[Pixels]
+
+    def fetch(self) -> Pixels:
+        pixels: Pixels = ray.get(self.ref, timeout=600)
+        return pixels
+
+
+def put(media: InlineMedia) -> StoredMedia:
+    """Move the pixels into this node's object store."""
+    return StoredMedia(hash=media.hash, size=media.size, ref=ray.put(media.pixels))
+
+
+def created_bytes() -> int:
+    """Bytes ever written to the object stores of the session, whatever they were."""
+    from ray._private.internal_api import node_stats
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    stats = [
+        node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False) for node in alive
+    ]
+    return sum(int(stat.store_stats.cumulative_created_bytes) for stat in stats)
+
+
+class StoredSource(Source):
+    """The run's data, its pixels in the object store. `functions` are the built-in reward functions of the run: rows
+    whose label they cannot use are dropped."""
+
+    def __init__(self, *, functions: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(**settings, share=put, label_problems=LabelCheck(functions))
+
+
+def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
+    """What the run needs of every row beside its question."""
+    if isinstance(config, RolloutBench):
+        return NOTHING
+    if isinstance(config, SftConfig):
+        return Wants(answer=True)
+    return Wants(label=who_needs_labels(config.reward), instead=read_instead_of_labels(config.reward))

@@ -1,0 +1,180 @@
+"""`vlmrl bench publish` and `vlmrl bench rollout`: weights on their way to the engines, and how fast engines answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from vlmrl.cluster.build import Stage
+from vlmrl.cluster.data import created_bytes
+from vlmrl.cluster.device_path import DevicePath, check_devices
+from vlmrl.cluster.engines import RemoteEngines
+from vlmrl.cluster.placement import Role, plan
+from vlmrl.cluster.publish import readback_plan
+from vlmrl.cluster.role_settings import demand
+from vlmrl.cluster.session import Session, session
+from vlmrl.commands.bench.output import say
+from vlmrl.config.data import Columns
+from vlmrl.config.run import PublishBench, RolloutBench
+from vlmrl.config.train import Loop
+from vlmrl.config.vision import Vision
+from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
+from vlmrl.plugins import processor_of
+from vlmrl.rollout.sampling import Sampling
+from vlmrl.types import Metrics, Part
+
+
+def publish(config: PublishBench) -> None:
+    """`vlmrl bench publish`: seconds and bytes of handing weights to all engines; the first time is a warm-up.
+
+    With `ds.lora.rank` the base and the adapters go in turn.
+    """
+    roles = [
+        Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
+        Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
+    ]
+    with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
+        check_devices(config.vllm, machines, stage.places)
+        columns = Columns()
+        actor = config.actor
+        tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
+        adapter = plan_adapter(config.actor, config.ds.lora, tools)
+        travels_alone = adapter is not None and adapter.fits_engine
+        engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
+        learner = stage.group(
+            "actor",
+            "vlmrl.learning.policy.Policy",
+            {
+                "actor": config.actor,
+                "ds": config.ds,
+                "loop": Loop(),
+                "columns": Columns(),
+                "vision": Vision(),
+                "total_steps": 1,
+                "loss": None,
+                "temperature": 1.0,
+                "bans": True,
+                "adapter": adapter,
+            },
+            timeout_s=3600,
+            distributed=True,
+        )
+        parts: tuple[Part, ...] = ("base", "adapter") if travels_alone else ("whole",)
+        for number in range(config.bench.repeats + 1):
+            for part in parts:
+                started = time.perf_counter()
+                num_bytes = engines.load(
+                    learner,
+                    version=number,
+                    max_bytes=config.vllm.bucket_bytes,
+                    vision_changed=True,
+                    part=part,
+                    readback=readback_plan(config.vllm.readback_steps, version=number, is_first=False),
+                )
+                seconds = time.perf_counter() - started
+                _say(
+                    machines,
+                    bench="publish",
+                    model=config.actor.model_name_or_path,
+                    part=part,
+                    repeat=number,
+                    warm_up=number == 0,
+                    ranks=len(learner),
+                    engines=config.vllm.num_engines,
+                    zero_stage=config.ds.zero_stage,
+                    seconds=round(seconds, 4),
+                    bytes=num_bytes,
+                    gib_per_s=round(num_bytes / 2**30 / seconds, 4),
+                    **({} if part == "adapter" else _rounded(engines.readback())),
+                )
+
+
+def rollout(config: RolloutBench) -> None:
+    """`vlmrl bench rollout`: tokens per second, and bytes put into the object store, for several numbers of answers."""
+    roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
+    with _stage(roles) as (stage, machines):
+        prompts = stage.prompts(config)
+        max_model_len = config.data.max_len + config.rollout.max_new_tokens
+        engines = _engines(stage, config, config.data, max_model_len=max_model_len)
+        for width in config.bench.n_samples_per_prompt:
+            for number in range(config.bench.repeats + 1):
+                sampling = Sampling(
+                    n=width,
+                    temperature=config.rollout.temperature,
+                    top_p=config.rollout.top_p,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                    seed=config.train.seed,
+                )
+                before = created_bytes()
+                drawn, drawing = prompts.draw(config.rollout.batch_size)
+                started = time.perf_counter()
+                groups = engines.generate(drawn, sampling)
+                seconds = time.perf_counter() - started
+                tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
+                _say(
+                    machines,
+                    bench="rollout",
+                    model=config.actor.model_name_or_path,
+                    repeat=number,
+                    warm_up=number == 0,
+                    engines=config.vllm.num_engines,
+                    prompts=len(drawn),
+                    n_samples_per_prompt=width,
+                    seconds=round(seconds, 4),
+                    sampled_tokens=tokens,
+                    prompt_tokens=sum(len(prompt.tokens) for prompt in drawn),
+                    sampled_tokens_per_s=round(tokens / seconds, 1),
+                    media_bytes=int(drawing["media/bytes_moved"]),
+                    object_store_bytes=created_bytes() - before,
+                )
+
+
+@contextmanager
+def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, Session]]:
+    with session() as machines, ExitStack() as stack:
+        shared = [frozenset(role.name for role in roles)] if shares else []
+        places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
+        stage = Stage(machines, places, stack)
+        with stage.ending():
+            yield stage, machines
+
+
+def _engines(
+    stage: Stage,
+    config: PublishBench | RolloutBench,
+    columns: Columns,
+    *,
+    max_model_len: int,
+    adapter: AdapterPlan | None = None,
+) -> RemoteEngines:
+    group = stage.group(
+        "vllm",
+        "vlmrl.rollout.engine.RolloutEngine",
+        {
+            "model": config.actor.model_name_or_path,
+            "vllm": config.vllm,
+            "columns": columns,
+            "trust_remote_code": config.actor.trust_remote_code,
+            "dtype": config.ds.param_dtype,
+            "max_model_len": max_model_len,
+            "top_p": 1.0,
+            "name": "vllm",
+            "adapter": adapter,
+            "demand": demand(config) if isinstance(config, RolloutBench) else None,
+        },
+        timeout_s=max(config.vllm.start_timeout_s, 3600),
+        concurrent=True,
+    )
+    device_path = None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm)
+    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
+
+
+def _rounded(metrics: Metrics) -> Metrics:
+    """As fields of a line."""
+    return {name.removeprefix("sync/"): round(value, 4) for name, value in metrics.items()}
+
+
+def _say(machines: Session, **fields: Any) -> None:
+    say(**fields, device=f"{sum(machines.slots)} x {machines.unit}")

@@ -1,0 +1,73 @@
+"""Steps of a run: how many its data make, how many optimizer steps that is, and how far a run is."""
+
+from __future__ import annotations
+
+from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.errors import ConfigError
+
+
+def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
+    """`last_step`, where there is also something to learn until then.
+
+    Raises:
+        ConfigError: the data are not enough for one step, or the critic has all steps for itself.
+    """
+    frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
+    optimizer_steps(config, num_rows, frozen=frozen)
+    return last_step(config, num_rows)
+
+
+def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
+    """Optimizer steps of the whole run: what the learning rate's schedule is laid over. In the first `frozen` steps of
+    the run none is taken.
+
+    Raises:
+        ConfigError: there are no other steps.
+    """
+    steps = last_step(config, num_rows)
+    if isinstance(config, SftConfig):
+        return steps
+    if frozen >= steps:
+        raise ConfigError(f"critic.freezing_steps {frozen} leaves the actor none of the run's {steps} steps: lower it")
+    steps -= frozen
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return steps * config.train.max_epochs * -(-samples // config.train.batch_size)
+
+
+def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
+    """Steps of the whole run.
+
+    Raises:
+        ConfigError: the data are not enough for one step.
+    """
+    size, passes, flag = _batches(config)
+    steps = num_rows * passes // size
+    if steps == 0:
+        raise ConfigError(f"{num_rows} rows, {passes} times over, do not fill one batch of {size}: lower {flag}")
+    return min(steps, config.train.max_steps or steps)
+
+
+def last_step_from(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> int:
+    """`last_step` of a run that goes on after `done` steps and `drawn` rows, whose batches may have had another size.
+
+    With dynamic filtering, where a step draws as many as it needs, the most that it can be.
+    """
+    size, passes, _ = _batches(config)
+    steps = done + max(num_rows * passes - drawn, 0) // size
+    if isinstance(config, RlConfig) and config.algo.dynamic_filtering_enable:
+        steps = max(steps, num_rows * passes // size)
+    return min(steps, config.train.max_steps or steps)
+
+
+def share_done(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> float:
+    """How far a run is after `done` steps and `drawn` rows, from 0 to 1: by its rows or by `train.max_steps`, whichever
+    ends it."""
+    by_steps = done / config.train.max_steps if config.train.max_steps else 0.0
+    return min(max(drawn / (num_rows * _batches(config)[1]), by_steps), 1.0)
+
+
+def _batches(config: RlConfig | SftConfig) -> tuple[int, int, str]:
+    """Rows of a step, passes over all rows, and the flag of the former."""
+    if isinstance(config, RlConfig):
+        return config.rollout.batch_size, config.train.num_episodes, "--rollout.batch_size"
+    return config.train.batch_size, config.train.max_epochs, "--train.batch_size"

@@ -1,0 +1,327 @@
+"""What runs in a scoring process: it loads the reward functions once, and calls one of them for one answer at a time.
+
+Whatever a function does becomes a `Verdict` here, plain enough for any pickle: the user's exceptions and numbers never
+travel to the process that trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import io
+import math
+import numbers
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vlmrl.errors import ConfigError, VlmrlError
+from vlmrl.plugins import user_function
+from vlmrl.rewards import batch
+from vlmrl.rewards.environment import hide_secrets
+from vlmrl.rewards.failures import TooHardError, doing_of
+from vlmrl.system import stops
+from vlmrl.types import Failure, Retry
+
+ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
+SETTING = "reward.remote_url"
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What the driver must know of a reward function that is loaded elsewhere."""
+
+    arguments: frozenset[str]
+    """Which of `ARGUMENTS` it is to be given."""
+    wants_label: bool
+    """A prompt without a label is an error for it."""
+    batch: batch.Signature | None = None
+    """How it is called with many responses at once; None: it takes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one call."""
+
+    value: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The other numbers of a function that returns a dict."""
+    problem: str | None = None
+    """One line on why there is no value; then `value` is 0."""
+    blame: Failure = "response"
+    """Whose doing the problem is, where there is one."""
+    retried: Retry | None = None
+    """Why the call was made twice, if it was."""
+    never_returned: bool = False
+    """This call ran too long or ended its process, and so did every call of its function before."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why there is no value; None: there is one."""
+        return None if self.problem is None else self.blame
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    function: Callable[..., Any]
+    file: str
+    declared: Declared
+
+
+_loaded: dict[str, _Loaded | VlmrlError] = {}
+
+
+def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = (), log: Path | None = None) -> None:
+    """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see. From then
+    on what it prints goes to `log`."""
+    _die_with_parent()
+    stops.accepted()  # its pool ends one that takes too long by SIGTERM
+    hide_secrets(os.environ, keep=pass_env)
+    if log is not None:
+        _print_to(log)
+    load(names, spec)
+
+
+def load(names: tuple[str, ...], spec: str | None) -> None:
+    """Load the built-in functions `names` and the user's function `spec`. Mistakes are kept for `describe` to raise."""
+    for name in names:
+        module = import_module(f"vlmrl.rewards.{name}")
+        arguments = frozenset(inspect.signature(module.score).parameters)
+        _loaded[name] = _Loaded(module.score, str(module.__file__), Declared(arguments, module.WANTS_LABEL))
+    if spec is not None:
+        name = spec.rpartition(":")[2]
+        try:
+            function = user_function(spec, SETTING)
+            declared = declare(function, spec)
+            _loaded[name] = _Loaded(function, str(Path(spec.rpartition(":")[0]).expanduser().resolve()), declared)
+        except VlmrlError as error:
+            _loaded[name] = error
+
+
+def describe(name: str) -> Declared:
+    """What the function takes. Raises ConfigError when it could not be loaded."""
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError):
+        raise loaded
+    return loaded.declared
+
+
+def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Verdict:
+    """Score one answer. `images` are .npy files: each call gets PIL images of its own, and may draw on them.
+
+    Raises TooHardError as the function does: another try may go well.
+    """
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError):
+        return Verdict(problem=str(loaded), blame="infrastructure")
+    try:
+        given = dict(arguments)
+        if "images" in loaded.declared.arguments:
+            given["images"] = [_open(file) for file in images]
+        returned = loaded.function(**given)
+        return to_verdict(returned)
+    except TooHardError:
+        raise
+    except BaseException as error:  # the user's code may raise anything, sys.exit included
+        return Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+
+
+def call_all(
+    name: str, arguments: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, ...]]
+) -> tuple[Verdict, ...]:
+    """Score some responses, all at once where the function takes a batch; `arguments` and `images` are of each.
+
+    A batch that raises is scored one by one, so that a response fails by its own doing alone.
+    """
+    loaded = _loaded[name]
+    if isinstance(loaded, VlmrlError) or loaded.declared.batch is None:
+        return tuple(call(name, given, files) for given, files in zip(arguments, images, strict=True))
+    signature = loaded.declared.batch
+    try:
+        pictures = [[_open(file) for file in files] for files in images]
+        returned = loaded.function(**batch.arguments(signature, arguments, pictures))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+    except TooHardError:
+        raise
+    except BaseException as error:  # the user's code may raise anything, sys.exit included
+        verdict = Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+    else:
+        return _verdicts(returned, len(arguments), signature)
+    if len(arguments) == 1 or verdict.blame == "infrastructure":
+        return (verdict,) * len(arguments)
+    singles = [call_all(name, [given], [files]) for given, files in zip(arguments, images, strict=True)]
+    return tuple(verdict for (verdict,) in singles)
+
+
+def _verdicts(returned: Any, count: int, signature: batch.Signature) -> tuple[Verdict, ...]:
+    """What a batch's return says of each of `count` responses. A return of another form is no response's doing, and is
+    not asked for again one by one: a list of one value would pass there, whatever it means."""
+    try:
+        return tuple(to_verdict(value) for value in batch.one_by_one(returned, count, style=signature.style))
+    except Exception as error:
+        return (Verdict(problem=f"{type(error).__name__}: {one_line(error)}"),) * count
+
+
+def unusable(name: str, label: str) -> str | None:
+    """Why no response can match the label by the built-in function `name`; None when one can."""
+    problem: str | None = import_module(f"vlmrl.rewards.{name}").unusable(label)
+    return problem
+
+
+def declare(function: Callable[..., Any], spec: str) -> Declared:
+    """What a user's function takes. Raises ConfigError as `declared_arguments` does."""
+    try:
+        signature = batch.signature_of(function, spec, setting=SETTING)
+    except (TypeError, ValueError):  # a signature that cannot be read, which is told below
+        signature = None
+    if signature is None:
+        return Declared(declared_arguments(function, spec), wants_label=False)
+    arguments = {"prompt", "response", "label", "metadata"} | ({"images"} & signature.names)
+    return Declared(frozenset(arguments), wants_label=False, batch=signature)
+
+
+def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:
+    """Which of `ARGUMENTS` a user's function declares; `**kwargs` takes all but the images.
+
+    Raises ConfigError when it demands something else, or does not look at the response.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{SETTING}: the signature of {spec} cannot be read: {error}") from error
+    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names = frozenset(by_keyword) & frozenset(ARGUMENTS)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names |= frozenset(ARGUMENTS) - {"images"}
+    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    unknown = nameless + [n for n, p in by_keyword.items() if n not in ARGUMENTS and p.default is p.empty]
+    if unknown or "response" not in names:
+        what = f"asks for {', '.join(unknown)}" if unknown else "does not ask for response"
+        raise ConfigError(
+            f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
+            "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
+        )
+    return names
+
+
+def to_verdict(returned: Any) -> Verdict:
+    """What a function or a server returned for one answer: a number, or a dict of numbers with one named `total`."""
+    if not isinstance(returned, Mapping):
+        return _finite({"it": returned}, "it")
+    if "total" not in returned:
+        return Verdict(problem=f"it returned a dict without 'total' (keys: {one_line(sorted(map(str, returned)))})")
+    return _finite(returned, "total")
+
+
+def _finite(values: Mapping[Any, Any], total: str) -> Verdict:
+    plain = {}
+    for key, value in values.items():
+        what = "it returned" if key == "it" else f"it returned {key!r} ="
+        converted = _number(value)
+        if converted is None:
+            return Verdict(problem=f"{what} {_describe(value)} where one number per answer is wanted")
+        if not math.isfinite(converted):
+            return Verdict(problem=f"{what} {converted}, which is not a finite number")
+        plain[key] = converted
+    # Part names become metric names.
+    parts = {re.sub(r"[^A-Za-z0-9_.-]", "_", str(k)) or "_": v for k, v in plain.items() if k != total}
+    return Verdict(value=plain[total], parts=parts)
+
+
+def _number(value: Any) -> float | None:
+    """Python, NumPy and zero-dimensional tensor numbers; a list of one number is not a number."""
+    is_scalar_array = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    if is_scalar_array:
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        return "a coroutine (write def, not async def)"
+    try:
+        return f"a {type(value).__name__} of {len(value)}"
+    except TypeError:
+        return f"a {type(value).__name__}"
+
+
+def _reason(error: BaseException, file: str) -> str:
+    """`ValueError: what it said (reward.py:12)`: the line is the last one in the function's own file."""
+    try:
+        message = one_line(str(error))
+    except Exception:  # an exception of the user's may not even print
+        message = "?"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)]
+    place = own[-1] if own else frames[-1]
+    # A signature that does not fit fails before the function's first line: only this file is in the traceback then.
+    where = "" if place.filename == __file__ else f" ({os.path.relpath(place.filename)}:{place.lineno})"
+    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
+
+
+def one_line(value: object) -> str:
+    """What others wrote, short enough for a message."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
+
+
+def _open(file: str) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.load(file, allow_pickle=False))
+
+
+def _print_to(log: Path) -> None:
+    """Lines that are printed lie in the file at once: a process that is killed loses none."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Words(descriptor, "w", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        for descriptor in (1, 2)
+    )
+
+
+class _Words(io.FileIO):
+    """Where words go. On a full disk they are dropped: a response whose score was printed has one."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _die_with_parent() -> None:
+    """A killed run leaves no scoring process behind: the kernel kills this one with the process that forked it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""The machine that a process runs on: signals, exit codes, disks, memory, temporary files."""

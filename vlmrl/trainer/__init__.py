@@ -1,0 +1,1 @@
+"""The loops, over Protocols: no Ray, DeepSpeed or vLLM in them."""

@@ -1,0 +1,54 @@
+"""Layouts are proven equal before the first update of a run, on its own first samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from vlmrl.data.responses import shortened, to_samples
+from vlmrl.errors import SyncError
+from vlmrl.types import Group, Layout, Metrics, Sample
+
+_NUM_GROUPS = 2
+_NUM_RESPONSES = 2
+_NUM_TOKENS = 64
+_BOUND = 1e-5
+"""Relative. In fp32 sound layouts differ by a millionth; positions that are off by one make a tenth; a response that
+gives a thousandth of its attention to another, a thousandth."""
+
+Compare = Callable[[Sequence[Sample]], Mapping[Layout, tuple[float, float]]]
+"""How far each layout is from `padded` for some samples, relative to it: values, gradients."""
+
+
+def check_layouts(groups: Sequence[Group], compare: Compare) -> Metrics:
+    """Let a few of the responses go through the model's first layers in fp32, in the run's layouts and in `padded`.
+
+    Returns `layout/values_gap` and `layout/gradients_gap`, of the layout where each is largest; nothing where the run
+    has no layout but `padded`.
+
+    Raises SyncError when a layout differs from `padded` by more than fp32 explains.
+    """
+    found = compare(to_samples(_choose(groups)))
+    for layout, gaps in found.items():
+        for what, gap in zip(("values", "gradients"), gaps, strict=True):
+            if not gap <= _BOUND:
+                raise SyncError(
+                    f"layout check: {what} of the first layers differ by {gap:.2g} of their size between train.layout "
+                    f"{layout} and padded, in fp32 (bound {_BOUND:g}): positions or attention of packed samples are "
+                    "wrong; train with --train.layout padded"
+                )
+    if not found:
+        return {}
+    values, gradients = (max(column) for column in zip(*found.values(), strict=True))
+    return {"layout/values_gap": values, "layout/gradients_gap": gradients}
+
+
+def _choose(groups: Sequence[Group]) -> list[Group]:
+    """The first groups, those with images before those without, with a few responses each."""
+    order = sorted(range(len(groups)), key=lambda number: not groups[number].prompt.media)
+    found = []
+    for number in order:
+        group = groups[number]
+        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
+        if rollouts:
+            found.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
+    return found[:_NUM_GROUPS]
