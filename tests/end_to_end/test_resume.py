@@ -26,7 +26,7 @@ from vlmrl.system.storage import size_of
 STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
 GRACE_S = 60
 PER_STEP = 4
-MEASURED_AT_A_START = {"sync/noise", "sync/decode_gap", "sync/layout_gap"}
+MEASURED_AT_A_START = {"verify/noise/level", "verify/noise/decode_gap", "verify/noise/layout_gap"}
 """In a run's first step and in every tenth: a run that goes on measures anew, maybe on another machine."""
 
 
