@@ -26,7 +26,7 @@ from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NOTHING, Wants, find_columns
-from vlmrl.data.rows import load_all
+from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.lines import one_line, print_line
@@ -154,6 +154,7 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             read.
     """
     data, wants = config.data, wants_of(config)
+    sources: list[Rows] = []
     if isinstance(data, Data):
         seed = config.train.seed
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
@@ -161,10 +162,9 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             find_columns(source, sources, data, wants)
     if not isinstance(config, SftConfig) and config.eval.dataset is not None:
         held = config.eval
-        for source in load_all(
-            held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed
-        ):
-            find_columns(source, [source], data, wants)
+        sets = load_all(held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed)
+        for source in sets:
+            find_columns(source, [*sources, *sets], data, wants)
 
 
 def check_lengths(config: RlConfig | EvalConfig) -> None:

@@ -135,6 +135,17 @@ def test_a_dry_run_shows_what_is_held_out(model: str, tmp_path: Path, capsys: An
     assert any(line.startswith("│evaluation:visual_math│8│") for line in table)
 
 
+def test_evaluation_sets_need_not_have_the_columns_of_the_training_rows(
+    model: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(40)))
+    words = ["--data.prompt_dataset", f"{tmp_path}/rows.jsonl,arithmetic?size=20", "--data.label_key", "gold"]
+    words += ["--data.eval_fraction", "0.2", "--eval.dataset", "visual_math?families=count&difficulty=1&size=4"]
+    assert dry_run("rl", model, tmp_path / "out", *words) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out.replace(" ", "")
+    assert all(f"evaluation:{name}" in shown for name in ("rows", "arithmetic", "visual_math"))
+
+
 def test_a_dry_run_of_supervised_training_looks_at_the_answers(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,7 +84,10 @@ class PromptStream:
         share: Callable[[InlineMedia], Media] = _identity,
         label_problems: LabelProblems = _none,
         wants: Wants = NOTHING,
+        among: Sequence[Rows] | None = None,
     ) -> None:
+        """`among` are the datasets that the settings' columns are of, one of which has to have what they name; None:
+        the sources."""
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
         if probs is not None and len(probs) != len(sources):
@@ -93,7 +96,7 @@ class PromptStream:
             if len(source) == 0:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
-        self._keys = [find_columns(source, sources, columns, wants) for source in sources]
+        self._keys = [find_columns(source, among or sources, columns, wants) for source in sources]
         self._reaches = [Reach.of(source.root, columns, source.image_folders) for source in sources]
         self._wants = wants
         self._processor = processor
