@@ -16,7 +16,7 @@ from typing import Any
 from vlmrl.config.data import Columns
 from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, top, value_at
 from vlmrl.data.conversations import read_conversation, split_answer
-from vlmrl.data.fingerprint import differences, fingerprint
+from vlmrl.data.fingerprint import differences, fingerprint, saved_in
 from vlmrl.data.image_source import Reach
 from vlmrl.data.labels import class_name, label_text
 from vlmrl.data.marks import Marked
@@ -179,7 +179,7 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream over the same data stood. DataError, with names, when the data are others."""
         saved, mine = state["data"], self._fingerprint
-        found = differences(saved["datasets"], mine["datasets"])
+        found = differences(saved_in(saved), mine["datasets"])
         different = found.sure + ["shares and seed"] * (saved["shares and seed"] != mine["shares and seed"])
         if different:
             raise DataError(
