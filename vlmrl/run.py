@@ -385,3 +385,4 @@ def _started(
             stage = Stage(machines, places, stack, watch)
             with stage.ending():
                 yield stage, report
+            stops.told("the run was done")  # what comes now ends its processes
