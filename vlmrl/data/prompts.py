@@ -61,6 +61,7 @@ class _Question:
     images: Sequence[Any]
     metadata: Mapping[str, Any]
     answer: str | None
+    label_key: str | None
 
 
 class PromptStream:
@@ -228,6 +229,7 @@ class PromptStream:
                     metadata=question.metadata,
                     answer=question.answer,
                     is_chat=not isinstance(question.text, str),
+                    label_key=question.label_key,
                 )
             )
         return prompts
@@ -255,7 +257,9 @@ class PromptStream:
         # A line of JSON may leave out what it has not; whoever asks for the column gets None, as from a table.
         absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
         metadata = metadata_of({**absent, **row}, set(keys.values()))
-        return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
+        return _Question(
+            text=text, label=label, images=images, metadata=metadata, answer=answer, label_key=keys["label_key"]
+        )
 
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vlmrl.errors import ConfigError
@@ -42,9 +42,9 @@ class Signature(NamedTuple):
     takes_all: bool
     """It has `**kwargs`, which are for all other columns."""
 
-    def missing(self, *, label: str | None, label_key: str, metadata: Mapping[str, Any]) -> str | None:
+    def missing(self, *, label_keys: Collection[str], metadata: Mapping[str, Any]) -> str | None:
         """A column that it asks for and the row has not."""
-        item = {"label": label, "label_key": label_key, "metadata": metadata}
+        item = {"label_keys": label_keys, "metadata": metadata}
         return next((name for name in sorted(self.required) if not _has(name, item)), None)
 
 
@@ -75,7 +75,8 @@ def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Si
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
     """What the function is called with, lists over the responses.
 
-    An item holds `prompt`, `response`, `label`, `label_key`, `metadata` and `is_chat`; `images` are PIL, per response.
+    An item holds `prompt`, `response`, `label`, `label_keys` (columns that are the label's), `metadata` and
+    `is_chat`; `images` are PIL, per response.
     """
     if signature.style == "openrlhf":
         known: dict[str, list[Any]] = {
@@ -93,7 +94,7 @@ def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: 
         if signature.takes_all:
             columns |= {
                 "label",
-                *(item["label_key"] for item in items),
+                *(name for item in items for name in item["label_keys"]),
                 *(name for i in items for name in i["metadata"]),
             }
     if "images" in signature.names:
@@ -163,7 +164,7 @@ def _column(name: str, item: Mapping[str, Any]) -> Any:
 
 
 def _is_label(name: str, item: Mapping[str, Any]) -> bool:
-    return name in LABELS or name == item["label_key"]
+    return name in LABELS or name in item["label_keys"]
 
 
 def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:

@@ -164,6 +164,7 @@ def test_rows_held_out_of_several_datasets_have_the_columns_that_their_training_
     assert all(prompt.label is not None for prompt in source.draw(27)[0])
     sets = source.evaluation()
     assert {name: len(prompts) for name, prompts in sets.items()} == {"arithmetic": 4, "mine": 5}
+    assert {prompts[0].label_key for prompts in sets.values()} == {"label", "gold"}
     assert all(prompt.label is not None for prompts in sets.values() for prompt in prompts)
     assert source.look_at_repeats().evaluated == []
 
