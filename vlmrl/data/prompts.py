@@ -146,11 +146,14 @@ class PromptStream:
         self._position += n
         return prompts
 
-    def all_prompts(self, limit: int) -> list[Prompt]:
-        """At most `limit` prompts in the order of the rows, for evaluation; the stream itself does not move."""
+    def all_prompts(self, limit: int, *, part_of: int = 0) -> list[Prompt]:
+        """At most `limit` prompts in the order of the rows, for evaluation; the stream itself does not move.
+
+        Where the rows are a part of so many, those that cannot be used are judged as a share of them all.
+        """
         places = [Place(s, row) for s, source in enumerate(self._sources) for row in range(len(source))][:limit]
         prompts = self._prompts(places, 0, {})
-        self._check_dropped(len(places))
+        self._check_dropped(len(places), part_of=part_of)
         return prompts
 
     def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:
@@ -344,8 +347,8 @@ class PromptStream:
         logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
         self._last_dropped = one_line(f"{name} ({detail})")
 
-    def _check_dropped(self, num_seen: int) -> None:
-        judged = min(self.num_rows, max(num_seen, _FEWEST_ROWS_TO_JUDGE))
+    def _check_dropped(self, num_seen: int, *, part_of: int = 0) -> None:
+        judged = min(max(self.num_rows, part_of), max(num_seen, _FEWEST_ROWS_TO_JUDGE))
         bound = self._columns.max_dropped_fraction
         if len(self._bad) > bound * judged or len(self._bad) == self.num_rows:
             reasons = ", ".join(f"{count} {kind}" for kind, count in self.dropped.most_common())

@@ -146,24 +146,28 @@ class Source:
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Every prompt of each evaluation set, by the set's name."""
         sets: dict[str, list[Prompt]] = {}
-        for rows, stream in self._evaluation_streams():
+        for rows, stream, part_of in self._evaluation_streams():
             name, number = rows.name, 2
             while name in sets:
                 name, number = f"{rows.name}-{number}", number + 1
-            sets[name] = stream.all_prompts(len(rows))
+            sets[name] = stream.all_prompts(len(rows), part_of=part_of)
         return sets
 
-    def _evaluation_streams(self) -> Iterator[tuple[Rows, PromptStream]]:
-        """Those of `eval.dataset`, then what is held out of the training rows. A column that is asked for may be in
-        another dataset of the run."""
+    def _evaluation_streams(self) -> Iterator[tuple[Rows, PromptStream, int]]:
+        """Those of `eval.dataset`, then what is held out of the training rows, and of how many rows each is a part. A
+        column that is asked for may be in another dataset of the run."""
         held = self._evaluation
         if held is None:
             return
         loaded = []
         if held.dataset is not None:
             loaded = load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
-        for rows in (*loaded, *(first_rows(rows, held.max_samples) for rows in self._held_out)):
-            yield rows, self._stream([rows], among=[*self._trained, *loaded])
+        among = [*self._trained, *loaded]
+        for rows in loaded:
+            yield rows, self._stream([rows], among=among), len(rows)
+        for rows, trained in zip(self._held_out, self._trained, strict=False):
+            some = first_rows(rows, held.max_samples)
+            yield some, self._stream([some], among=among), len(rows) + len(trained)
 
     @property
     def processor(self) -> Processor:
@@ -192,7 +196,7 @@ class Source:
     def look_at_repeats(self) -> Repeats:
         """Count rows that come twice and evaluation rows among the training rows, by their content, as far as
         there is time (`repeats`); nothing is drawn."""
-        return find_repeats(self._training.marked, [stream.marked[0] for _, stream in self._evaluation_streams()])
+        return find_repeats(self._training.marked, [stream.marked[0] for _, stream, _ in self._evaluation_streams()])
 
     def take_notes(self) -> list[str]:
         """One line for each row that was dropped since the last call: which, and why."""

@@ -169,6 +169,22 @@ def test_rows_held_out_of_several_datasets_have_the_columns_that_their_training_
     assert source.look_at_repeats().evaluated == []
 
 
+def test_rows_held_out_are_judged_as_a_share_of_their_dataset(model: str, tmp_path: Path) -> None:
+    file, rows = tmp_path / "rows.jsonl", [{"input": f"q{n}", "label": str(n)} for n in range(100)]
+
+    def source() -> Source:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return make_source(model, dataset=str(file), eval_fraction=0.1)
+
+    held = [int(prompt.source.partition(":")[2]) for prompt in source().evaluation()["rows"]]
+    rows[held[0]] = {"input": "", "label": "4"}
+    assert len(source().evaluation()["rows"]) == 9, "one in a hundred"
+    for number in held:
+        rows[number] = {"input": "", "label": "4"}
+    with pytest.raises(DataError, match="10 of the first 10 rows cannot be used"):
+        source().evaluation()
+
+
 def test_an_evaluation_set_need_not_have_the_columns_of_the_training_rows(model: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(20)))
