@@ -34,7 +34,7 @@ from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adap
 from vlmrl.models.positions import check_length, positions
 from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
-from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
 from vlmrl.types import Prompt
 
 _SAMPLES_LOOKED_AT = 100
@@ -143,7 +143,8 @@ def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
         return NOTHING
     if isinstance(config, SftConfig):
         return Wants(answer=True)
-    return Wants(label=who_needs_labels(config.reward), instead=read_instead_of_labels(config.reward))
+    reward = config.reward
+    return Wants(who_needs_labels(reward), instead=read_instead_of_labels(reward), others=other_columns(reward))
 
 
 def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:

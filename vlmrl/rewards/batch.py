@@ -27,7 +27,7 @@ _OWN: Mapping[Style, frozenset[str]] = {
 """What each style calls what is not a column of the row."""
 LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
 """By these names functions ask for the label, where the row has no other column of that name."""
-_ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
 """What TRL hands over beside columns, and only its trainer has."""
 
 
@@ -62,7 +62,7 @@ def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Si
     else:
         return None
     required = frozenset(name for name, p in names.items() if p.default is p.empty) - _OWN[style]
-    unknown = sorted(required if style == "openrlhf" else required & _ELSEWHERE)
+    unknown = sorted(required if style == "openrlhf" else required & ELSEWHERE)
     if unknown:
         library = "TRL" if style == "trl" else "OpenRLHF"
         raise ConfigError(
