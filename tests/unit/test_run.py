@@ -15,7 +15,7 @@ from scripted_loop import config
 from vlmrl import run as run_module
 from vlmrl import stops
 from vlmrl.cluster.session import Node, Session
-from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
+from vlmrl.errors import ConfigError, DataError, RewardError, StorageError, VlmrlError
 from vlmrl.observe.folder import RunFolder
 from vlmrl.run import Evaluations
 from vlmrl.stops import Stopped
@@ -198,3 +198,30 @@ def test_a_stop_while_a_run_that_is_done_ends_its_processes_says_so(
     with pytest.raises(Stopped) as stopped, stops.heeded(60), run_module._started(config(), RunFolder(tmp_path), []):
         pass
     assert str(stopped.value) == "stopped by SIGTERM: the run was done"
+
+
+class Table:
+    """A policy that tells what trains."""
+
+    def table(self) -> list[tuple[str, int, int]]:
+        return [("language", 1, 1)]
+
+
+def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def machines() -> Any:
+        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+
+    monkeypatch.setattr(run_module, "session", machines)
+    folder = RunFolder(tmp_path)
+    folder.checkpoint(4).mkdir(parents=True)
+    folder.config.write_text("theirs\n")
+    mine = config(ckpt={"load_enable": True})
+    with pytest.raises(DataError), run_module._started(mine, folder, []):
+        raise DataError("the checkpoint was made with other data")
+    assert folder.config.read_text() == "theirs\n"
+    with run_module._started(mine, folder, []) as (_, report):
+        run_module._begin(mine, report, folder, Table(), total_steps=5, done=4)  # type: ignore[arg-type]
+    assert "theirs" not in folder.config.read_text()
