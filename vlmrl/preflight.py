@@ -26,7 +26,7 @@ from vlmrl.config.reward import Reward
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NOTHING, Wants, find_columns
-from vlmrl.data.rows import load_all
+from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.lines import one_line, print_line
@@ -34,7 +34,7 @@ from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adap
 from vlmrl.models.positions import check_length, positions
 from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
-from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
 from vlmrl.types import Prompt
 
 _SAMPLES_LOOKED_AT = 100
@@ -143,7 +143,8 @@ def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
         return NOTHING
     if isinstance(config, SftConfig):
         return Wants(answer=True)
-    return Wants(label=who_needs_labels(config.reward), instead=read_instead_of_labels(config.reward))
+    reward = config.reward
+    return Wants(who_needs_labels(reward), instead=read_instead_of_labels(reward), others=other_columns(reward))
 
 
 def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
@@ -154,6 +155,7 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             read.
     """
     data, wants = config.data, wants_of(config)
+    sources: list[Rows] = []
     if isinstance(data, Data):
         seed = config.train.seed
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
@@ -161,10 +163,9 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             find_columns(source, sources, data, wants)
     if not isinstance(config, SftConfig) and config.eval.dataset is not None:
         held = config.eval
-        for source in load_all(
-            held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed
-        ):
-            find_columns(source, [source], data, wants)
+        sets = load_all(held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed)
+        for source in sets:
+            find_columns(source, [*sources, *sets], data, wants)
 
 
 def check_lengths(config: RlConfig | EvalConfig) -> None:

@@ -85,7 +85,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         done, carried = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        _begin(report, folder, policy, total_steps=last, done=done)
+        _begin(config, report, folder, policy, total_steps=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
@@ -251,7 +251,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        _begin(report, folder, policy, total_steps=last, done=done)
+        _begin(config, report, folder, policy, total_steps=last, done=done)
         stage.stack.enter_context(saves.kept())
         fit(
             rows=prompts,
@@ -291,7 +291,17 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         report.evaluation(0, metrics)
 
 
-def _begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
+def _begin(
+    config: RlConfig | SftConfig,
+    report: RunReport,
+    folder: RunFolder,
+    policy: RemotePolicy,
+    *,
+    total_steps: int,
+    done: int,
+) -> None:
+    if config.ckpt.load_enable:
+        _save_settings(config, folder)
     rows = policy.table()
     with writing(folder.parameters.name, folder.root):
         save_table(folder.parameters, rows)
@@ -352,6 +362,11 @@ def check_folder(config: AnyConfig, folder: RunFolder) -> None:
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
 
 
+def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
+    with writing(folder.config.name, folder.root):
+        dump_yaml(config, folder.config)
+
+
 @contextmanager
 def _started(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
@@ -375,8 +390,8 @@ def _started(
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
-        with writing(folder.config.name, folder.root):
-            dump_yaml(config, folder.config)
+        if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else it may still be refused
+            _save_settings(config, folder)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
             report.say(describe(places, machines))
@@ -385,3 +400,4 @@ def _started(
             stage = Stage(machines, places, stack, watch)
             with stage.ending():
                 yield stage, report
+            stops.told("the run was done")  # what comes now ends its processes
