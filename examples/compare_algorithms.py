@@ -4,7 +4,7 @@
     .venv/bin/python examples/compare_algorithms.py --only ppo group_norm --steps 40
 
 A tiny Qwen2.5-VL learns to count circles by supervision until it is right in about four of ten pictures; from there
-each algorithm trains it with `vlmrl rl` and its own file of this folder. Each run lies in a folder of its own under
+each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run lies in a folder of its own under
 `--out`; one that is finished there is not run again. On two CPU cores all eight take about a quarter of an hour.
 """
 
@@ -31,7 +31,7 @@ RECIPES = {
     "gspo": "GSPO",
     "cispo": "CISPO",
 }
-"""Name of the recipe, `<name>_tiny.yaml` in this folder -> what its curve is called."""
+"""Name of the recipe, `counting_tiny/<name>.yaml` in this folder -> label of its curve."""
 COLOURS = ("#d1495b", "#e8833a", "#f2b94b", "#2a9d6f", "#2f6fde", "#6fb7d9", "#7b5ea7", "#8a5a44")
 METRIC = "eval/visual_math/pass@1"
 CONSOLE = Console()
@@ -50,7 +50,8 @@ def main() -> int:
         CONSOLE.print(f"{number}/{len(given.only)}  {RECIPES[name]}", highlight=False)
         if not (folder / "model").is_dir():
             vlmrl(
-                *("rl", "--config", str(HERE / f"{name}_tiny.yaml"), "--actor.model_name_or_path", str(start)),
+                *("rl", "--config", str(HERE / "counting_tiny.yaml")),
+                *("--config", str(HERE / "counting_tiny" / f"{name}.yaml"), "--actor.model_name_or_path", str(start)),
                 *(
                     "--train.max_steps",
                     str(given.steps),
