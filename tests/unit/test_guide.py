@@ -1,4 +1,4 @@
-"""Every snippet of datasets/README.md is run, and every name in its tables exists."""
+"""Every snippet of datasets/README.md is run, and every name in the tables for those who come from elsewhere exists."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from vlmrl.plugins import processor, user_function
 from vlmrl.rewards.local_worker import declare
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
+SETTINGS_GUIDE = Path(__file__).parents[2] / "vlmrl" / "config" / "README.md"
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _OF_THE_TRAINER = {"reward_funcs"}
 
@@ -145,7 +146,7 @@ def test_the_batched_rewards_follow_their_trainers(folder: Path) -> None:
 
 def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:
     """The names in the first two columns of the table under a title."""
-    section = GUIDE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    section = SETTINGS_GUIDE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [
         (re.findall(r"`([^`]+)`", line.split("|")[1]), re.findall(r"`([^`]+)`", line.split("|")[2])) for line in lines
