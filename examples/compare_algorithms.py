@@ -1,9 +1,9 @@
-"""Every algorithm on the same questions from the same warm start: one picture of how each learns, and a table.
+"""Compare how each algorithm learns from the same warm start on the same prompts: one picture, and a table.
 
     .venv/bin/python examples/compare_algorithms.py
     .venv/bin/python examples/compare_algorithms.py --only ppo group_norm --steps 40
 
-A tiny Qwen2.5-VL learns to count circles by supervision until it is right in about four of ten pictures; from there
+A tiny Qwen2.5-VL is trained by supervision to count circles until it is right in about four of ten pictures; from there
 each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run lies in a folder of its own under
 `--out`; one that is finished there is not run again. On two CPU cores all eight take about a quarter of an hour.
 """
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def warm_start(out: Path) -> Path:
-    """The model that all start from: that of `make quickstart` where there is one, else one made here."""
+    """The warmed-up model of `make quickstart` where there is one, else one made here."""
     quickstart = Path("runs/quickstart/sft/model")
     if quickstart.is_dir():
         return quickstart
@@ -90,14 +90,14 @@ def warm_start(out: Path) -> Path:
 
 
 def vlmrl(*words: str, folder: Path) -> None:
-    """Run vlmrl into `folder`; what was broken off there is continued."""
+    """Run vlmrl into `folder`, continuing a run that was interrupted there."""
     goes_on = ("--ckpt.load_enable", "true") if folder.exists() else ()
     log = folder.with_name(f"{folder.name}.log")
     python("-m", "vlmrl", *words, "--ckpt.output_dir", str(folder), *goes_on, log=log)
 
 
 def python(*words: str, log: Path) -> None:
-    """Run a command with its output in `log`; the end of that is shown when it fails."""
+    """Run a command with its output in `log`, whose end is shown when the command fails."""
     with log.open("w") as file:
         code = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
@@ -136,7 +136,7 @@ def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
 
 
 def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
-    """The table, and the same as `summary.json`. Returns the algorithms that have learnt nothing."""
+    """Print the table and write it as `summary.json`; returns the algorithms that have learnt nothing."""
     table = Table("algorithm", "before", "after", "seconds per step")
     summary = {}
     for name, curve in curves.items():
@@ -146,7 +146,7 @@ def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
         summary[name] = {"before": before, "after": after, "seconds_per_step": round(seconds, 3)}
     CONSOLE.print(table)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return [RECIPES[name] for name, found in summary.items() if not found["after"] > found["before"]]
+    return [RECIPES[name] for name, result in summary.items() if not result["after"] > result["before"]]
 
 
 if __name__ == "__main__":

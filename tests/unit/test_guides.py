@@ -25,7 +25,7 @@ GUIDES = sorted(
 )
 DOCUMENTS = [*GUIDES, "CONTRIBUTING.md"]
 SNIPPETS_RUN_ELSEWHERE = "datasets/README.md"
-"""Its commands name files of the page itself: see test_guide.py."""
+"""Its commands name files of the page itself: see test_datasets_guide.py."""
 SETTINGS = {name for verb in VERBS for name in verb.settings()}
 SECTIONS = {section for verb in VERBS for section in verb.sections()}
 
