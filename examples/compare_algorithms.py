@@ -1,10 +1,10 @@
-"""Every algorithm on the same questions from the same warm start: one picture of how each learns, and a table.
+"""Compare how each algorithm learns from the same warm start on the same prompts: one picture, and a table.
 
     .venv/bin/python examples/compare_algorithms.py
     .venv/bin/python examples/compare_algorithms.py --only ppo group_norm --steps 40
 
-A tiny Qwen2.5-VL learns to count circles by supervision until it is right in about four of ten pictures; from there
-each algorithm trains it with `vlmrl rl` and its own file of this folder. Each run lies in a folder of its own under
+A tiny Qwen2.5-VL is trained by supervision to count circles until it is right in about four of ten pictures; from there
+each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run lies in a folder of its own under
 `--out`; one that is finished there is not run again. On two CPU cores all eight take about a quarter of an hour.
 """
 
@@ -31,7 +31,7 @@ RECIPES = {
     "gspo": "GSPO",
     "cispo": "CISPO",
 }
-"""Name of the recipe, `<name>_tiny.yaml` in this folder -> what its curve is called."""
+"""Name of the recipe, `counting_tiny/<name>.yaml` in this folder -> label of its curve."""
 COLOURS = ("#d1495b", "#e8833a", "#f2b94b", "#2a9d6f", "#2f6fde", "#6fb7d9", "#7b5ea7", "#8a5a44")
 METRIC = "eval/visual_math/pass@1"
 CONSOLE = Console()
@@ -50,7 +50,8 @@ def main() -> int:
         CONSOLE.print(f"{number}/{len(given.only)}  {RECIPES[name]}", highlight=False)
         if not (folder / "model").is_dir():
             vlmrl(
-                *("rl", "--config", str(HERE / f"{name}_tiny.yaml"), "--actor.model_name_or_path", str(start)),
+                *("rl", "--config", str(HERE / "counting_tiny.yaml")),
+                *("--config", str(HERE / "counting_tiny" / f"{name}.yaml"), "--actor.model_name_or_path", str(start)),
                 *(
                     "--train.max_steps",
                     str(given.steps),
@@ -73,7 +74,7 @@ def main() -> int:
 
 
 def warm_start(out: Path) -> Path:
-    """The model that all start from: that of `make quickstart` where there is one, else one made here."""
+    """The warmed-up model of `make quickstart` where there is one, else one made here."""
     quickstart = Path("runs/quickstart/sft/model")
     if quickstart.is_dir():
         return quickstart
@@ -89,14 +90,14 @@ def warm_start(out: Path) -> Path:
 
 
 def vlmrl(*words: str, folder: Path) -> None:
-    """Run vlmrl into `folder`; what was broken off there is continued."""
+    """Run vlmrl into `folder`, continuing a run that was interrupted there."""
     goes_on = ("--ckpt.load_enable", "true") if folder.exists() else ()
     log = folder.with_name(f"{folder.name}.log")
     python("-m", "vlmrl", *words, "--ckpt.output_dir", str(folder), *goes_on, log=log)
 
 
 def python(*words: str, log: Path) -> None:
-    """Run a command with its output in `log`; the end of that is shown when it fails."""
+    """Run a command with its output in `log`, whose end is shown when the command fails."""
     with log.open("w") as file:
         code = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
@@ -135,7 +136,7 @@ def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
 
 
 def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
-    """The table, and the same as `summary.json`. Returns the algorithms that have learnt nothing."""
+    """Print the table and write it as `summary.json`; returns the algorithms that have learnt nothing."""
     table = Table("algorithm", "before", "after", "seconds per step")
     summary = {}
     for name, curve in curves.items():
@@ -145,7 +146,7 @@ def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
         summary[name] = {"before": before, "after": after, "seconds_per_step": round(seconds, 3)}
     CONSOLE.print(table)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return [RECIPES[name] for name, found in summary.items() if not found["after"] > found["before"]]
+    return [RECIPES[name] for name, result in summary.items() if not result["after"] > result["before"]]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from vlmrl import startup
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 
-RECIPE = "examples/quickstart_rl.yaml"
+RECIPE = ["examples/counting_tiny.yaml", "examples/counting_tiny/quickstart.yaml"]
 SHOWN = ("seconds", "rollout_s", "logprob_s", "update_s", "reward/mean", "pack/tokens", "vision/tower_calls")
 
 
@@ -35,17 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="steps of each layout; the first does not count")
     parser.add_argument("--layouts", nargs="+", default=["shared", "padded"], choices=["shared", "packed", "padded"])
-    parser.add_argument("--recipe", default=RECIPE, help="YAML file of vlmrl rl")
+    parser.add_argument("--recipe", nargs="+", default=RECIPE, help="YAML files of vlmrl rl, the base first")
     parser.add_argument("settings", nargs="*", help="more settings, after --: -- --rollout.batch_size 16")
     arguments = parser.parse_args()
+    recipe = [word for file in arguments.recipe for word in ("--config", file)]
     startup.prepare()
     measured: dict[str, list[Measured]] = defaultdict(list)
     with ExitStack() as stack:
         runs = {
             layout: stack.enter_context(
-                run_by_steps(
-                    load(RlConfig, ["--config", arguments.recipe, *arguments.settings, "--train.layout", layout])
-                )
+                run_by_steps(load(RlConfig, [*recipe, *arguments.settings, "--train.layout", layout]))
             )
             for layout in arguments.layouts
         }

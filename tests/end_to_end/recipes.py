@@ -31,10 +31,12 @@ def soon_all_are_solved(response, label):
 
 
 def recipe(name: str, model: str, out: Path, **flags: Any) -> list[str]:
-    """The command line of an example with other values."""
+    """The command line of an example with other values; `base/overlay.yaml` is laid over `base.yaml`."""
     common = {"actor.model_name_or_path": model, "ckpt.output_dir": out}
     words = [word for flag, value in (common | flags).items() for word in (f"--{flag}", str(value))]
-    return ["--config", str(EXAMPLES / name), *words]
+    base, _, overlay = name.partition("/")
+    files = [f"{base}.yaml", name] if overlay else [name]
+    return [word for file in files for word in ("--config", str(EXAMPLES / file))] + words
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
         "ds.zero_stage": stage,
         "vllm.num_engines": 2,
     }
-    example = "visual_math_qlora.yaml" if four_bit else "visual_math_lora.yaml"
+    example = "visual_math_tiny/qlora.yaml" if four_bit else "visual_math_tiny/lora.yaml"
     train_rl(load(RlConfig, recipe(example, tiny_model(family), tmp_path / "run", **flags)))
     steps = steps_of(tmp_path / "run")
     rewards = [line["reward/mean"] for line in steps]

@@ -50,14 +50,16 @@ def test_ppo_trains_a_critic_that_sees_with_the_actors_eyes_and_goes_on_where_it
         "ckpt.save_steps": 2,
         "ckpt.best_metric_key": "eval/visual_math/reward",
     }
-    train_rl(load(RlConfig, recipe("ppo_tiny.yaml", model, out, **flags)))
+    train_rl(load(RlConfig, recipe("counting_tiny/ppo.yaml", model, out, **flags)))
     assert [path.name for path in sorted((out / "checkpoints/critic").iterdir())] == ["step_000002", "step_000004"]
     first = {line["step"]: line for line in read_metrics(out)}
     (out / "model").rename(tmp_path / "model_of_four_steps")
     train_rl(
         load(
             RlConfig,
-            recipe("ppo_tiny.yaml", model, out, **(flags | {"train.max_steps": 6, "ckpt.load_enable": "true"})),
+            recipe(
+                "counting_tiny/ppo.yaml", model, out, **(flags | {"train.max_steps": 6, "ckpt.load_enable": "true"})
+            ),
         )
     )
     lines = {line["step"]: line for line in read_metrics(out)}
@@ -137,7 +139,7 @@ def test_each_algorithm_raises_the_reward_through_the_whole_stack(
         "eval.steps": -1,
     }
     flags |= MORE.get(name, {})
-    train_rl(load(RlConfig, recipe(f"{name}_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
+    train_rl(load(RlConfig, recipe(f"counting_tiny/{name}.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
     steps = steps_of(out)
     assert len(steps) == 6 or name == "dapo"
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps)
@@ -219,7 +221,7 @@ def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callabl
         "eval.steps": -1,
         "eval.max_samples": 4,
     }
-    train_rl(load(RlConfig, recipe("reward_model_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
+    train_rl(load(RlConfig, recipe("counting_tiny/reward_model.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
     steps = steps_of(out)
     rewards = [line["reward/mean"] for line in steps]
     # In units of the reward model's own scale.
@@ -237,7 +239,7 @@ def test_a_process_reward_model_alone_pays_the_steps_of_an_answer(
     out = tmp_path / "run"
     flags = SHORT | {"train.max_steps": 2, "eval.steps": -1, "reward.process_weight": 0.5}
     flags |= {"reward.process_model_name_or_path": judge, "reward.process_separator": "1"}
-    train_rl(load(RlConfig, recipe("process_reward_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
+    train_rl(load(RlConfig, recipe("counting_tiny/process_reward.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
     for line in steps_of(out):
         assert 0 < line["reward/parts/process"] < 1
         assert line["reward/mean"] == pytest.approx(0.5 * line["reward/parts/process"], abs=1e-6)
@@ -274,7 +276,7 @@ def test_critic_and_reward_model_learn_and_judge_on_devices_of_their_own(
         "eval.max_samples": 4,
         "ckpt.save_steps": -1,
     }
-    words = recipe("reward_model_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)
+    words = recipe("counting_tiny/reward_model.yaml", tiny_model("qwen2_5_vl"), out, **flags)
     command = [sys.executable, "-c", APART, "rl", *words]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -307,7 +309,7 @@ def test_what_was_learnt_outlives_an_evaluation_that_fails(tmp_path: Path, tiny_
         "train.max_steps": 1,
         "ckpt.save_steps": -1,
     }
-    config = load(RlConfig, recipe("group_norm_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags))
+    config = load(RlConfig, recipe("counting_tiny/group_norm.yaml", tiny_model("qwen2_5_vl"), out, **flags))
     with pytest.raises(RewardError, match=r"^evaluation after step 1, whose model is saved: .*the judge is gone"):
         train_rl(config)
     assert (out / "model/config.json").exists()

@@ -62,7 +62,7 @@ def test_a_server_scores_what_a_run_samples(
         "train.max_steps": 2,
         "eval.max_samples": 8,
     }
-    words = recipe("http_reward_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)
+    words = recipe("counting_tiny/http_reward.yaml", tiny_model("qwen2_5_vl"), out, **flags)
     train_rl(load(RlConfig, words))
     steps = steps_of(out)
     assert len(steps) == 2

@@ -79,12 +79,12 @@ def test_the_quickstart_in_short(tmp_path: Path, tiny_model: Callable[..., str])
     losses = [line["policy/loss"] for line in steps_of(warm)]
     assert losses[-1] < losses[0] - 1.0, losses
     flags = {"train.max_steps": 2, "train.batch_size": 16, "rollout.batch_size": 4, "eval.max_samples": 16}
-    for example in ("quickstart_rl", "quickstart_qlora"):
+    for example in ("quickstart", "quickstart_qlora"):
         out = tmp_path / example
-        train_rl(load(RlConfig, recipe(f"{example}.yaml", str(warm / "model"), out, **flags)))
+        train_rl(load(RlConfig, recipe(f"counting_tiny/{example}.yaml", str(warm / "model"), out, **flags)))
         assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
         assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
-    check_loads_in_plain_programs(tmp_path / "quickstart_rl" / "model", tmp_path)
+    check_loads_in_plain_programs(tmp_path / "quickstart" / "model", tmp_path)
 
 
 def check_loads_in_plain_programs(model: Path, folder: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_reward_rises_and_engine_and_trainer_agree_in_bf16(kind: str, tmp_pa
     }
     model = tiny.build("qwen2_5_vl", tmp_path / "model")
     out = tmp_path / "run"
-    train_rl(load(RlConfig, recipe("visual_math_lora.yaml", str(model), out, **(flags | KINDS[kind]))))
+    train_rl(load(RlConfig, recipe("visual_math_tiny/lora.yaml", str(model), out, **(flags | KINDS[kind]))))
     steps = steps_of(out)
     rewards = [line["reward/mean"] for line in steps]
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards

@@ -95,13 +95,16 @@ def test_the_comparison_fails_where_an_algorithm_learns_nothing(
     assert script.main() == code
 
 
-def test_the_readme_has_a_line_with_recipes_for_every_estimator_and_loss() -> None:
-    rows = [row for row in (EXAMPLES.parent / "README.md").read_text().splitlines() if row.startswith("| ")]
+def test_the_guide_has_a_line_with_recipes_for_every_estimator_and_loss() -> None:
+    rows = [
+        row for row in (EXAMPLES.parent / "vlmrl/algorithms/README.md").read_text().splitlines() if row.startswith("| ")
+    ]
     for flag, names in (("algo.advantage.estimator", ESTIMATORS), ("actor.policy_loss_type", POLICY_LOSSES)):
         for name in names:
             if name == "ppo":  # the loss of every line that names no other
                 continue
             (row,) = [row for row in rows if f"`--{flag} {name}`" in row]
-            assert f"(examples/{'ppo' if name == 'gae' else name}_tiny.yaml)" in row
+            recipe = "ppo" if name == "gae" else name
+            assert f"(../../examples/counting_tiny/{recipe}.yaml)" in row
             assert row.count("(https://arxiv.org/abs/") >= 1
-            assert "8gpu.yaml)" in row
+            assert f"(../../examples/geometry3k_7b_8gpu/{recipe}.yaml)" in row

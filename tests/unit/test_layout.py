@@ -1,16 +1,12 @@
-"""The shape of the repository: links, imports, sizes, and guides whose links and commands work."""
+"""The shape of the repository: folders, links, imports, sizes."""
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from vlmrl.config.load import load
-from vlmrl.config.run import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("vlmrl", "processors", "datasets", "examples")
@@ -108,30 +104,6 @@ def test_modules_stay_readable() -> None:
 def test_no_module_is_called_after_nothing_in_particular() -> None:
     vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
     assert not [path for folder in SOURCES for path in _files(folder) if path.stem in vague]
-
-
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
-def test_links_between_documents_lead_somewhere(document: str) -> None:
-    path = ROOT / document
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
-    assert not [t for t in targets if "://" not in t and not (path.parent / t).exists()]
-
-
-def _commands(document: str) -> list[str]:
-    """The `vlmrl` commands in the code blocks of a document, one string each."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("#")[0] for line in lines if re.match(r"(\.venv/bin/)?vlmrl (rl|sft|eval|bench)\b", line)]
-
-
-def test_every_command_in_the_readme_is_one_that_the_program_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    commands = _commands("README.md")
-    assert commands
-    for command in commands:
-        words = [word for word in shlex.split(command)[1:] if word != "--dry-run"]
-        kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
-        load(kind, words[len(kind.verb.split()) :])
 
 
 def _num_lines(path: Path) -> int:

@@ -20,14 +20,12 @@ from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.system.stops import heeded
 
 _RUNS = Path("runs")
-_RECIPES = {"quickstart": "quickstart_rl", "quickstart_qlora": "quickstart_qlora"}
-"""Folder of the results -> the example that reinforcement learning follows."""
 _NEXT = {
     "quickstart": ".venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8",
     "quickstart_qlora": ".venv/bin/vlmrl merge --merge.adapter runs/quickstart_qlora/rl/adapter --merge.output "
     "runs/quickstart_qlora/merged --merge.model_name_or_path runs/quickstart_qlora/sft/model",
 }
-_WARM_UP = "quickstart_sft"
+_WARM_UP = ["--config", "examples/quickstart_sft.yaml"]
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -40,7 +38,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"quickstart takes nothing, or qlora, not {' '.join(argv)}", file=sys.stderr)
         return 2
     name = "_".join(["quickstart", *argv])
-    folder, recipe = _RUNS / name, _RECIPES[name]
+    folder = _RUNS / name
+    recipe = ["--config", "examples/counting_tiny.yaml", "--config", f"examples/counting_tiny/{name}.yaml"]
     startup.prepare()
     started = time.monotonic()
     _set_aside(folder)
@@ -53,8 +52,8 @@ def _main(argv: Sequence[str]) -> int:
     # The plain quickstart's places stand in its example.
     places = ["--actor.model_name_or_path", str(model), "--ckpt.output_dir", str(folder / "sft")] if argv else []
     stages = (
-        ("supervised warm-up", "sft", ["--config", f"examples/{_WARM_UP}.yaml", *places], _train_sft),
-        ("reinforcement learning, GRPO", "rl", ["--config", f"examples/{recipe}.yaml"], _train_rl),
+        ("supervised warm-up", "sft", [*_WARM_UP, *places], _train_sft),
+        ("reinforcement learning, GRPO", "rl", recipe, _train_rl),
     )
     for number, (what, verb, words, train) in enumerate(stages, start=2):
         print(f"\n{number}/3  {what}: vlmrl {verb} {' '.join(words)}", flush=True)

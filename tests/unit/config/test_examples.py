@@ -1,5 +1,7 @@
-"""Every example loads, and the README's table lists it."""
+"""Every recipe of examples/ loads by the command that its file and the README give."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,35 +10,58 @@ from vlmrl.config.actor import POLICY_LOSSES
 from vlmrl.config.algo import ESTIMATORS
 from vlmrl.config.load import load
 from vlmrl.config.run import VERBS, RlConfig
+from vlmrl.config.verb import Run
 
-FOLDER = Path(__file__).parents[3] / "examples"
-FILES = sorted(FOLDER.glob("*.yaml"))
+ROOT = Path(__file__).parents[3]
+FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))
+OVERLAYS = [file for file in FILES if file.parent.name != "examples"]
+COMMANDS = [
+    line.partition("#")[0].strip()
+    for line in (ROOT / "examples" / "README.md").read_text().splitlines()
+    if line.startswith("vlmrl ")
+]
 KINDS = {kind.verb: kind for kind in VERBS}
 
 
-def test_there_are_examples() -> None:
-    assert {"quickstart_sft.yaml", "quickstart_rl.yaml"} < {file.name for file in FILES}
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_an_example_loads_by_the_command_in_its_first_line(file: Path) -> None:
-    program, verb, *flags = file.read_text().splitlines()[0].removeprefix("# ").split()
+def recipe(command: str) -> Run:
+    program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
-    assert flags == ["--config", f"examples/{file.name}"]
-    load(KINDS[verb], ["--config", str(file)])
+    return load(KINDS[verb], words)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_an_example_is_in_the_table(file: Path) -> None:
-    assert f"[{file.name}]({file.name})" in (FOLDER / "README.md").read_text()
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("size", ["tiny", "8gpu"])
+def test_there_are_recipes() -> None:
+    assert len(COMMANDS) > 30
+    assert len(OVERLAYS) > 25
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_recipe_loads_and_stands_in_its_file(command: str) -> None:
+    recipe(command)
+    files = re.findall(r"--config (\S+)", command)
+    plain = " ".join([*command.split()[:2], *(f"--config {file}" for file in files)])
+    assert (ROOT / files[-1]).read_text().startswith(f"# {plain}\n")
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_the_readme_has_a_command_for_every_file(file: Path) -> None:
+    assert any(f"--config {file}" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("file", OVERLAYS, ids=str)
+def test_an_overlay_lies_in_the_folder_named_after_its_base(file: Path) -> None:
+    (command,) = {command for command in COMMANDS if command.endswith(f" --config {file}")}
+    assert command.endswith(f" --config {file.parent}.yaml --config {file}")
+
+
+@pytest.mark.parametrize("base", ["counting_tiny", "geometry3k_7b_8gpu"])
 @pytest.mark.parametrize("name", [*ESTIMATORS, *POLICY_LOSSES])
-def test_every_algorithm_has_a_small_recipe_and_a_large_one(name: str, size: str) -> None:
-    runs = [load(RlConfig, ["--config", str(file)]) for file in FILES if file.stem.endswith(size) and is_rl(file)]
-    assert any(name in (run.algo.advantage.estimator, run.actor.policy_loss_type) for run in runs)
-
-
-def is_rl(file: Path) -> bool:
-    return file.read_text().startswith("# vlmrl rl ")
+def test_every_algorithm_has_a_small_recipe_and_a_large_one(name: str, base: str) -> None:
+    runs = [recipe(command) for command in COMMANDS if f"examples/{base}.yaml" in command]
+    assert any(
+        isinstance(run, RlConfig) and name in (run.algo.advantage.estimator, run.actor.policy_loss_type) for run in runs
+    )

@@ -1,6 +1,7 @@
 """What is counted of memory, against numbers worked out by hand."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,7 @@ def architecture(name: str) -> tuple[Sizes, AdapterPlan]:
 
 
 def published(name: str, how: str, *, ranks: int = 1) -> Role:
-    """One of the README's cells: bf16, ZeRO-2, checkpointing, 16384 tokens of which a half stands for 32768 patches."""
+    """One of the guide's cells: bf16, ZeRO-2, checkpointing, 16384 tokens of which a half stands for 32768 patches."""
     size, plan = architecture(name)
     ds = Ds(lora=Lora(rank=0 if how == "full" else 32), load_in_4bit=how == "qlora")
     model = Model(model_name_or_path="m", gradient_checkpointing_enable=True)
@@ -271,12 +272,16 @@ def test_published_models_have_the_size_that_their_cards_tell(name: str, billion
     assert {"vision", "projector", "language"} == set(size.parameters)
 
 
+GUIDE = Path(__file__).parents[3] / "vlmrl/models/README.md"
 README = {
-    "qwen2_5_vl_3b": (77, 26, 14, 10),
-    "qwen2_5_vl_7b": (170, 46, 27, 18),
-    "qwen3_vl_8b": (180, 49, 28, 19),
+    name.lower().translate(str.maketrans(".-", "__")): tuple(map(int, cells))
+    for name, *cells in re.findall(r"^\| (Qwen\S+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", GUIDE.read_text(), re.M)
 }
 """GiB of a trainer rank: full on 1 and on 8 GPUs, LoRA and QLoRA on 1."""
+
+
+def test_the_readme_has_a_table_of_three_models() -> None:
+    assert sorted(README) == ["qwen2_5_vl_3b", "qwen2_5_vl_7b", "qwen3_vl_8b"]
 
 
 @pytest.mark.parametrize("name", README)

@@ -1,0 +1,189 @@
+"""Every snippet of datasets/README.md is run, and every name in the tables for those who come from elsewhere exists."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+from vlmrl.cluster.data import wants_of
+from vlmrl.commands.preflight import check_columns
+from vlmrl.config.data import Columns
+from vlmrl.config.load import load
+from vlmrl.config.openrlhf import REFUSED
+from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verb import Run
+from vlmrl.data.source import Source
+from vlmrl.models import tiny
+from vlmrl.plugins import processor, user_function
+from vlmrl.rewards.local_worker import declare
+
+GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
+SETTINGS_GUIDE = Path(__file__).parents[2] / "vlmrl" / "config" / "README.md"
+_BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_OF_THE_TRAINER = {"reward_funcs"}
+
+
+class Block(NamedTuple):
+    language: str
+    file: str
+    text: str
+
+
+BLOCKS = [Block(*found) for found in _BLOCK.findall(GUIDE.read_text())]
+COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("model") / "micro", size="micro"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the guide, with every picture that they name."""
+    root = tmp_path_factory.mktemp("guide")
+    for block in BLOCKS:
+        if block.file:
+            (root / block.file).parent.mkdir(exist_ok=True)
+            (root / block.file).write_text(block.text)
+    for where in (root, root / "pictures", root / "flowers" / "rose", root / "flowers" / "lily"):
+        where.mkdir(parents=True, exist_ok=True)
+        for name in sorted(set(re.findall(r"\w+\.png", "".join(block.text for block in BLOCKS)))):
+            Image.new("RGB", (56, 56), "red").save(where / name)
+    return root
+
+
+def settings(command: str, model: str) -> Run:
+    program, verb, *words = shlex.split(command)
+    assert program == "vlmrl"
+    (kind,) = [one for one in VERBS if one.verb == verb]
+    return load(kind, [*words, "--actor.model_name_or_path", model])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_reads_every_row(command: str, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    config = settings(command, model)
+    assert isinstance(config, RlConfig | SftConfig | EvalConfig)
+    check_columns(config)
+    source = Source(
+        model=model,
+        trust_remote_code=False,
+        data=config.data,
+        evaluation=getattr(config, "eval", None),
+        seed=config.train.seed,
+        wants=wants_of(config),
+    )
+    prompts, metrics = source.draw(2 * source.num_rows())
+    assert metrics["data/rows_dropped"] == 0, source.take_notes()
+    held = sum(map(len, source.evaluation().values()))
+    assert (held > 0) == ("eval_fraction" in command or "mine.yaml" in command)
+    images = sum(len(prompt.media) for prompt in prompts)
+    assert (images > 0) == (("sft" not in command and "verl" not in command) or "llava" in command)
+    if isinstance(config, RlConfig) and config.reward.user_function is not None:
+        spec = config.reward.user_function
+        declared = declare(user_function(spec, "reward.remote_url"), spec)
+        assert (declared.batch is not None) == ("batched.py" in command)
+
+
+def test_every_file_is_used_by_a_command() -> None:
+    unused = [
+        block.file
+        for block in BLOCKS
+        if block.file and not any(Path(block.file).parts[0] in command for command in COMMANDS)
+    ]
+    assert not unused
+
+
+def test_the_ways_to_write_an_answer_teach_the_same_tokens(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    reader, taught = processor(model, min_pixels=3136, max_pixels=12544), set()
+    for file in ("sft.jsonl", "messages.jsonl", "completion.jsonl"):
+        config = settings(f"vlmrl sft --data.prompt_dataset {file}", model)
+        assert isinstance(config, SftConfig)
+        source = Source(
+            model=model, trust_remote_code=False, data=config.data, evaluation=None, seed=1, wants=wants_of(config)
+        )
+        (sample,), _ = source.draw_samples(1)
+        taught.add((reader.decode(sample.tokens[~sample.sampled]), reader.decode(sample.tokens[sample.sampled])))
+    assert taught == {("user\nWhat is 2 + 2?\nassistant\n", "Four.")}
+
+
+def own(folder: Path, name: str) -> Callable[..., Any]:
+    return user_function(f"{folder}/{name}", "reward.remote_url")
+
+
+def test_the_rewards_say_what_they_promise(folder: Path) -> None:
+    assert own(folder, "rewards.py:close_counts")(response="I see 5, no: 4", label="3") == 0.5
+    assert own(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
+    choice = own(folder, "rewards.py:one_of_the_choices")
+    assert [choice(response=text, label="B") for text in ("B", "(A) or B.", "B, or A", "Both", "")] == [1, 1, 0, 0, 0]
+    judge = own(folder, "rewards.py:valid_json")
+    wanted = {"keys": ["a"]}
+    assert [judge(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
+    assert own(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
+
+
+def test_the_batched_rewards_follow_their_trainers(folder: Path) -> None:
+    trl = own(folder, "batched.py:for_trl")
+    chat = [[{"role": "assistant", "content": "It is 4."}]]
+    assert trl(completions=["It is 4.", "5"], answer=["4", "4"], prompts=["q", "q"]) == [1.0, 0.0]
+    assert trl(completions=chat, answer=["4"]) == [1.0]
+    openrlhf = own(folder, "batched.py:reward_func")
+    found = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
+    assert found == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
+
+
+def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:
+    """The names in the first two columns of the table under a title."""
+    section = SETTINGS_GUIDE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [
+        (re.findall(r"`([^`]+)`", line.split("|")[1]), re.findall(r"`([^`]+)`", line.split("|")[2])) for line in lines
+    ]
+
+
+@pytest.mark.parametrize("title", ["Coming from TRL", "Coming from OpenRLHF"])
+def test_our_names_in_the_tables_exist(title: str) -> None:
+    known = {name for verb in VERBS for name in verb.settings()}
+    table = rows_of_table(title)
+    assert len(table) > 15
+    assert not [name for _, ours in table for name in ours if name not in known]
+
+
+def test_the_names_of_trl_exist() -> None:
+    trl = pytest.importorskip("trl")
+    known = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments) for field in fields(kind)}
+    theirs = [name for names, _ in rows_of_table("Coming from TRL") for name in names]
+    assert not [name for name in theirs if name not in known | _OF_THE_TRAINER]
+    assert len(theirs) == len(set(theirs))
+
+
+def test_the_names_of_openrlhf_exist_and_none_that_is_replaced_is_left_out() -> None:
+    listed = (Path(__file__).parent / "config" / "openrlhf_flags.txt").read_text().split()
+    theirs = [name for names, _ in rows_of_table("Coming from OpenRLHF") for name in names]
+    assert not [name for name in theirs if name not in listed]
+    assert {name for name, reason in REFUSED.items() if reason.startswith("replaced by")} <= set(theirs)
+
+
+def test_the_columns_of_the_guide_have_their_defaults() -> None:
+    section = GUIDE.read_text().partition("## Rows\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| `data\.(\w+)` \| `(\w+)` \|", section, re.MULTILINE)
+    assert dict(table) == {name: Columns.model_fields[name].default for name, _ in table}
+    assert len(table) == 4
+
+
+def test_the_tables_of_cells_in_the_guide_are_tables() -> None:
+    for block in BLOCKS:
+        if block.language == "csv":
+            assert len({len(line) for line in csv.reader(block.text.splitlines())}) == 1

@@ -1,0 +1,196 @@
+"""The README.md files: their links lead somewhere, their commands are accepted, and the names in them exist."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from vlmrl.config.load import load
+from vlmrl.config.run import VERBS, RlConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [
+    folder
+    for pattern in ("[a-z]*/", "vlmrl/*/", "tests/*/")
+    for folder in ROOT.glob(pattern)
+    if not folder.is_symlink()
+]
+GUIDES = sorted(
+    str(path.relative_to(ROOT)) for path in (folder / "README.md" for folder in (ROOT, *FOLDERS)) if path.exists()
+)
+DOCUMENTS = [*GUIDES, "CONTRIBUTING.md"]
+SNIPPETS_RUN_ELSEWHERE = "datasets/README.md"
+"""Its commands name files of the page itself: see test_datasets_guide.py."""
+SETTINGS = {name for verb in VERBS for name in verb.settings()}
+SECTIONS = {section for verb in VERBS for section in verb.sections()}
+
+
+def text(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def prose(document: str) -> str:
+    """A document without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", text(document), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(document: str) -> list[str]:
+    """What stands in backticks."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(document))]
+
+
+def command_lines(document: str) -> list[str]:
+    """The lines of the code blocks, joined where a backslash says so, without comments."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text(document), re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [stripped for line in lines if (stripped := line.partition(" #")[0].strip())]
+
+
+def anchors(document: Path) -> set[str]:
+    """The names that GitHub gives to the headings."""
+    titles = re.findall(r"^#+ (.*)$", prose(str(document.relative_to(ROOT))), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+COMMANDS = [(guide, line) for guide in GUIDES if guide != SNIPPETS_RUN_ELSEWHERE for line in command_lines(guide)]
+
+
+def test_each_subject_has_its_guide() -> None:
+    folders = ("algorithms", "rewards", "models", "config", "observe", "verify")
+    others = ("README.md", "examples/README.md", "datasets/README.md", "processors/README.md")
+    wanted = {*others, *(f"vlmrl/{folder}/README.md" for folder in folders), "tests/benchmarks/README.md"}
+    assert wanted <= set(GUIDES)
+    assert not [guide for guide in wanted - {"README.md"} if f"]({guide})" not in text("README.md")]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text("README.md").splitlines()) < 200
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(document)):
+        if "://" not in target:
+            path = (folder / target).resolve() if target else ROOT / document
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize(("guide", "command"), COMMANDS)
+def test_a_command_is_one_that_its_program_accepts(
+    guide: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = tmp_path / "run.yaml"
+    run.write_text("actor: {model_name_or_path: m}\ndata: {prompt_dataset: gsm8k}\n")
+    words = [str(run) if word == "run.yaml" else word for word in shlex.split(command)]
+    words = words[next(i for i, word in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", word)) :]
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "vlmrl":
+        check_vlmrl(rest)
+    elif program == "python":
+        assert find_spec(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists()
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", text("Makefile"), re.MULTILINE)
+    else:
+        assert program in {"source", "ray"}
+
+
+def check_vlmrl(words: list[str]) -> None:
+    """Load the settings of a command as the program does."""
+    verb, *rest = words
+    if verb == "doctor":
+        flags = [word for word in rest if word not in ("--json", "--self-test")]
+        kind = RlConfig
+        if not flags:
+            return
+    else:
+        kind = next(kind for kind in VERBS if words[: len(kind.verb.split())] == kind.verb.split())
+        flags = [word for word in words[len(kind.verb.split()) :] if word != "--dry-run"]
+    load(kind, flags)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_settings_that_are_named_exist(document: str) -> None:
+    of_openrlhf = set((ROOT / "tests/unit/config/openrlhf_flags.txt").read_text().split())
+    for span in spans(document):
+        for dashes, name in re.findall(r"(?<![\w./-])(--)?((?:[a-z]\w*\.)+\w+)(?![\w./(])", span):
+            section = name.partition(".")[0]
+            if dashes or (section in SECTIONS and Path(name).suffix not in (".py", ".yaml", ".tsv", ".md")):
+                assert name in SETTINGS | SECTIONS | of_openrlhf, f"{span}: no setting {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_are_named_exist(document: str) -> None:
+    folders = r"(?:vlmrl|tests|examples|datasets|processors|assets)/"
+    for span in spans(document):
+        for path in re.findall(rf"(?<![\w./<-]){folders}[\w./]*\w", span):
+            assert "<" in span or (ROOT / path).exists(), path
+
+
+# ---- metrics
+
+
+def written_metrics() -> set[str]:
+    """Names of metrics in the source, with `*` for what a run fills in."""
+    found = set()
+    for folder in ("trainer", "learning", "cluster", "data", "verify", "rewards", "observe"):
+        for file in (ROOT / "vlmrl" / folder).glob("*.py"):
+            tree = ast.parse(file.read_text())
+            inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                    found.add(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    found.add("".join(p.value if isinstance(p, ast.Constant) else "*" for p in node.values))  # type: ignore[misc]
+    areas = {name.partition("/")[0] for name in listed_metrics()} - {"policy", "value"}
+    shape = re.compile(rf"({'|'.join(sorted(areas))}|policy|value|\*)(/[a-z0-9_@*]+)+")
+    names = {name for name in found if shape.fullmatch(name) and not re.fullmatch(r"\*/\*", name)}
+    spread = {f"{area}{name[1:]}" for name in names if name.startswith("*/") for area in ("policy", "value")}
+    return {name for name in names if not name.startswith("*/")} | spread
+
+
+def listed_metrics() -> set[str]:
+    """Names in the first columns of the tables of metrics, with `*` for what a run fills in."""
+    section = text("vlmrl/observe/README.md").partition("## Metrics\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_the_guide_lists_every_metric_and_no_other() -> None:
+    written, listed = written_metrics(), listed_metrics()
+    assert len(listed) > 60
+    assert not [name for name in sorted(written) if not any(fnmatch(name, pattern) for pattern in listed)]
+    assert sorted(listed - written) == []
+
+
+def test_the_guide_lists_every_phase() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "vlmrl").rglob("*.py"))
+    row = next(line for line in text("vlmrl/observe/README.md").splitlines() if "`time/<phase>_s` |" in line)
+    assert set(re.findall(r'\.phase\("(\w+)"\)', source)) == set(re.findall(r"`(\w+)`", row))
+
+
+# ---- messages
+
+
+def messages() -> Iterator[str]:
+    """The strings of the source, pieces of one string joined."""
+    for file in (ROOT / "vlmrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_failed_checks_are_those_of_the_source() -> None:
+    rows = [line.split(" | ")[0] for line in text("vlmrl/verify/README.md").splitlines() if line.startswith("| `")]
+    section = text("vlmrl/verify/README.md").partition("## Weight sync")[2]
+    quoted = {part for row in rows if row in section for part in re.findall(r"`([^`]+)`", row)}
+    source = "\n".join(messages())
+    assert len(quoted) > 25
+    assert not [part for part in quoted if part not in source]
