@@ -10,8 +10,7 @@ import torch
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
-from vlmrl.config.actor import POLICY_LOSSES
-from vlmrl.config.algo import ESTIMATORS
+from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.plugins import user_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

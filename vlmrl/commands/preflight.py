@@ -74,8 +74,11 @@ def check_algorithm(config: RlConfig) -> None:
         ConfigError: a file is not there, does not import, lacks the function, or this asks for what nobody gives it.
     """
     estimator = name_or_function(config.algo.advantage.estimator, advantages.FLAG)
-    advantages.check(estimator, has_critic=config.has_critic)
-    losses.check(name_or_function(config.actor.policy_loss_type, losses.FLAG))
+    if callable(estimator):
+        advantages.check(estimator, has_critic=config.has_critic)
+    loss = name_or_function(config.actor.policy_loss_type, losses.FLAG)
+    if callable(loss):
+        losses.check(loss)
 
 
 def check_models(config: RlConfig) -> None:

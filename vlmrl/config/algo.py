@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vlmrl.config.base import (
     ConflictError,
@@ -14,13 +14,23 @@ from vlmrl.config.base import (
     Text,
     known_or_own,
 )
+from vlmrl.config.built_in import (
+    CRITIC_ESTIMATORS,
+    DISCOUNTING_ESTIMATORS,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    Aggregation,
+    Estimator,
+    quoted,
+)
 
-ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-"""Those whose baseline is the other answers to the same prompt."""
-NORMALISED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
-"""Those whose advantages are discounted, and normalised over all sampled tokens of a step."""
-Aggregation = Literal["token", "sequence", "constant"]
+_TITLES = ", ".join(f"`{name}` ({row.title})" for name, row in ESTIMATORS.items())
+_DISCOUNTING = quoted(DISCOUNTING_ESTIMATORS)
+_AGGREGATIONS = ", ".join(
+    f"`{row.aggregation}` for {name}"
+    for name, row in (*POLICY_LOSSES.items(), *ESTIMATORS.items())
+    if row.aggregation not in (None, "token")
+)
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
 CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
     "tis": (0.0, 2.0),
@@ -33,15 +43,16 @@ CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
 class Advantage(Section):
     """From rewards to advantages."""
 
-    estimator: Text = "group_norm"
-    """`gae` (PPO with a critic), `reinforce` (REINFORCE++), `reinforce_baseline` (with a group baseline), `rloo`,
-    `group_norm` (GRPO), `dr_grpo`, or your own, `path/to/file.py:function`."""
-    gamma: Fraction = 1.0
-    """Discount; read by `gae`, `reinforce` and `reinforce_baseline`, 1 for the others."""
-    lambd: Fraction = 1.0
-    """`gae`: how far the critic is trusted; 1 is the return itself, 0 the critic's next value (arXiv:1506.02438)."""
-    no_std_norm: bool = False
-    """`gae`, `reinforce`, `reinforce_baseline`: subtract the step's mean but do not divide by its deviation."""
+    estimator: Text = Field(default="group_norm", description=f"{_TITLES}, or your own, `path/to/file.py:function`.")
+    gamma: Fraction = Field(default=1.0, description=f"Discount; read by {_DISCOUNTING}, 1 for the others.")
+    lambd: Fraction = Field(
+        default=1.0,
+        description=f"{quoted(CRITIC_ESTIMATORS)}: how far the critic is trusted; 1 is the return itself, 0 the "
+        "critic's next value (arXiv:1506.02438).",
+    )
+    no_std_norm: bool = Field(
+        default=False, description=f"{_DISCOUNTING}: subtract the step's mean but do not divide by its deviation."
+    )
     is_correction_enable: bool = False
     """Weigh tokens by how much likelier trainer than engine thinks them, or leave out those where both disagree."""
     is_correction_type: Correction = "tis"
@@ -57,6 +68,11 @@ class Advantage(Section):
     @classmethod
     def check_estimator(cls, estimator: str) -> str:
         return known_or_own(estimator, ESTIMATORS, "estimator")
+
+    @property
+    def built_in(self) -> Estimator | None:
+        """The estimator's row; None for the user's own function."""
+        return ESTIMATORS.get(self.estimator)
 
     @model_validator(mode="after")
     def check_threshold(self) -> Self:
@@ -106,9 +122,11 @@ class Algo(Section):
     """From rewards to advantages."""
     kl: Kl = Kl()
     """The KL penalty against the reference model."""
-    loss_agg: Aggregation | None = None
-    """What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: `sequence` for gspo,
-    `constant` for dr_grpo, else `token`."""
+    loss_agg: Aggregation | None = Field(
+        default=None,
+        description="What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: "
+        f"{_AGGREGATIONS}, else `token`.",
+    )
     dynamic_filtering_enable: bool = False
     """Keep only groups that teach, those whose responses are worth different amounts after shaping, and draw prompts
     until a batch is full (DAPO, arXiv:2503.14476). For estimators that compare responses within a group."""

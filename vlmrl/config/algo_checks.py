@@ -1,7 +1,8 @@
 """What the settings of the algorithm say about each other: estimator, policy loss, corrections, KL, filtering."""
 
 from vlmrl.config.actor import Actor, Ref
-from vlmrl.config.algo import ESTIMATORS, GROUP_ESTIMATORS, NORMALISED_ESTIMATORS, Advantage, Algo
+from vlmrl.config.algo import Advantage, Algo
+from vlmrl.config.built_in import CRITIC_ESTIMATORS, DISCOUNTING_ESTIMATORS, DUAL_CLIP_LOSSES, GROUP_ESTIMATORS
 from vlmrl.config.checks import Unread
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
@@ -12,19 +13,22 @@ def unread_of_loss(actor: Actor) -> Unread:
     found: Unread = {}
     if actor.eps_clip_low_high is not None:
         found["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
-    elif actor.has_paper_clip:
-        found["actor.eps_clip"] = "actor.policy_loss_type gspo clips in its paper's range unless one is given"
-    if actor.policy_loss_type != "ppo":
-        found["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", ("ppo",), actor.policy_loss_type)
+    elif actor.paper_clip is not None:
+        found["actor.eps_clip"] = (
+            f"actor.policy_loss_type {actor.policy_loss_type} clips in its paper's range unless one is given"
+        )
+    if actor.policy_loss_type not in DUAL_CLIP_LOSSES:
+        found["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
     return found
 
 
 def unread_of_advantage(advantage: Advantage) -> Unread:
     found: Unread = {}
-    if advantage.estimator != "gae":
-        found["algo.advantage.lambd"] = _read_by_alone("algo.advantage.estimator", ("gae",), advantage.estimator)
-    if advantage.estimator not in NORMALISED_ESTIMATORS:
-        reason = _read_by_alone("algo.advantage.estimator", NORMALISED_ESTIMATORS, advantage.estimator)
+    setting, estimator = "algo.advantage.estimator", advantage.estimator
+    if estimator not in CRITIC_ESTIMATORS:
+        found["algo.advantage.lambd"] = _read_by_alone(setting, CRITIC_ESTIMATORS, estimator)
+    if estimator not in DISCOUNTING_ESTIMATORS:
+        reason = _read_by_alone(setting, DISCOUNTING_ESTIMATORS, estimator)
         found |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
     if not advantage.is_correction_enable:
         names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
@@ -58,29 +62,30 @@ def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
 
 
 def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
-    kind = advantage.is_correction_type
-    if not advantage.is_correction_enable or actor.policy_loss_type != "gspo" or kind == "seq-mask-tis":
+    kind, loss = advantage.is_correction_type, actor.built_in_loss
+    if not advantage.is_correction_enable or kind == "seq-mask-tis" or loss is None or not loss.weighs_responses:
         return []
     line = (
-        f"algo.advantage.is_correction_type {kind} weighs single tokens, and actor.policy_loss_type gspo whole "
-        "answers: use seq-mask-tis, or leave algo.advantage.is_correction_enable off"
+        f"algo.advantage.is_correction_type {kind} weighs single tokens, and actor.policy_loss_type "
+        f"{actor.policy_loss_type} whole responses: use seq-mask-tis, or leave algo.advantage.is_correction_enable off"
     )
     return [line]
 
 
 def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
     n, found = rollout.n_samples_per_prompt, []
-    if n < 2 and algo.advantage.estimator in GROUP_ESTIMATORS:
+    estimator = algo.advantage.built_in
+    if n < 2 and estimator is not None and estimator.compares_group:
         found.append(
             f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
-            "without a group to compare an answer with: use 2 or more"
+            "without a group to compare a response with: use 2 or more"
         )
-    if n < 2 and algo.dynamic_filtering_enable and algo.advantage.estimator not in ESTIMATORS:
+    if n < 2 and algo.dynamic_filtering_enable and estimator is None:
         found.append(
-            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one answer to judge a prompt by: "
+            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one response to judge a prompt by: "
             "use 2 or more"
         )
-    if algo.dynamic_filtering_enable and algo.advantage.estimator in set(ESTIMATORS) - set(GROUP_ESTIMATORS):
+    if algo.dynamic_filtering_enable and estimator is not None and not estimator.compares_group:
         found.append(
             f"algo.dynamic_filtering_enable drops groups without a difference, and algo.advantage.estimator "
             f"{algo.advantage.estimator} does not compare within groups, so that they would teach: leave it out, or "

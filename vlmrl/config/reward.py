@@ -5,18 +5,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from vlmrl.config.base import ConflictError, Fraction, PositiveFloat, PositiveInt, Section, Text, names_function
+from vlmrl.config.built_in import REWARD_FUNCTIONS, quoted
 
-BUILT_IN = ("exact", "math", "format")
-"""The reward functions that come with vlmrl: one file each in `rewards/`."""
 _SCHEMES = ("http://", "https://")
 
 
 class Scoring(Section):
     """Reward functions and reward servers."""
 
-    functions: dict[str, float] = Field(default_factory=lambda: {"math": 1.0})
-    """Built-in reward functions and their weights: `exact`, `math`, `format`; names alone (`math format`) weigh 1. By
-    default `math`; none beside another source of rewards, and none for `serve-rm`."""
+    functions: dict[str, float] = Field(
+        default_factory=lambda: {"math": 1.0},
+        description=f"Built-in reward functions and their weights: {quoted(REWARD_FUNCTIONS)}; names alone (`math "
+        "format`) weigh 1. By default `math`; none beside another source of rewards, and none for `serve-rm`.",
+    )
     remote_url: str | tuple[Text, ...] | None = None
     """Your own reward: `path/to/file.py:function` (`reward_func` where none is named, as in OpenRLHF), which takes
     one response, or a batch as TRL's and OpenRLHF's do; or the `http://` or `https://` URL of a reward server (`vlmrl
@@ -59,9 +60,9 @@ class Scoring(Section):
     @classmethod
     def check_functions(cls, functions: dict[str, float]) -> dict[str, float]:
         for name in functions:
-            if name not in BUILT_IN:
+            if name not in REWARD_FUNCTIONS:
                 raise ValueError(
-                    f"no reward function is called {name!r}: there are {', '.join(BUILT_IN)}; "
+                    f"no reward function is called {name!r}: there are {', '.join(REWARD_FUNCTIONS)}; "
                     "your own goes to reward.remote_url path/to/file.py:function"
                 )
         return functions

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from vlmrl.config.adapter_checks import conflicts_of_storage
-from vlmrl.config.algo import ESTIMATORS
+from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
 from vlmrl.config.checks import Unread, conflicts_of_optimizer, unread_of_optimized
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
@@ -31,7 +31,9 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
 def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:
     if not exists:
         names = (*settings(Critic, "critic."), "train.colocate_actor_critic", "train.colocate_critic_reward")
-        has = "gae has" if estimator in ESTIMATORS else "unless critic.model_name_or_path says what it starts from"
+        has = "unless critic.model_name_or_path says what it starts from"
+        if estimator in ESTIMATORS:
+            has = f"{', '.join(CRITIC_ESTIMATORS)} has"
         return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {has}")
     found = unread_of_optimized("critic", critic)
     if is_with_actor:

@@ -6,8 +6,9 @@ from pydantic import model_validator
 
 from vlmrl.config import adapter_checks, algo_checks, checks, reward_checks, role_checks
 from vlmrl.config.actor import Actor, Model, Ref
-from vlmrl.config.algo import ESTIMATORS, Aggregation, Algo
+from vlmrl.config.algo import Algo
 from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
+from vlmrl.config.built_in import Aggregation
 from vlmrl.config.checks import Unread
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
@@ -135,19 +136,16 @@ class RlConfig(Training):
 
     @property
     def aggregation(self) -> Aggregation:
-        """`algo.loss_agg`, or what the papers use: `sequence` for gspo (arXiv:2507.18071), `constant` for dr_grpo
-        (arXiv:2503.20783), else `token`."""
-        if self.algo.loss_agg is not None:
-            return self.algo.loss_agg
-        if self.actor.policy_loss_type == "gspo":
-            return "sequence"
-        return "constant" if self.algo.advantage.estimator == "dr_grpo" else "token"
+        """`algo.loss_agg`, or that of the loss's paper, or that of the estimator's."""
+        loss, estimator = self.actor.built_in_loss, self.algo.advantage.built_in
+        of_loss = None if loss is None else loss.aggregation
+        return self.algo.loss_agg or of_loss or ("token" if estimator is None else estimator.aggregation)
 
     @property
     def has_critic(self) -> bool:
-        """A critic is trained beside the actor: for `gae`, and for an estimator of the user's own that gets one."""
-        estimator = self.algo.advantage.estimator
-        return estimator == "gae" or (estimator not in ESTIMATORS and self.critic.model_name_or_path is not None)
+        """A critic is trained beside the actor: the estimator needs one, or is the user's own and is given one."""
+        estimator = self.algo.advantage.built_in
+        return self.critic.model_name_or_path is not None if estimator is None else estimator.needs_critic
 
     @property
     def critic_is_with_actor(self) -> bool:

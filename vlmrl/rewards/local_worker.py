@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
 from vlmrl.rewards import batch
@@ -98,7 +99,8 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
     for name in names:
         module = import_module(f"vlmrl.rewards.{name}")
         arguments = frozenset(inspect.signature(module.score).parameters)
-        _loaded[name] = _Loaded(module.score, str(module.__file__), Declared(arguments, module.WANTS_LABEL))
+        declared = Declared(arguments, REWARD_FUNCTIONS[name].wants_label)
+        _loaded[name] = _Loaded(module.score, str(module.__file__), declared)
     if spec is not None:
         name = spec.rpartition(":")[2]
         try:

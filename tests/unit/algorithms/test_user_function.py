@@ -57,6 +57,8 @@ def test_a_function_that_fails_says_where() -> None:
     def broken() -> Tensor:
         raise KeyError("first\nsecond")
 
-    with pytest.raises(ConfigError, match=r"^a\.b: broken failed: KeyError: .*\(.*test_own\.py:\d+\)$") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^a\.b: broken failed: KeyError: .*\(.*test_user_function\.py:\d+\)$"
+    ) as caught:
         call(broken, {}, shapes=[(1,)], flag="a.b")
     assert "\n" not in str(caught.value)
