@@ -46,6 +46,10 @@ class Section(BaseModel):
     )
 
 
+Unread = dict[str, str]
+"""Full name of a setting -> why the run does not read it."""
+
+
 class ConflictError(ValueError):
     """Settings at odds with each other. Every line names each of them in full, `train.batch_size`."""
 

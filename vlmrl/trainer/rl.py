@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from vlmrl.algorithms.kl import AdaptiveKl
-from vlmrl.config.adapter_checks import is_one_pass
+from vlmrl.config.adapters import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError

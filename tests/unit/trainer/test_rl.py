@@ -20,7 +20,7 @@ from scripted_loop import (
     run,
 )
 
-from vlmrl.config.adapter_checks import is_one_pass
+from vlmrl.config.adapters import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError, SyncError
 from vlmrl.rollout.sampling import Sampling
