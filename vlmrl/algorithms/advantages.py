@@ -10,8 +10,9 @@ from torch import Tensor
 from vlmrl.algorithms import estimators
 from vlmrl.algorithms.estimators import StepRewards
 from vlmrl.algorithms.returns import Estimated, payments, returns, time_first
-from vlmrl.algorithms.user_function import OwnFunction, call, declared, name_of
+from vlmrl.algorithms.user_function import OwnFunction, call
 from vlmrl.errors import ConfigError
+from vlmrl.system.user_function import declared, name_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

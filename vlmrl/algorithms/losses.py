@@ -15,8 +15,9 @@ from vlmrl.algorithms.aggregation import Aggregation
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
 from vlmrl.algorithms.policy_losses import Surrogate
-from vlmrl.algorithms.user_function import OwnFunction, call, declared, name_of
+from vlmrl.algorithms.user_function import OwnFunction, call
 from vlmrl.errors import ConfigError
+from vlmrl.system.user_function import declared, name_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

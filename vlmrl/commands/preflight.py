@@ -30,10 +30,11 @@ from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.models.positions import check_length, positions
 from vlmrl.observe.sinks import usable_wandb
-from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
+from vlmrl.plugins import Processor, check_reads_alike, processor_of
 from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.system import machine
 from vlmrl.system.plain_text import one_line, print_line
+from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Prompt
 
 _SAMPLES_LOOKED_AT = 100

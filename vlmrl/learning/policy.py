@@ -33,7 +33,7 @@ from vlmrl.models.adapters import adapters_off
 from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
-from vlmrl.plugins import name_or_function
+from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
