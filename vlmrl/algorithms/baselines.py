@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.filtering import teaches
+from vlmrl.algorithms.shaping import teaches
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

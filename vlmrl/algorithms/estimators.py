@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vlmrl.algorithms import returns
 from vlmrl.algorithms.baselines import minus_group_mean, minus_mean_of_others, over_group_deviation, step_advantages
-from vlmrl.algorithms.filtering import teaches
 from vlmrl.algorithms.returns import Estimated, time_first
+from vlmrl.algorithms.shaping import teaches
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

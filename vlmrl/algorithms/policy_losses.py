@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.answers import answer_mean
+from vlmrl.algorithms.aggregation import response_mean
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -67,7 +67,7 @@ def gspo(
     over a response that is the gradient of the response's ratio, and where advantages differ within a response, as with
     a KL in the reward, each token still learns from its own.
     """
-    of_response = answer_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
+    of_response = response_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
     return ppo(of_response, advantages, clip_low=clip_low, clip_high=clip_high)
 
 

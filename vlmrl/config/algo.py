@@ -37,9 +37,12 @@ from vlmrl.config.train import TrainRl
 _TITLES = ", ".join(f"`{name}` ({row.title})" for name, row in ESTIMATORS.items())
 _DISCOUNTING = quoted(DISCOUNTING_ESTIMATORS)
 _AGGREGATIONS = ", ".join(
-    f"`{row.aggregation}` for {name}"
-    for name, row in (*POLICY_LOSSES.items(), *ESTIMATORS.items())
-    if row.aggregation not in (None, "token")
+    f"`{aggregation}` for {name}"
+    for name, aggregation in (
+        *((name, loss.aggregation) for name, loss in POLICY_LOSSES.items()),
+        *((name, estimator.aggregation) for name, estimator in ESTIMATORS.items()),
+    )
+    if aggregation not in (None, "token")
 )
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
 CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
