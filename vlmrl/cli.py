@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
+from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.errors import ConfigError
 from vlmrl.system.stops import heeded
 
@@ -47,14 +48,13 @@ _NOT_BUILT = {
 
 _RL_WITH = "vlmrl rl does it, with --algo.advantage.estimator"
 _ELSEWHERE = {
+    **{name: f"vlmrl rl does it, with --actor.policy_loss_type {name}" for name in POLICY_LOSSES},
+    **{name: f"{_RL_WITH} {name}" for name in ESTIMATORS},
     "train": "vlmrl rl learns from rewards, vlmrl sft from responses",
     "grpo": f"{_RL_WITH} group_norm, its default",
     "ppo": f"{_RL_WITH} gae",
     **{f"train_ppo{end}": f"{_RL_WITH} gae" for end in ("", "_ray")},
-    **{name: f"{_RL_WITH} {name}" for name in ("rloo", "dr_grpo")},
-    "reinforce": f"{_RL_WITH} reinforce_baseline",
     "dapo": f"{_RL_WITH} group_norm, --algo.dynamic_filtering_enable and --actor.eps_clip_low_high 0.2 0.28",
-    **{name: f"vlmrl rl does it, with --actor.policy_loss_type {name}" for name in ("gspo", "cispo")},
     **dict.fromkeys(("train_sft", "finetune", "fine-tune"), "vlmrl sft does it"),
     "evaluate": "vlmrl eval does it",
     **dict.fromkeys(("serve", "serve_rm", "serve-reward"), "vlmrl serve-rm does it"),

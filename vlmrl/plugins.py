@@ -1,13 +1,9 @@
-"""Finds what a name stands for: a model family's processor, a dataset's rows, a function in a user's file."""
+"""Finds what a name stands for: a model, the processor of its family, a dataset's rows."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import inspect
 import pkgutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -210,52 +206,6 @@ def _check_tokenizer(folder: Path, flag: str) -> None:
             f"{flag}: there is no tokenizer in {folder}: copy tokenizer.json, tokenizer_config.json and what else the "
             "model that it was made of has beside its weights"
         )
-
-
-def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:
-    """What a setting chooses: a built-in's name, as it is, or the function that `path/to/file.py:name` names.
-
-    A process loads each function once. `flag` is the setting, for messages. Raises ConfigError as `user_function`.
-    """
-    return _loaded_once(setting, flag) if ".py:" in setting else setting
-
-
-def user_function(spec: str, flag: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. `flag` is the setting it came from, for messages.
-
-    Raises ConfigError when the file is not there, does not import, or does not hold a function of that name.
-    """
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"{flag}: {spec!r} should look like path/to/file.py:function")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"{flag}: there is no file {file}")
-    module = _import_file(path, flag)
-    found = getattr(module, name, None)
-    if not callable(found):
-        functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
-        raise ConfigError(f"{flag}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")
-    return cast("Callable[..., Any]", found)
-
-
-_loaded_once = functools.cache(user_function)
-
-
-def _import_file(path: Path, flag: str) -> ModuleType:
-    # The name is the same in every process, so that what the file defines can be pickled by reference.
-    module_name = f"vlmrl_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
-        del sys.modules[module_name]
-        raise ConfigError(f"{flag}: {path} does not import: {type(error).__name__}: {first_line(error)}") from error
-    return module
 
 
 def refuse_pickles(folder: Path, *, flag: str) -> None:

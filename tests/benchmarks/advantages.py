@@ -15,7 +15,8 @@ import time
 
 import torch
 
-from vlmrl.algorithms.advantages import ESTIMATORS, advantages
+from vlmrl.algorithms.advantages import advantages
+from vlmrl.config.built_in import ESTIMATORS
 
 
 def main() -> None:
@@ -42,8 +43,8 @@ def main() -> None:
         ends = sampled & (torch.arange(tokens) % arguments.steps == 0)
         paid["token_rewards"] = torch.where(ends, torch.rand(sampled.shape), 0.0)
     slowest = 0.0
-    for estimator in ESTIMATORS:
-        critic = values if estimator == "gae" else None
+    for estimator, row in ESTIMATORS.items():
+        critic = values if row.needs_critic else None
         taken = []
         for _ in range(arguments.repeats):
             start = time.perf_counter()

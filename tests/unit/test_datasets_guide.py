@@ -22,8 +22,9 @@ from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
 from vlmrl.config.verb import Run
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
-from vlmrl.plugins import processor, user_function
+from vlmrl.plugins import processor
 from vlmrl.rewards.local_worker import declare
+from vlmrl.system.user_function import load_function
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"
 SETTINGS_GUIDE = Path(__file__).parents[2] / "vlmrl" / "config" / "README.md"
@@ -90,7 +91,7 @@ def test_every_command_reads_every_row(command: str, model: str, folder: Path, m
     assert (images > 0) == (("sft" not in command and "verl" not in command) or "llava" in command)
     if isinstance(config, RlConfig) and config.reward.user_function is not None:
         spec = config.reward.user_function
-        declared = declare(user_function(spec, "reward.remote_url"), spec)
+        declared = declare(load_function(spec, "reward.remote_url"), spec)
         assert (declared.batch is not None) == ("batched.py" in command)
 
 
@@ -120,7 +121,7 @@ def test_the_ways_to_write_an_answer_teach_the_same_tokens(
 
 
 def own(folder: Path, name: str) -> Callable[..., Any]:
-    return user_function(f"{folder}/{name}", "reward.remote_url")
+    return load_function(f"{folder}/{name}", "reward.remote_url")
 
 
 def test_the_rewards_say_what_they_promise(folder: Path) -> None:

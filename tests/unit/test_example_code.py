@@ -10,15 +10,14 @@ import torch
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
-from vlmrl.config.actor import POLICY_LOSSES
-from vlmrl.config.algo import ESTIMATORS
-from vlmrl.plugins import user_function
+from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
+from vlmrl.system.user_function import load_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_estimator_counts_answers_above_the_mean_of_their_group() -> None:
-    own = user_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
+    own = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     sampled = torch.tensor([[False, True, True]] * 8)
     found = advantages(rewards, sampled, estimator=own).advantages
@@ -27,7 +26,7 @@ def test_the_estimator_counts_answers_above_the_mean_of_their_group() -> None:
 
 
 def test_the_loss_is_a_policy_gradient_with_a_spring() -> None:
-    own = user_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
+    own = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
     knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=own, clip_low=0.2, clip_high=0.25)
     old = torch.tensor([[-1.0, -2.0, -5.0]])
     logprobs = torch.tensor([[-1.0, -2.5, 3.0]], requires_grad=True)
@@ -53,7 +52,7 @@ def test_the_loss_is_a_policy_gradient_with_a_spring() -> None:
     [("7", 1.0), (" 8\n", 0.5), ("5", 1 / 3), ("-7", 0.0), ("seven", 0.0), ("²", 0.0), ("", 0.0)],
 )
 def test_the_reward_falls_with_the_distance(response: str, reward: float) -> None:
-    own = user_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
+    own = load_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
     assert own(response=response, label="7") == pytest.approx(reward)
 
 

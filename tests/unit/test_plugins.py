@@ -4,7 +4,7 @@ import pytest
 
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
-from vlmrl.plugins import located, name_or_function, plugin, plugin_names, processor, user_function
+from vlmrl.plugins import located, plugin, plugin_names, processor
 
 
 def test_a_name_finds_its_file() -> None:
@@ -15,52 +15,6 @@ def test_a_name_finds_its_file() -> None:
 def test_an_unknown_name_lists_those_that_exist() -> None:
     with pytest.raises(ConfigError, match=r"no file processors/gpt.py; there are: qwen_vl, text"):
         plugin("processors", "gpt")
-
-
-def test_a_users_function_is_found_in_its_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n")
-    assert user_function(f"{tmp_path}/mine.py:double", "reward.remote_url")(21) == 42
-
-
-def test_a_setting_is_a_name_or_a_users_function_that_is_loaded_once(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("COUNT = []\ndef count():\n    COUNT.append(1)\n    return len(COUNT)\n")
-    assert name_or_function("rloo", "algo.advantage.estimator") == "rloo"
-    for expected in (1, 2):
-        found = name_or_function(f"{tmp_path}/mine.py:count", "algo.advantage.estimator")
-        assert callable(found)
-        assert found() == expected
-
-
-def test_a_setting_whose_file_is_mended_loads_then(tmp_path: Path) -> None:
-    spec = f"{tmp_path}/mine.py:f"
-    with pytest.raises(ConfigError, match=r"^algo.advantage.estimator: there is no file"):
-        name_or_function(spec, "algo.advantage.estimator")
-    (tmp_path / "mine.py").write_text("def f(rewards):\n    return rewards\n")
-    assert callable(name_or_function(spec, "algo.advantage.estimator"))
-
-
-@pytest.mark.parametrize(
-    ("content", "spec", "message"),
-    [
-        ("", "mine.py", "should look like path/to/file.py:function"),
-        ("", "mine.txt:f", "should look like"),
-        ("", "other.py:f", "there is no file .*other.py"),
-        ("def g(): ...\ndef _h(): ...\nF = 3\n", "mine.py:f", "has no function f; it has: g$"),
-        ("f = 3\n", "mine.py:f", "has no function f; it has: none"),
-        (
-            "import no_such_module\n",
-            "mine.py:f",
-            "does not import: ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        ("def f(:\n", "mine.py:f", "does not import: SyntaxError"),
-        ("raise SystemExit(3)\n", "mine.py:f", "does not import: SystemExit"),
-    ],
-)
-def test_a_users_file_that_cannot_be_used_is_one_line(content: str, spec: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(content)
-    with pytest.raises(ConfigError, match=f"^reward.remote_url: .*{message}") as caught:
-        user_function(f"{tmp_path}/{spec}", "reward.remote_url")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_model_folder_that_is_not_there_or_holds_no_model_is_one_line(tmp_path: Path) -> None:

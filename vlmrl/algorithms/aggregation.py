@@ -1,7 +1,7 @@
-"""Turn per-token losses into one number. The only place that decides what a token weighs.
+"""Means over tokens and responses. The only place that decides what a token weighs in the loss.
 
-Every count is that of the whole optimizer step, over all ranks and micro-batches, so that the shares of the ranks and
-micro-batches add up to the loss of the step: the gradient does not depend on how the step was cut.
+Every count in a loss is that of the whole optimizer step, over all ranks and micro-batches, so that the shares of the
+ranks and micro-batches add up to the loss of the step: the gradient does not depend on how the step was cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def token_mean(losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, nu
 def sequence_mean(
     losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_samples: int
 ) -> Float[Tensor, ""]:
-    """Mean over answers of each one's mean over its sampled tokens (GRPO, arXiv:2402.03300).
+    """Mean over responses of each one's mean over its sampled tokens (GRPO, arXiv:2402.03300).
 
     `owner` says which sample each position belongs to (any numbers from 0 up), because a row of a pack holds several.
     """
@@ -41,7 +41,7 @@ def sequence_mean(
 def constant_mean(
     losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, num_samples: int, max_new_tokens: int
 ) -> Float[Tensor, ""]:
-    """Sum over the sampled tokens / (answers * longest answer): long answers are not favoured (arXiv:2503.20783)."""
+    """Sum over the sampled tokens / (responses * longest): long responses are not favoured (arXiv:2503.20783)."""
     return _masked(losses, sampled).sum() / (num_samples * max_new_tokens)
 
 
@@ -60,6 +60,21 @@ def reduce(
     if aggregation == "sequence":
         return sequence_mean(losses, sampled, owner, num_samples=totals.num_samples)
     return constant_mean(losses, sampled, num_samples=totals.num_samples, max_new_tokens=max_new_tokens)
+
+
+def response_mean(
+    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """On each sampled token the mean over the sampled tokens of its response; 0 elsewhere.
+
+    `owner` says which response a position belongs to (any numbers from 0 up). Responses are never cut across packs.
+    """
+    where = owner[sampled]
+    if not len(where):
+        return torch.zeros_like(values)
+    counts = torch.bincount(where)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add(0, where, values[sampled])
+    return torch.zeros_like(values).masked_scatter(sampled, (sums / counts)[where])
 
 
 def _masked(losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.answers import answer_mean
+from vlmrl.algorithms.aggregation import response_mean
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -58,6 +58,6 @@ def correct(
         return torch.where(kept, weights, 0.0)
     kept = sampled
     if correction.kind == "seq-mask-tis":
-        whole = answer_mean(gap, sampled, owner).exp()
+        whole = response_mean(gap, sampled, owner).exp()
         kept = sampled & (whole >= low) & (whole <= high)
     return torch.where(kept, weights.clamp(low, high), 0.0)

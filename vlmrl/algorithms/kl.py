@@ -44,17 +44,17 @@ def kl_from_old(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"]) -> Fl
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveKl:
+class KlController:
     """The weight of the KL; with a target it follows the KL that was measured (arXiv:1909.08593, section 2.2)."""
 
     coef: float
     target: float | None = None
     """The KL per token that is wanted; None: the weight stays."""
     horizon: int = 10_000
-    """Answers over which the weight follows."""
+    """Responses over which the weight follows."""
 
-    def updated(self, kl: float, num_samples: int) -> AdaptiveKl:
-        """After a step of `num_samples` answers whose mean KL per token was `kl`.
+    def updated(self, kl: float, num_samples: int) -> KlController:
+        """The controller after a step of `num_samples` responses whose mean KL per token was `kl`.
 
         `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`.
 
@@ -64,6 +64,6 @@ class AdaptiveKl:
         if self.target is None:
             return self
         if math.isnan(kl) or num_samples >= 5 * self.horizon:
-            raise ValueError(f"a KL of {kl} over {num_samples} answers cannot steer a horizon of {self.horizon}")
+            raise ValueError(f"a KL of {kl} over {num_samples} responses cannot steer a horizon of {self.horizon}")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_samples / self.horizon))

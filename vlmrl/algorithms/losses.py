@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,18 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vlmrl.algorithms import policy_losses
 from vlmrl.algorithms.aggregation import Aggregation
-from vlmrl.algorithms.answers import answer_mean
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
-from vlmrl.algorithms.user_function import OwnFunction, call, declared, name_of
+from vlmrl.algorithms.policy_losses import Surrogate
+from vlmrl.algorithms.user_function import OwnFunction, call
 from vlmrl.errors import ConfigError
+from vlmrl.system.user_function import declared, name_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 FLAG = "actor.policy_loss_type"
-KINDS = ("ppo", "gspo", "cispo")
 OFFERED = ("logprobs", "old", "rollout", "advantages", "sampled", "owner", "clip_low", "clip_high")
 """What a user's own loss may declare; see `policy_loss`."""
 
@@ -31,10 +33,10 @@ class PolicyLoss:
 
     aggregation: Aggregation
     max_new_tokens: int
-    """Longest answer; read by `constant` aggregation alone."""
+    """Longest response; read by `constant` aggregation alone."""
     kind: str | OwnFunction = "ppo"
-    """One of `KINDS`, or a user's own function. A specification `path.py:name` becomes one in the process that learns:
-    what a user's file defines does not travel."""
+    """The name of a function in `policy_losses.py`, or a user's own function. A specification `path.py:name` becomes
+    one in the process that learns: what a user's file defines does not travel."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -49,18 +51,8 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         if self.clip_low < 0 or self.clip_high < 0:
             raise ValueError(f"a ratio cannot be clipped by {self.clip_low} and {self.clip_high}")
-        if self.dual_clip is not None and (self.dual_clip <= 1 or self.kind in ("gspo", "cispo")):
-            raise ValueError(f"dual_clip {self.dual_clip} with {self.kind}: it wants ppo, and a bound above 1")
-        if self.kind == "gspo" and self.correction is not None and self.correction.kind != "seq-mask-tis":
-            raise ValueError(f"gspo weighs whole answers, {self.correction.kind} single tokens: take seq-mask-tis")
-
-
-class Surrogate(NamedTuple):
-    """PPO's objective, token by token."""
-
-    losses: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]
-    """Where a clip decided the loss, so that the token has no gradient."""
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip {self.dual_clip} bounds nothing: it wants a bound above 1")
 
 
 class PolicyTerms(NamedTuple):
@@ -68,26 +60,18 @@ class PolicyTerms(NamedTuple):
 
     losses: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
-    """Where a clip decided the loss; in `cispo`, which clips no gradient, where it decided the weight. False elsewhere,
-    and always with a user's own loss."""
+    """As in `Surrogate`; False where not sampled, and everywhere with a user's own loss."""
     kl: Float[Tensor, "B T"]
     """To the reference, without a gradient; 0 without one."""
     weights: Float[Tensor, "B T"]
     """Of the correction: 1 without one; 0 where not sampled."""
     ratio: Float[Tensor, "B T"]
-    """pi / pi_old, without a gradient: the answer's for `gspo`, else the token's; 1 where not sampled."""
+    """pi / pi_old as the loss reads it, without a gradient; 1 where not sampled."""
 
 
-def check(kind: str | OwnFunction) -> None:
-    """Refuse a loss that `policy_loss` could not use.
-
-    Raises:
-        ConfigError: no loss has this name, or the user's function demands what it cannot be given.
-    """
-    if callable(kind):
-        declared(kind, OFFERED, flag=FLAG)
-    elif kind not in KINDS:
-        raise ConfigError(f"{FLAG}: no loss is called {kind}; there are: {', '.join(KINDS)}")
+def check(kind: OwnFunction) -> None:
+    """Refuse a user's loss that demands what it cannot be given, by ConfigError."""
+    declared(kind, OFFERED, flag=FLAG)
 
 
 def policy_loss(
@@ -116,24 +100,12 @@ def policy_loss(
         ValueError: what a knob needs is missing, or has no gradient.
         ConfigError: the user's own loss cannot be called, fails, or returns something else.
     """
-    check(knobs.kind)
     # Masked before anything is made of them: a gradient of 0 times an infinity in the padding would be NaN.
     logprobs, old, advantages = (torch.where(sampled, x, 0.0) for x in (logprobs, old, advantages))
     rollout = None if rollout is None else torch.where(sampled, rollout, 0.0)
-    ratio = log_ratio(logprobs, old, sampled)
-    if callable(knobs.kind):
-        tokens = {"logprobs": logprobs, "old": old, "rollout": rollout, "advantages": advantages}
-        offered = tokens | {"sampled": sampled, "owner": owner}
-        clips = {"clip_low": knobs.clip_low, "clip_high": knobs.clip_high}
-        losses, clipped = _own_surrogate(knobs.kind, offered | clips)
-    elif knobs.kind == "cispo":
-        losses, clipped = weighted_likelihood(ratio, logprobs, advantages, clip_high=knobs.clip_high)
-    else:
-        if knobs.kind == "gspo":
-            ratio = answer_log_ratio(ratio, sampled, owner)
-        losses, clipped = clipped_surrogate(
-            ratio, advantages, clip_low=knobs.clip_low, clip_high=knobs.clip_high, dual_clip=knobs.dual_clip
-        )
+    tokens = {"logprobs": logprobs, "old": old, "rollout": rollout, "advantages": advantages}
+    offered = tokens | {"sampled": sampled, "owner": owner, "clip_low": knobs.clip_low, "clip_high": knobs.clip_high}
+    losses, clipped, ratio = _surrogate(knobs, offered, log_ratio(logprobs, old, sampled))
     weights = sampled.to(logprobs.dtype)
     if knobs.correction is not None:
         if rollout is None:
@@ -153,13 +125,18 @@ def policy_loss(
     return PolicyTerms(losses, clipped, kl.detach(), weights, ratio.detach().exp())
 
 
-def _own_surrogate(function: OwnFunction, offered: Mapping[str, Any]) -> Surrogate:
-    """What a user's own loss makes of the tokens."""
+def _surrogate(knobs: PolicyLoss, offered: Mapping[str, Any], log_ratio: Float[Tensor, "B T"]) -> Surrogate:
+    """Call the policy's own loss with what it declares; a user's own has `OFFERED` to choose from."""
+    if not callable(knobs.kind):
+        function = getattr(policy_losses, knobs.kind)
+        known = {**offered, "log_ratio": log_ratio, "dual_clip": knobs.dual_clip}
+        surrogate: Surrogate = function(**{name: known[name] for name in inspect.signature(function).parameters})
+        return surrogate
     sampled: Tensor = offered["sampled"]
-    losses = call(function, offered, shapes=[tuple(sampled.shape)], flag=FLAG)
+    losses = call(knobs.kind, offered, shapes=[tuple(sampled.shape)], flag=FLAG)
     if offered["logprobs"].requires_grad and not losses.requires_grad:
-        raise ConfigError(f"{FLAG}: the losses of {name_of(function)} have no gradient: do not detach logprobs")
-    return Surrogate(torch.where(sampled, losses, 0.0), torch.zeros_like(sampled))
+        raise ConfigError(f"{FLAG}: the losses of {name_of(knobs.kind)} have no gradient: do not detach logprobs")
+    return Surrogate(torch.where(sampled, losses, 0.0), torch.zeros_like(sampled), log_ratio)
 
 
 def log_ratio(
@@ -171,59 +148,6 @@ def log_ratio(
     zero times infinity is NaN.
     """
     return torch.where(sampled, logprobs - old, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-
-
-def answer_log_ratio(
-    log_ratio: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """GSPO's ratio, `exp(mean_t log_ratio)` of each answer, as a logarithm on each of its tokens (arXiv:2507.18071).
-
-    Its value is the answer's, its gradient that of the token's own log-prob (GSPO-token, section 4.3). Summed over an
-    answer that is the gradient of the answer's ratio, and where advantages differ within an answer, as with a KL in the
-    reward, each token still learns from its own.
-    """
-    return answer_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
-
-
-def clipped_surrogate(
-    log_ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Surrogate:
-    """PPO's clipped objective (arXiv:1707.06347); unequal clips are DAPO's (arXiv:2503.14476).
-
-    `dual_clip` c > 1 bounds the loss of a bad token to `-c A` (arXiv:1912.09729): without it one whose ratio has
-    exploded outweighs all others.
-    """
-    ratio = log_ratio.exp()
-    free = -ratio * advantages
-    bound = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    losses = torch.maximum(free, bound)
-    clipped = bound > free
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (losses > ceiling)
-        losses = torch.where(over, ceiling, losses)
-        clipped = clipped | over
-    return Surrogate(losses=losses, clipped=clipped)
-
-
-def weighted_likelihood(
-    log_ratio: Float[Tensor, "B T"],
-    logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    *,
-    clip_high: float,
-) -> Surrogate:
-    """CISPO (arXiv:2506.13585): `-stopgrad(min(ratio, 1 + clip_high)) A log pi`. Every token keeps its gradient.
-
-    As in the paper's experiments there is no lower clip.
-    """
-    ratio = log_ratio.detach().exp()
-    return Surrogate(losses=-ratio.clamp(max=1 + clip_high) * advantages * logprobs, clipped=ratio > 1 + clip_high)
 
 
 class ValueTerms(NamedTuple):

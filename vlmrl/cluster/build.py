@@ -22,7 +22,7 @@ from vlmrl.cluster.role_settings import absolute, critic_settings, demand, model
 from vlmrl.cluster.session import Session
 from vlmrl.cluster.watch import Watch
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.config.role_checks import REWARD_MODELS
+from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.schedule import optimizer_steps
 from vlmrl.config.train import Loop

@@ -12,7 +12,7 @@ from vlmrl.cluster.session import Session
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
-from vlmrl.config.role_checks import REWARD_MODELS
+from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 
 

@@ -30,10 +30,11 @@ from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
 from vlmrl.models.positions import check_length, positions
 from vlmrl.observe.sinks import usable_wandb
-from vlmrl.plugins import Processor, check_reads_alike, name_or_function, processor_of
+from vlmrl.plugins import Processor, check_reads_alike, processor_of
 from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.system import machine
 from vlmrl.system.plain_text import one_line, print_line
+from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Prompt
 
 _SAMPLES_LOOKED_AT = 100
@@ -74,8 +75,11 @@ def check_algorithm(config: RlConfig) -> None:
         ConfigError: a file is not there, does not import, lacks the function, or this asks for what nobody gives it.
     """
     estimator = name_or_function(config.algo.advantage.estimator, advantages.FLAG)
-    advantages.check(estimator, has_critic=config.has_critic)
-    losses.check(name_or_function(config.actor.policy_loss_type, losses.FLAG))
+    if callable(estimator):
+        advantages.check(estimator, has_critic=config.has_critic)
+    loss = name_or_function(config.actor.policy_loss_type, losses.FLAG)
+    if callable(loss):
+        losses.check(loss)
 
 
 def check_models(config: RlConfig) -> None:

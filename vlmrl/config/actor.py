@@ -3,11 +3,15 @@
 from pydantic import Field, field_validator
 
 from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, known_or_own
+from vlmrl.config.built_in import DUAL_CLIP_LOSSES, POLICY_LOSSES, PolicyLoss, quoted
 from vlmrl.config.optimizer import Optimized
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo")
-GSPO_CLIP = (3e-4, 4e-4)
-"""The clip range of GSPO's experiments (arXiv:2507.18071, section 5.1)."""
+_TITLES = "; ".join(f"`{name}`: {row.title}" for name, row in POLICY_LOSSES.items())
+_PAPER_CLIPS = "; ".join(
+    f"by default `{name}` has its paper's, {row.clip_range[0]:g} below 1 and {row.clip_range[1]:g} above"
+    for name, row in POLICY_LOSSES.items()
+    if row.clip_range is not None
+)
 
 
 class Model(Optimized):
@@ -36,18 +40,22 @@ class Model(Optimized):
 class Actor(Model):
     """The policy."""
 
-    policy_loss_type: Text = "ppo"
-    """Policy loss: `ppo`, the clipped surrogate (arXiv:1707.06347); `gspo`, one ratio per answer (arXiv:2507.18071);
-    `cispo`, which clips weights and no gradient (arXiv:2506.13585); or your own, `path/to/file.py:function`."""
-    eps_clip: NonNegativeFloat = 0.2
-    """Clip range of the probability ratio, both sides; `gspo`, whose ratio hardly moves, has its paper's unless given:
-    0.0003 below and 0.0004 above 1."""
+    policy_loss_type: Text = Field(
+        default="ppo", description=f"Policy loss. {_TITLES}; or your own, `path/to/file.py:function`."
+    )
+    eps_clip: NonNegativeFloat = Field(
+        default=0.2, description=f"Clip range of the probability ratio, on both sides; {_PAPER_CLIPS}."
+    )
     eps_clip_low_high: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     """Unequal clip range, below and above 1 (DAPO's clip-higher, arXiv:2503.14476), instead of `eps_clip`."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """`ppo`: bound on the loss of bad answers, in units of the advantage (arXiv:1912.09729); above 1."""
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1.0,
+        description=f"{quoted(DUAL_CLIP_LOSSES)}: bound on the loss of bad responses, in units of the advantage "
+        "(arXiv:1912.09729); above 1.",
+    )
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus: the entropy of the distribution that answers are sampled from."""
+    """Weight of the entropy bonus: the entropy of the distribution that responses are sampled from."""
 
     @field_validator("policy_loss_type")
     @classmethod
@@ -55,19 +63,20 @@ class Actor(Model):
         return known_or_own(loss, POLICY_LOSSES, "policy loss")
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """How far the ratio may go below and above 1."""
-        if self.eps_clip_low_high is not None:
-            return self.eps_clip_low_high
-        if self.has_paper_clip:
-            return GSPO_CLIP
-        return self.eps_clip, self.eps_clip
+    def built_in_loss(self) -> PolicyLoss | None:
+        """The loss's row; None for the user's own function."""
+        return POLICY_LOSSES.get(self.policy_loss_type)
 
     @property
-    def has_paper_clip(self) -> bool:
-        """The clip range is that of GSPO's paper, because none was given."""
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may go below and above 1."""
+        return self.eps_clip_low_high or self.paper_clip or (self.eps_clip, self.eps_clip)
+
+    @property
+    def paper_clip(self) -> tuple[float, float] | None:
+        """The clip range of the loss's paper; None where it has none, or where the user gives one."""
         is_given = "eps_clip" in self.model_fields_set or self.eps_clip_low_high is not None
-        return self.policy_loss_type == "gspo" and not is_given
+        return None if is_given or self.built_in_loss is None else self.built_in_loss.clip_range
 
 
 class Ref(Section):

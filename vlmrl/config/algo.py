@@ -1,9 +1,13 @@
-"""The reinforcement-learning algorithm."""
+"""The reinforcement-learning algorithm: estimator, corrections, KL and filtering.
+
+Below the sections: the checks of these, and of the policy loss, against the rest of a run.
+"""
 
 from typing import Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from vlmrl.config.actor import Actor, Ref
 from vlmrl.config.base import (
     ConflictError,
     Fraction,
@@ -12,15 +16,34 @@ from vlmrl.config.base import (
     PositiveInt,
     Section,
     Text,
+    Unread,
     known_or_own,
 )
+from vlmrl.config.built_in import (
+    CRITIC_ESTIMATORS,
+    DISCOUNTING_ESTIMATORS,
+    DUAL_CLIP_LOSSES,
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    POLICY_LOSSES,
+    Aggregation,
+    Estimator,
+    quoted,
+)
+from vlmrl.config.names import settings
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.train import TrainRl
 
-ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-"""Those whose baseline is the other answers to the same prompt."""
-NORMALISED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
-"""Those whose advantages are discounted, and normalised over all sampled tokens of a step."""
-Aggregation = Literal["token", "sequence", "constant"]
+_TITLES = ", ".join(f"`{name}` ({row.title})" for name, row in ESTIMATORS.items())
+_DISCOUNTING = quoted(DISCOUNTING_ESTIMATORS)
+_AGGREGATIONS = ", ".join(
+    f"`{aggregation}` for {name}"
+    for name, aggregation in (
+        *((name, loss.aggregation) for name, loss in POLICY_LOSSES.items()),
+        *((name, estimator.aggregation) for name, estimator in ESTIMATORS.items()),
+    )
+    if aggregation not in (None, "token")
+)
 Correction = Literal["tis", "icepop", "seq-mask-tis"]
 CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
     "tis": (0.0, 2.0),
@@ -33,15 +56,16 @@ CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
 class Advantage(Section):
     """From rewards to advantages."""
 
-    estimator: Text = "group_norm"
-    """`gae` (PPO with a critic), `reinforce` (REINFORCE++), `reinforce_baseline` (with a group baseline), `rloo`,
-    `group_norm` (GRPO), `dr_grpo`, or your own, `path/to/file.py:function`."""
-    gamma: Fraction = 1.0
-    """Discount; read by `gae`, `reinforce` and `reinforce_baseline`, 1 for the others."""
-    lambd: Fraction = 1.0
-    """`gae`: how far the critic is trusted; 1 is the return itself, 0 the critic's next value (arXiv:1506.02438)."""
-    no_std_norm: bool = False
-    """`gae`, `reinforce`, `reinforce_baseline`: subtract the step's mean but do not divide by its deviation."""
+    estimator: Text = Field(default="group_norm", description=f"{_TITLES}, or your own, `path/to/file.py:function`.")
+    gamma: Fraction = Field(default=1.0, description=f"Discount; read by {_DISCOUNTING}, 1 for the others.")
+    lambd: Fraction = Field(
+        default=1.0,
+        description=f"{quoted(CRITIC_ESTIMATORS)}: how far the critic is trusted; 1 is the return itself, 0 the "
+        "critic's next value (arXiv:1506.02438).",
+    )
+    no_std_norm: bool = Field(
+        default=False, description=f"{_DISCOUNTING}: subtract the step's mean but do not divide by its deviation."
+    )
     is_correction_enable: bool = False
     """Weigh tokens by how much likelier trainer than engine thinks them, or leave out those where both disagree."""
     is_correction_type: Correction = "tis"
@@ -57,6 +81,11 @@ class Advantage(Section):
     @classmethod
     def check_estimator(cls, estimator: str) -> str:
         return known_or_own(estimator, ESTIMATORS, "estimator")
+
+    @property
+    def built_in(self) -> Estimator | None:
+        """The estimator's row; None for the user's own function."""
+        return ESTIMATORS.get(self.estimator)
 
     @model_validator(mode="after")
     def check_threshold(self) -> Self:
@@ -106,9 +135,11 @@ class Algo(Section):
     """From rewards to advantages."""
     kl: Kl = Kl()
     """The KL penalty against the reference model."""
-    loss_agg: Aggregation | None = None
-    """What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: `sequence` for gspo,
-    `constant` for dr_grpo, else `token`."""
+    loss_agg: Aggregation | None = Field(
+        default=None,
+        description="What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: "
+        f"{_AGGREGATIONS}, else `token`.",
+    )
     dynamic_filtering_enable: bool = False
     """Keep only groups that teach, those whose responses are worth different amounts after shaping, and draw prompts
     until a batch is full (DAPO, arXiv:2503.14476). For estimators that compare responses within a group."""
@@ -129,3 +160,126 @@ class Algo(Section):
                 [f"algo.dynamic_filtering_range {low:g} {high:g} keeps no group: give the smaller bound first"]
             )
         return self
+
+
+def unread_of_loss(actor: Actor) -> Unread:
+    found: Unread = {}
+    if actor.eps_clip_low_high is not None:
+        found["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
+    elif actor.paper_clip is not None:
+        found["actor.eps_clip"] = (
+            f"actor.policy_loss_type {actor.policy_loss_type} clips in its paper's range unless one is given"
+        )
+    if actor.policy_loss_type not in DUAL_CLIP_LOSSES:
+        found["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
+    return found
+
+
+def unread_of_advantage(advantage: Advantage) -> Unread:
+    found: Unread = {}
+    setting, estimator = "algo.advantage.estimator", advantage.estimator
+    if estimator not in CRITIC_ESTIMATORS:
+        found["algo.advantage.lambd"] = _read_by_alone(setting, CRITIC_ESTIMATORS, estimator)
+    if estimator not in DISCOUNTING_ESTIMATORS:
+        reason = _read_by_alone(setting, DISCOUNTING_ESTIMATORS, estimator)
+        found |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
+    if not advantage.is_correction_enable:
+        names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
+        found |= dict.fromkeys(names, "algo.advantage.is_correction_enable is off")
+    return found
+
+
+def unread_of_kl(algo: Algo) -> Unread:
+    if algo.kl.init_coef == 0:
+        reason = "algo.kl.init_coef is 0, so there is no reference model"
+        names = (f"algo.kl.{name}" for name in ("estimator", "use_loss", "target", "horizon"))
+        return dict.fromkeys((*settings(Ref, "ref."), *names, "train.colocate_actor_ref"), reason)
+    if algo.kl.target is None:
+        return {"algo.kl.horizon": "algo.kl.init_coef stays as it is without algo.kl.target"}
+    return {}
+
+
+def unread_of_filtering(algo: Algo) -> Unread:
+    if algo.dynamic_filtering_enable:
+        return {}
+    names = ("algo.dynamic_filtering_range", "algo.dynamic_filtering_max_draws")
+    return dict.fromkeys(names, "algo.dynamic_filtering_enable is off")
+
+
+def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
+    """Settings that act between the optimizer steps of one batch of answers."""
+    if steps_per_batch(rollout, train) > 1:
+        return {}
+    reason = "one optimizer step per batch of answers leaves no rest of an update: lower train.batch_size"
+    return {"algo.kl.early_stop": reason}
+
+
+def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
+    kind, loss = advantage.is_correction_type, actor.built_in_loss
+    if not advantage.is_correction_enable or kind == "seq-mask-tis" or loss is None or not loss.weighs_responses:
+        return []
+    line = (
+        f"algo.advantage.is_correction_type {kind} weighs single tokens, and actor.policy_loss_type "
+        f"{actor.policy_loss_type} whole responses: use seq-mask-tis, or leave algo.advantage.is_correction_enable off"
+    )
+    return [line]
+
+
+def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
+    n, found = rollout.n_samples_per_prompt, []
+    estimator = algo.advantage.built_in
+    if n < 2 and estimator is not None and estimator.compares_group:
+        found.append(
+            f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
+            "without a group to compare a response with: use 2 or more"
+        )
+    if n < 2 and algo.dynamic_filtering_enable and estimator is None:
+        found.append(
+            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one response to judge a prompt by: "
+            "use 2 or more"
+        )
+    if algo.dynamic_filtering_enable and estimator is not None and not estimator.compares_group:
+        found.append(
+            f"algo.dynamic_filtering_enable drops groups without a difference, and algo.advantage.estimator "
+            f"{algo.advantage.estimator} does not compare within groups, so that they would teach: leave it out, or "
+            f"use {', '.join(GROUP_ESTIMATORS)}"
+        )
+    num_answers = rollout.batch_size * n
+    if num_answers % train.batch_size:
+        found.append(
+            f"train.batch_size {train.batch_size} does not divide the {num_answers} responses of a step "
+            f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n}): "
+            f"{_nearest_sizes(train.batch_size, rollout)}"
+        )
+    elif train.batch_size % n:
+        found.append(
+            f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}, and an "
+            f"optimizer step takes whole groups: {_nearest_sizes(train.batch_size, rollout)}"
+        )
+    if algo.kl.init_coef > 0 and algo.kl.target is not None and num_answers >= 5 * algo.kl.horizon:
+        # One step could take the coefficient by 0.2 * answers / horizon: to nothing, or below.
+        found.append(
+            f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_answers} answers of a step: one step could "
+            f"take algo.kl.init_coef to 0 and leave it there; give more than {num_answers // 5}"
+        )
+    return found
+
+
+def _nearest_sizes(size: int, rollout: Rollout) -> str:
+    """Which batch sizes of an optimizer step do: whole groups, and equal shares of a step's responses."""
+    n = rollout.n_samples_per_prompt
+    good = [groups * n for groups in range(1, rollout.batch_size + 1) if rollout.batch_size % groups == 0]
+    below = max((one for one in good if one < size), default=None)
+    above = min((one for one in good if one > size), default=None)
+    near = " or ".join(str(one) for one in (below, above) if one is not None)
+    return f"the nearest that {'do are' if ' or ' in near else 'does is'} {near}"
+
+
+def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
+    """Optimizer steps that a batch of answers is learned from."""
+    return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
+
+
+def _read_by_alone(setting: str, values: tuple[str, ...], given: str) -> str:
+    verb = "read" if len(values) > 1 else "reads"
+    return f"{setting} {', '.join(values)} alone {verb} it, and here it is {given}"

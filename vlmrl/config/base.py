@@ -1,6 +1,6 @@
 """What every section of settings is: frozen, closed, documented by its own attribute docstrings."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -27,7 +27,7 @@ def names_function(spec: str) -> bool:
     return all(spec.rpartition(".py:")[::2])
 
 
-def known_or_own(name: str, known: Sequence[str], what: str) -> str:
+def known_or_own(name: str, known: Collection[str], what: str) -> str:
     """`name`, when it is one of `known` or names a function of the user's.
 
     Raises:
@@ -44,6 +44,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+Unread = dict[str, str]
+"""Full name of a setting -> why the run does not read it."""
 
 
 class ConflictError(ValueError):

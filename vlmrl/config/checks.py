@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Literal, get_origin
 
 from vlmrl.config.actor import Model
-from vlmrl.config.base import ConflictError, Section
+from vlmrl.config.base import ConflictError, Section, Unread
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
@@ -16,9 +16,6 @@ from vlmrl.config.names import is_given, named_in, settings, value
 from vlmrl.config.optimizer import Muon, Optimized
 from vlmrl.config.rollout import Eval, Held
 from vlmrl.config.train import Layout, Loop
-
-Unread = dict[str, str]
-"""Full name of a setting -> why the run does not read it."""
 
 
 def refuse(config: Section, *, conflicts: Iterable[str], unread: Unread) -> None:

@@ -15,7 +15,7 @@ class CriticAdam(Adam):
 
 
 class Critic(Optimized):
-    """The critic. Exists for `algo.advantage.estimator` gae, and for your own with `critic.model_name_or_path`."""
+    """The critic, where `algo.advantage.estimator` needs one, or is your own with `critic.model_name_or_path`."""
 
     adam: CriticAdam = CriticAdam()
     """AdamW's settings; with `muon`, those of what Muon does not move."""

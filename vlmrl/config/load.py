@@ -36,7 +36,7 @@ def load(kind: type[Config], argv: Sequence[str]) -> Config:
     known = kind.settings()
     written = read(argv, known, kind.sections())
     meant = [_explain(unknown, kind, written) for unknown in written.unknown]
-    config = _Judge(kind, known, written, doubtful={*written.spoilt, *filter(None, meant)}).config()
+    config = _Validator(kind, known, written, doubtful={*written.spoilt, *filter(None, meant)}).config()
     if written.mistakes:
         raise ConfigError(_report(written.mistakes))
     assert config is not None, "nothing could be made of the settings, and no mistake was found in them"
@@ -79,11 +79,11 @@ def _explain(unknown: Unknown, kind: type[Run], written: Written) -> str | None:
     return found
 
 
-class _Judge:
-    """Validates what was written, again and again without what is already known to be wrong.
+class _Validator:
+    """Validates the settings, repeatedly, each time without those already known to be wrong.
 
     pydantic does not run the checks that cross settings while one of these is wrong by itself. So a wrong setting is
-    reported, taken out, and the rest is judged anew; a check that speaks of a setting which is already in doubt is
+    reported, taken out, and the rest is validated again; a check that speaks of a setting which is already in doubt is
     not repeated to the user.
     """
 
@@ -101,29 +101,29 @@ class _Judge:
             except ValidationError as error:
                 before = dict(self._values)
                 for detail in error.errors(include_url=False):
-                    self._judge(detail, before)
+                    self._reject(detail, before)
                 if self._values == before:
                     return None
 
-    def _judge(self, detail: ErrorDetails, values: Mapping[str, Any]) -> None:
+    def _reject(self, detail: ErrorDetails, values: Mapping[str, Any]) -> None:
         name = self._setting(detail["loc"])
         if name is None:
-            self._judge_conflict(detail)
+            self._reject_conflict(detail)
         elif name not in values:
-            self._judge_missing(name)
+            self._reject_missing(name)
         elif name in self._values:  # one complaint about a value is enough
             self._written.mistakes.append(_wrong_value(name, self._known[name], self._written.given[name], detail))
             self._doubtful.add(name)
             del self._values[name]
 
-    def _judge_missing(self, name: str) -> None:
+    def _reject_missing(self, name: str) -> None:
         if name not in self._doubtful:
             about = " ".join((self._known[name].description or "").split())
             self._written.mistakes.append(f"--{name} is missing: {about}")
         self._doubtful.add(name)
-        self._values[name] = "?"  # every required setting is text: it stands in, so that the rest can be judged
+        self._values[name] = "?"  # every required setting is text: it stands in, so that the rest can be validated
 
-    def _judge_conflict(self, detail: ErrorDetails) -> None:
+    def _reject_conflict(self, detail: ErrorDetails) -> None:
         error = detail.get("ctx", {}).get("error")
         for line in error.lines if isinstance(error, ConflictError) else [detail["msg"]]:
             names = named_in(line, self._known)

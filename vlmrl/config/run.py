@@ -4,11 +4,12 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import adapter_checks, algo_checks, checks, reward_checks, role_checks
+from vlmrl.config import adapters, algo, checks, reward, roles
 from vlmrl.config.actor import Actor, Model, Ref
-from vlmrl.config.algo import ESTIMATORS, Aggregation, Algo
+from vlmrl.config.algo import Algo
+from vlmrl.config.base import Unread
 from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
-from vlmrl.config.checks import Unread
+from vlmrl.config.built_in import Aggregation
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
 from vlmrl.config.data import Columns, Data
@@ -49,10 +50,10 @@ class Training(Run):
             | checks.unread_of_columns(self.data)
             | checks.unread_of_output(self.ckpt, self.logger)
             | checks.unread_of_ds(self.ds)
-            | adapter_checks.unread_of_adapters(self.ds)
+            | adapters.unread_of_adapters(self.ds)
             | checks.unread_of_vision(
                 self.actor,
-                reached_by_adapters=adapter_checks.reaches_vision(self.actor, lora) if lora.rank else None,
+                reached_by_adapters=adapters.reaches_vision(self.actor, lora) if lora.rank else None,
                 has_frozen_tower_beside=self.has_frozen_tower_beside,
             )
         )
@@ -66,7 +67,7 @@ class Training(Run):
         return [
             *checks.conflicts_of_data(self.data),
             *checks.conflicts_of_ds(self.ds, self.train),
-            *adapter_checks.conflicts_of_adapters(self.actor, self.ds),
+            *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
     @model_validator(mode="after")
@@ -106,26 +107,26 @@ class RlConfig(Training):
     def unread(self) -> Unread:
         return (
             super().unread()
-            | algo_checks.unread_of_loss(self.actor)
-            | algo_checks.unread_of_advantage(self.algo.advantage)
-            | algo_checks.unread_of_filtering(self.algo)
-            | algo_checks.unread_of_updates(self.rollout, self.train)
-            | reward_checks.unread_of_sources(self.reward)
-            | reward_checks.unread_of_models(self.reward)
-            | reward_checks.unread_of_shaping(self.reward)
-            | role_checks.unread_of_average(self.train)
-            | role_checks.unread_of_best(evaluates=self.evaluates)
-            | role_checks.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
-            | role_checks.unread_of_critic(
+            | algo.unread_of_loss(self.actor)
+            | algo.unread_of_advantage(self.algo.advantage)
+            | algo.unread_of_filtering(self.algo)
+            | algo.unread_of_updates(self.rollout, self.train)
+            | reward.unread_of_sources(self.reward)
+            | reward.unread_of_models(self.reward)
+            | reward.unread_of_shaping(self.reward)
+            | roles.unread_of_average(self.train)
+            | roles.unread_of_best(evaluates=self.evaluates)
+            | roles.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
+            | roles.unread_of_critic(
                 self.critic,
                 estimator=self.algo.advantage.estimator,
                 exists=self.has_critic,
                 is_with_actor=self.critic_is_with_actor,
             )
-            | algo_checks.unread_of_kl(self.algo)
+            | algo.unread_of_kl(self.algo)
             | checks.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
-            | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
-            | (adapter_checks.unread_of_adapter_reference() if self.reference_is_base else {})
+            | adapters.unread_of_engine_base(self.vllm, self.ds)
+            | (adapters.unread_of_adapter_reference() if self.reference_is_base else {})
         )
 
     @property
@@ -135,19 +136,16 @@ class RlConfig(Training):
 
     @property
     def aggregation(self) -> Aggregation:
-        """`algo.loss_agg`, or what the papers use: `sequence` for gspo (arXiv:2507.18071), `constant` for dr_grpo
-        (arXiv:2503.20783), else `token`."""
-        if self.algo.loss_agg is not None:
-            return self.algo.loss_agg
-        if self.actor.policy_loss_type == "gspo":
-            return "sequence"
-        return "constant" if self.algo.advantage.estimator == "dr_grpo" else "token"
+        """`algo.loss_agg`, or that of the loss's paper, or that of the estimator's."""
+        loss, estimator = self.actor.built_in_loss, self.algo.advantage.built_in
+        of_loss = None if loss is None else loss.aggregation
+        return self.algo.loss_agg or of_loss or ("token" if estimator is None else estimator.aggregation)
 
     @property
     def has_critic(self) -> bool:
-        """A critic is trained beside the actor: for `gae`, and for an estimator of the user's own that gets one."""
-        estimator = self.algo.advantage.estimator
-        return estimator == "gae" or (estimator not in ESTIMATORS and self.critic.model_name_or_path is not None)
+        """A critic is trained beside the actor: the estimator needs one, or is the user's own and is given one."""
+        estimator = self.algo.advantage.built_in
+        return self.critic.model_name_or_path is not None if estimator is None else estimator.needs_critic
 
     @property
     def critic_is_with_actor(self) -> bool:
@@ -170,7 +168,7 @@ class RlConfig(Training):
 
     @property
     def has_frozen_tower_beside(self) -> bool:
-        critic_keeps = self.has_critic and adapter_checks.keeps_tower(self.whole_critic.as_model, self.ds.lora)
+        critic_keeps = self.has_critic and adapters.keeps_tower(self.whole_critic.as_model, self.ds.lora)
         return self.has_reference or self.reward.has_model or critic_keeps
 
     @property
@@ -194,20 +192,20 @@ class RlConfig(Training):
     @property
     def pools(self) -> list[frozenset[str]]:
         """Roles that have the same devices, and use them one after the other."""
-        return role_checks.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
+        return roles.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
 
     def conflicts(self) -> list[str]:
         return [
-            *algo_checks.conflicts_of_batch(self.rollout, self.train, self.algo),
-            *algo_checks.conflicts_of_correction(self.actor, self.algo.advantage),
-            *reward_checks.conflicts_of_sampling(self.rollout, self.reward),
-            *reward_checks.conflicts_of_sources(self.reward),
+            *algo.conflicts_of_batch(self.rollout, self.train, self.algo),
+            *algo.conflicts_of_correction(self.actor, self.algo.advantage),
+            *reward.conflicts_of_sampling(self.rollout, self.reward),
+            *reward.conflicts_of_sources(self.reward),
             *checks.conflicts_of_eval(self.eval, evaluates=self.evaluates),
-            *role_checks.conflicts_of_devices(self.vllm, self.train),
-            *role_checks.conflicts_of_sleep(self.ds, self.train, self._stages),
-            *role_checks.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
-            *(role_checks.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
-            *adapter_checks.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
+            *roles.conflicts_of_devices(self.vllm, self.train),
+            *roles.conflicts_of_sleep(self.ds, self.train, self._stages),
+            *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
+            *(roles.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
+            *adapters.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
             *super().conflicts(),
         ]
 
@@ -246,7 +244,7 @@ class EvalConfig(Run):
     ckpt: Ckpt = Ckpt()
 
     def unread(self) -> Unread:
-        return checks.unread_of_columns(self.data) | reward_checks.unread_of_sources(self.reward)
+        return checks.unread_of_columns(self.data) | reward.unread_of_sources(self.reward)
 
     def conflicts(self) -> list[str]:
         return checks.conflicts_of_eval(self.eval)
@@ -268,10 +266,10 @@ class PublishBench(Run):
     bench: Repeats = Repeats()
 
     def unread(self) -> Unread:
-        return adapter_checks.unread_of_adapters(self.ds) | adapter_checks.unread_of_engine_base(self.vllm, self.ds)
+        return adapters.unread_of_adapters(self.ds) | adapters.unread_of_engine_base(self.vllm, self.ds)
 
     def conflicts(self) -> list[str]:
-        return adapter_checks.conflicts_of_adapters(self.actor, self.ds)
+        return adapters.conflicts_of_adapters(self.actor, self.ds)
 
 
 class RolloutBench(Run):
@@ -319,7 +317,7 @@ class StepBench(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        found = checks.unread_of_optimized("actor", self.actor) | adapter_checks.unread_of_adapters(self.ds)
+        found = checks.unread_of_optimized("actor", self.actor) | adapters.unread_of_adapters(self.ds)
         if not self.bench.image_size:
             found["bench.images_per_prompt"] = "bench.image_size 0 means no images"
         return found
@@ -341,7 +339,7 @@ class StepBench(Run):
         return [
             *found,
             *checks.conflicts_of_ds(self.ds, loop),
-            *adapter_checks.conflicts_of_adapters(self.actor, self.ds),
+            *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
 
@@ -366,10 +364,10 @@ class ServeConfig(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        return reward_checks.unread_of_served(self.reward)
+        return reward.unread_of_served(self.reward)
 
     def conflicts(self) -> list[str]:
-        return reward_checks.conflicts_of_served(self.reward)
+        return reward.conflicts_of_served(self.reward)
 
 
 class MergeConfig(Run):

@@ -1,4 +1,4 @@
-"""What the user wrote, before it is judged: settings from YAML files and flags, each with where it came from."""
+"""What the user wrote, before it is validated: settings from YAML files and flags, each with where it came from."""
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence

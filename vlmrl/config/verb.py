@@ -6,8 +6,7 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from vlmrl.config import checks
-from vlmrl.config.base import Section
-from vlmrl.config.checks import Unread
+from vlmrl.config.base import Section, Unread
 from vlmrl.config.names import settings
 
 

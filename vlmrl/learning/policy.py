@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.kl import kl_from_old
-from vlmrl.algorithms.losses import FLAG, KINDS, PolicyLoss, check, log_ratio, policy_loss
+from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
 from vlmrl.config.actor import Model
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
@@ -33,7 +33,7 @@ from vlmrl.models.adapters import adapters_off
 from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
-from vlmrl.plugins import user_function
+from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
@@ -300,10 +300,10 @@ class Policy(Learner, Publisher):
 
 def _with_own(loss: PolicyLoss) -> PolicyLoss:
     """The same, a user's own function read from its file in this process."""
-    if isinstance(loss.kind, str) and loss.kind not in KINDS:
-        loss = replace(loss, kind=user_function(loss.kind, FLAG))
-    check(loss.kind)
-    return loss
+    kind = name_or_function(loss.kind, FLAG) if isinstance(loss.kind, str) else loss.kind
+    if callable(kind):
+        check(kind)
+    return replace(loss, kind=kind)
 
 
 def _engine_gap(difference: Tensor) -> dict[str, Tensor]:

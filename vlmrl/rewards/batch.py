@@ -11,12 +11,12 @@ OpenRLHF's get `queries` (prompt and response as one text), `prompts` and `label
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vlmrl.errors import ConfigError
+from vlmrl.system.user_function import Parameters
 
 Style = Literal["trl", "openrlhf"]
 
@@ -48,28 +48,25 @@ class Signature(NamedTuple):
         return next((name for name in sorted(self.required) if not _has(name, item)), None)
 
 
-def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Signature | None:
-    """How another library would call the function; None where it takes one response.
+def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signature | None:
+    """How another library would call a function with these parameters; None where it takes one response.
 
     Raises ConfigError when it asks for what nobody but that library's trainer has.
     """
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if "completions" in names:
+    if "completions" in parameters.names:
         style: Style = "trl"
-    elif "queries" in names:
+    elif "queries" in parameters.names:
         style = "openrlhf"
     else:
         return None
-    required = frozenset(name for name, p in names.items() if p.default is p.empty) - _OWN[style]
+    required = frozenset(parameters.required) - _OWN[style]
     unknown = sorted(required if style == "openrlhf" else required & ELSEWHERE)
     if unknown:
         library = "TRL" if style == "trl" else "OpenRLHF"
         raise ConfigError(
             f"{setting}: {spec} has {library}'s signature and asks for {', '.join(unknown)}, unknown here"
         )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return Signature(style, frozenset(names), required, takes_all)
+    return Signature(style, parameters.names, required, parameters.takes_all)
 
 
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from fractions import Fraction
 from vlmrl.rewards.final import final_answer
 from vlmrl.rewards.labels import spellings
 
-WANTS_LABEL = True
-
 # At most three digits of exponent: model output must not be able to ask for a number that fills the memory.
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _RATIO = r"[+-]?[0-9]+/[0-9]+"

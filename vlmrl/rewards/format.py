@@ -6,8 +6,6 @@ There are two forms. Where the prompt speaks of `<answer>`, it is R1's: `<think>
 
 from vlmrl.rewards.boxed import last_boxed
 
-WANTS_LABEL = False
-
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 

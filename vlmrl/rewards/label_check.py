@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pebble import ProcessFuture, ProcessPool
 
+from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import exact
 from vlmrl.rewards import local_worker as worker
@@ -21,8 +22,7 @@ _TIME_LIMIT_S = 5.0
 """For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
-_WANT_LABELS = ("exact", "math")
-"""The built-in functions whose `WANTS_LABEL` is set."""
+_WANT_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.wants_label)
 
 
 def who_needs_labels(reward: Scoring) -> str | None:

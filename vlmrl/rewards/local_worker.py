@@ -16,19 +16,19 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
-from vlmrl.plugins import user_function
 from vlmrl.rewards import batch
 from vlmrl.rewards.environment import hide_secrets
 from vlmrl.rewards.failures import TooHardError, doing_of
 from vlmrl.system import stops
+from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
 
 ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
@@ -98,11 +98,12 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
     for name in names:
         module = import_module(f"vlmrl.rewards.{name}")
         arguments = frozenset(inspect.signature(module.score).parameters)
-        _loaded[name] = _Loaded(module.score, str(module.__file__), Declared(arguments, module.WANTS_LABEL))
+        declared = Declared(arguments, REWARD_FUNCTIONS[name].wants_label)
+        _loaded[name] = _Loaded(module.score, str(module.__file__), declared)
     if spec is not None:
         name = spec.rpartition(":")[2]
         try:
-            function = user_function(spec, SETTING)
+            function = load_function(spec, SETTING)
             declared = declare(function, spec)
             _loaded[name] = _Loaded(function, str(Path(spec.rpartition(":")[0]).expanduser().resolve()), declared)
         except VlmrlError as error:
@@ -134,7 +135,7 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Ve
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        return Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+        return Verdict(problem=reason(error, file=loaded.file), blame=doing_of(error))
 
 
 def call_all(
@@ -156,7 +157,7 @@ def call_all(
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        verdict = Verdict(problem=_reason(error, loaded.file), blame=doing_of(error))
+        verdict = Verdict(problem=reason(error, file=loaded.file), blame=doing_of(error))
     else:
         return _verdicts(returned, len(arguments), signature)
     if len(arguments) == 1 or verdict.blame == "infrastructure":
@@ -181,39 +182,24 @@ def unusable(name: str, label: str) -> str | None:
 
 
 def declare(function: Callable[..., Any], spec: str) -> Declared:
-    """What a user's function takes. Raises ConfigError as `declared_arguments` does."""
-    try:
-        signature = batch.signature_of(function, spec, setting=SETTING)
-    except (TypeError, ValueError):  # a signature that cannot be read, which is told below
-        signature = None
-    if signature is None:
-        return Declared(declared_arguments(function, spec), wants_label=False)
-    arguments = {"prompt", "response", "label", "metadata"} | ({"images"} & signature.names)
-    return Declared(frozenset(arguments), wants_label=False, batch=signature)
+    """Read what a user's function takes; `**kwargs` takes all but the images.
 
-
-def declared_arguments(function: Callable[..., Any], spec: str) -> frozenset[str]:
-    """Which of `ARGUMENTS` a user's function declares; `**kwargs` takes all but the images.
-
-    Raises ConfigError when it demands something else, or does not look at the response.
+    Raises ConfigError when it demands what nobody gives it, or does not look at the response.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{SETTING}: the signature of {spec} cannot be read: {error}") from error
-    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    names = frozenset(by_keyword) & frozenset(ARGUMENTS)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names |= frozenset(ARGUMENTS) - {"images"}
-    nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    unknown = nameless + [n for n, p in by_keyword.items() if n not in ARGUMENTS and p.default is p.empty]
-    if unknown or "response" not in names:
-        what = f"asks for {', '.join(unknown)}" if unknown else "does not ask for response"
+    parameters = parameters_of(function, flag=SETTING, name=spec)
+    signature = batch.signature_of(parameters, spec, setting=SETTING)
+    images, others = parameters.names & {"images"}, frozenset(ARGUMENTS) - {"images"}
+    if signature is not None:
+        return Declared(others | images, wants_label=False, batch=signature)
+    names = parameters.taken(others) | images
+    unmet = parameters.unmet(ARGUMENTS)
+    if unmet or "response" not in names:
+        what = f"asks for {', '.join(unmet)}" if unmet else "does not ask for response"
         raise ConfigError(
             f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
             "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
         )
-    return names
+    return Declared(names, wants_label=False)
 
 
 def to_verdict(returned: Any) -> Verdict:
@@ -264,20 +250,6 @@ def _describe(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     except TypeError:
         return f"a {type(value).__name__}"
-
-
-def _reason(error: BaseException, file: str) -> str:
-    """`ValueError: what it said (reward.py:12)`: the line is the last one in the function's own file."""
-    try:
-        message = one_line(str(error))
-    except Exception:  # an exception of the user's may not even print
-        message = "?"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)]
-    place = own[-1] if own else frames[-1]
-    # A signature that does not fit fails before the function's first line: only this file is in the traceback then.
-    where = "" if place.filename == __file__ else f" ({os.path.relpath(place.filename)}:{place.lineno})"
-    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
 
 
 def one_line(value: object) -> str:

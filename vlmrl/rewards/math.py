@@ -26,8 +26,6 @@ from vlmrl.rewards.plain import (
 )
 from vlmrl.rewards.units import agree, last_unit, measure
 
-WANTS_LABEL = True
-
 # The answer stands at the end, and a formula of more characters than this is nobody's label. The bound is what keeps a
 # huge output cheap: some of math-verify's regular expressions take quadratic time.
 _LONGEST_FORMULA = 1000

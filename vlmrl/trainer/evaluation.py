@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.run import EvalConfig, RlConfig
 from vlmrl.errors import RewardError, StorageError, VlmrlError
 from vlmrl.observe.report import RunReport
@@ -28,8 +29,8 @@ _SEED = 1_000_003
 PASS_SCORE = 0.5
 """An answer is right when its score is above this: built-in rewards give 1 or 0."""
 
-_VERDICTS = ("math", "exact")
-"""Rewards that say whether an answer is right: the first that is used. Without any, the weighted total says it."""
+_CHECKING_REWARDS = [name for name, row in REWARD_FUNCTIONS.items() if row.checks_response]
+"""Rewards that say whether a response is right: the first that is used. Without any, the weighted total says it."""
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
 
 def is_right(score: Score) -> bool:
     """Whether an answer counts as solved: by the verdict of a checking reward, else by all that it earned."""
-    verdicts = [score.parts[name] for name in _VERDICTS if name in score.parts]
+    verdicts = [score.parts[name] for name in _CHECKING_REWARDS if name in score.parts]
     return (verdicts[0] if verdicts else score.earned) > PASS_SCORE
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
-from vlmrl.algorithms.filtering import teaches
 from vlmrl.algorithms.kl import kl_to_reference
-from vlmrl.algorithms.shaping import shape
+from vlmrl.algorithms.shaping import shape, teaches
 from vlmrl.config.run import RlConfig
-from vlmrl.plugins import name_or_function
 from vlmrl.rewards.failures import count_failures
+from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
 from vlmrl.verify.logprobs import check_agreement, compare_engine
 

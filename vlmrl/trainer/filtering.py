@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vlmrl.algorithms.filtering import is_within, teaches
+from vlmrl.algorithms.shaping import is_within, teaches
 from vlmrl.config.run import RlConfig
 from vlmrl.trainer.experience import worth
 from vlmrl.types import Floats, Group, Score
@@ -19,7 +19,7 @@ Verdict = Literal["kept", "constant", "outside", "unscored"]
 `algo.dynamic_filtering_range`. `unscored`: fewer than two of its responses have a reward."""
 
 _SAME = 1e-6
-"""As in `algorithms.filtering`."""
+"""As in `algorithms.shaping`."""
 
 
 class Sifted(NamedTuple):

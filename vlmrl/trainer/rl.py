@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from vlmrl.algorithms.kl import AdaptiveKl
-from vlmrl.config.adapter_checks import is_one_pass
+from vlmrl.algorithms.kl import KlController
+from vlmrl.config.adapters import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError
@@ -169,7 +169,7 @@ def train(
         ExhaustedError: too few groups teach; what was learnt before is whole.
         Stopped: the run was asked to stop; the last step whose update has begun is whole.
     """
-    leash = AdaptiveKl(coef=carried.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
+    kl_controller = KlController(coef=carried.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
     seen = carried.seen
     for step in range(first_step, last_step + 1):
         start = progress(config, step - 1, course)
@@ -196,7 +196,7 @@ def train(
             groups,
             scores,
             Passes(samples, old=old, ref=ref, values=values),
-            kl_coef=leash.coef,
+            kl_coef=kl_controller.coef,
             span=(start, progress(config, step, course)) if config.algo.dynamic_filtering_enable else None,
         )
         left_out = [(one.group, one.scores, one.rewards) for one in collected.sifted if not one.is_kept]
@@ -215,7 +215,7 @@ def train(
                 check_agreement(config, learning)
             if not only_critic:
                 # A policy that does not move stays with its reference, which is no reason to let it go.
-                leash = leash.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
+                kl_controller = kl_controller.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
             with report.phase("publish"):
                 publishing = policy.publish(step)
             probing = check_publish(step)
@@ -223,7 +223,7 @@ def train(
             if step == last_step and 0 < course.left < config.rollout.batch_size:
                 after = after | {"data/left_out": float(course.left)}
             report.step(step, collected.metrics | seeing | judging | learning | publishing | probing | after)
-            save(step, Carried(leash.coef, seen))
+            save(step, Carried(kl_controller.coef, seen))
         stops.check()
     return Ending(max(last_step, first_step - 1))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlmrl.algorithms.aggregation import constant_mean, reduce, sequence_mean, token_mean
+from vlmrl.algorithms.aggregation import constant_mean, reduce, response_mean, sequence_mean, token_mean
 from vlmrl.types import Totals
 
 F, T = False, True
@@ -65,3 +65,17 @@ def test_an_answer_without_a_token_counts_as_an_answer(aggregation, expected) ->
     totals = Totals(num_tokens=6, num_samples=4)
     found = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
     assert found.item() == pytest.approx(expected)
+
+
+def test_the_mean_of_a_response_lies_on_its_tokens_and_nowhere_else() -> None:
+    sampled = torch.tensor([[F, T, T, F, T], [T, F, F, T, F]])
+    # Response 7 has a gap; response 3 is alone in its row; owner numbers need not be dense.
+    owner = torch.tensor([[7, 7, 7, 7, 7], [0, 0, 0, 3, 3]])
+    values = torch.tensor([[9.0, 1.0, 2.0, float("nan"), 6.0], [5.0, float("inf"), 9.0, 4.0, 9.0]])
+    assert response_mean(values, sampled, owner).tolist() == [[0, 3.0, 3.0, 0, 3.0], [5.0, 0, 0, 4.0, 0]]
+
+
+def test_the_mean_where_nothing_is_sampled_is_zero() -> None:
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    found = response_mean(torch.full((1, 2), float("nan")), nothing, torch.zeros(1, 2, dtype=torch.long))
+    assert found.tolist() == [[0.0, 0.0]]

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.advantages import ESTIMATORS, advantages
+from vlmrl.algorithms.advantages import advantages
 from vlmrl.algorithms.aggregation import Aggregation, reduce, token_mean
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.kl import kl_to_reference
-from vlmrl.algorithms.losses import KINDS, PolicyLoss, policy_loss, value_loss
+from vlmrl.algorithms.losses import PolicyLoss, policy_loss, value_loss
+from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.types import Totals
 
 PROMPTS, GROUP, PLACES, VOCABULARY = 4, 6, 3, 5
@@ -108,13 +109,13 @@ def shifted(answers: Tensor) -> Tensor:
     return torch.nn.functional.pad(answers, (1, 0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("estimator", list(ESTIMATORS))
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_policy_finds_the_rewarded_tokens(estimator: str, kind: str) -> None:
     assert learnt(estimator, kind) > 0.9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
     assert learnt("group_norm", kind, sign=-1.0) < 0.1
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vlmrl.algorithms.kl import AdaptiveKl, kl_from_old, kl_to_reference
+from vlmrl.algorithms.kl import KlController, kl_from_old, kl_to_reference
 
 LOGPROBS = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]])
 REFERENCE = torch.tensor([[-1.5, -2.0], [-1.5, -1.0]])
@@ -48,24 +48,24 @@ def test_k3_of_models_far_apart_is_held_and_its_gradient_is_0_and_not_nan() -> N
 
 
 def test_the_weight_follows_the_kl_to_its_target() -> None:
-    leash = AdaptiveKl(coef=0.1, target=0.5, horizon=100)
+    controller = KlController(coef=0.1, target=0.5, horizon=100)
     # 0.55 / 0.5 - 1 = 0.1 over 20 of 100 answers; twice the target counts as 20 % above, none at all as 20 % below.
-    assert leash.updated(0.55, num_samples=20).coef == pytest.approx(0.1 * (1 + 0.1 * 0.2))
-    assert leash.updated(1.0, num_samples=50).coef == pytest.approx(0.1 * 1.1)
-    assert leash.updated(-3.0, num_samples=50).coef == pytest.approx(0.1 * 0.9)
-    assert leash.updated(0.5, num_samples=50) == leash
-    assert leash.updated(1.0, 50).updated(1.0, 50).coef == pytest.approx(0.1 * 1.1**2)
+    assert controller.updated(0.55, num_samples=20).coef == pytest.approx(0.1 * (1 + 0.1 * 0.2))
+    assert controller.updated(1.0, num_samples=50).coef == pytest.approx(0.1 * 1.1)
+    assert controller.updated(-3.0, num_samples=50).coef == pytest.approx(0.1 * 0.9)
+    assert controller.updated(0.5, num_samples=50) == controller
+    assert controller.updated(1.0, 50).updated(1.0, 50).coef == pytest.approx(0.1 * 1.1**2)
 
 
 def test_without_a_target_the_weight_stays() -> None:
-    leash = AdaptiveKl(coef=0.1)
-    assert leash.updated(99.0, num_samples=10**6) is leash
+    controller = KlController(coef=0.1)
+    assert controller.updated(99.0, num_samples=10**6) is controller
 
 
 @pytest.mark.parametrize(("kl", "num_samples"), [(float("nan"), 1), (0.1, 50)])
 def test_a_step_that_cannot_steer_is_refused(kl: float, num_samples: int) -> None:
     with pytest.raises(ValueError, match="cannot steer a horizon of 10"):
-        AdaptiveKl(coef=0.1, target=0.5, horizon=10).updated(kl, num_samples)
+        KlController(coef=0.1, target=0.5, horizon=10).updated(kl, num_samples)
 
 
 def test_the_way_from_the_old_policy_is_averaged_over_what_the_old_policy_says() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.config.actor import POLICY_LOSSES
-from vlmrl.config.algo import ESTIMATORS
+from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
 from vlmrl.config.run import VERBS, RlConfig
 from vlmrl.config.verb import Run

@@ -76,7 +76,7 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest answer"),
         ({"reward.functions": {}}, "nothing would score the answers"),
-        ({"reward.functions": {"maths": 1.0}}, "there are exact, math, format"),
+        ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),
         (
             {"reward.remote_url": "http://host/score,reward.py:f"},
             "one path/to/file.py:function, or one or several URLs",

@@ -39,7 +39,6 @@ def test_a_loss_of_ones_own_is_read_where_the_policy_is(file: Path) -> None:
         ("{file}:unlikely", "has no function unlikely; it has: likely, odd"),
         ("{file}:odd", "odd asks for weather"),
         ("nowhere.py:f", "there is no file nowhere.py"),
-        ("pppo", "should look like path/to/file.py:function"),
     ],
 )
 def test_a_loss_that_is_not_there_is_refused_in_one_line(file: Path, kind: str, words: str) -> None:

@@ -16,6 +16,7 @@ from rewards.answers import Picture, group
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import batch
+from vlmrl.rewards.local_worker import declare
 from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import FunctionJudge
 from vlmrl.types import Group
@@ -232,4 +233,4 @@ def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
         return torch.zeros(len(queries))
 
     with pytest.raises(ConfigError, match="OpenRLHF's signature and asks for model"):
-        batch.signature_of(function, "r.py:f", setting="reward.remote_url")
+        declare(function, "r.py:f")

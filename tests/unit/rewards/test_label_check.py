@@ -7,20 +7,19 @@ import os
 import signal
 import time
 from contextlib import closing
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from vlmrl.config.reward import BUILT_IN, Scoring
+from vlmrl.config.reward import Scoring
 from vlmrl.rewards import label_check
 from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
 
 
-def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
-    for name in BUILT_IN:
-        module = import_module(f"vlmrl.rewards.{name}")
-        assert (who_needs_labels(Scoring(functions={name: 1.0})) is not None) == module.WANTS_LABEL
+def test_built_in_functions_that_compare_with_a_label_need_one() -> None:
+    assert who_needs_labels(Scoring(functions={"math": 1.0})) == "reward.functions math"
+    assert who_needs_labels(Scoring(functions={"exact": 1.0})) == "reward.functions exact"
+    assert who_needs_labels(Scoring(functions={"format": 1.0})) is None
     both = Scoring(functions={"format": 1.0, "math": 1.0, "exact": 1.0})
     assert who_needs_labels(both) == "reward.functions math and exact"
 

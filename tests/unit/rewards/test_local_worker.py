@@ -39,7 +39,7 @@ def test_a_built_in_function_declares_what_it_needs() -> None:
 )
 def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str]) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
-    assert worker.declared_arguments(function, "r.py:f") == arguments
+    assert worker.declare(function, "r.py:f").arguments == arguments
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str
 def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     with pytest.raises(ConfigError) as error:
-        worker.declared_arguments(function, "r.py:f")
+        worker.declare(function, "r.py:f")
     assert said in str(error.value)
 
 

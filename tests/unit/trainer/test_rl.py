@@ -20,7 +20,7 @@ from scripted_loop import (
     run,
 )
 
-from vlmrl.config.adapter_checks import is_one_pass
+from vlmrl.config.adapters import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError, SyncError
 from vlmrl.rollout.sampling import Sampling
@@ -203,7 +203,7 @@ def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Hopeless())
 
 
-def test_the_leash_follows_its_target_and_is_saved_for_the_next_step() -> None:
+def test_the_kl_controller_follows_its_target_and_is_saved_for_the_next_step() -> None:
     class Near:
         def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
             return [np.where(s.sampled, -0.7, 0.0).astype(np.float32) for s in samples]
@@ -222,7 +222,7 @@ def test_the_leash_follows_its_target_and_is_saved_for_the_next_step() -> None:
     assert [notebook.steps[step]["kl/coef"] for step in (1, 2)] == pytest.approx([0.5, 0.51])
 
 
-def test_while_the_critic_learns_alone_the_leash_waits() -> None:
+def test_while_the_critic_learns_alone_the_kl_controller_waits() -> None:
     class Same:
         def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
             return [np.where(s.sampled, -0.5, 0.0).astype(np.float32) for s in samples]

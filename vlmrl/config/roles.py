@@ -1,10 +1,11 @@
-"""What the settings of roles say about each other: critic, reward models, moving average, who shares devices."""
+"""Checks that cross roles: critic, reward models, moving average, best model, and which roles share devices."""
 
 from collections.abc import Mapping
 
-from vlmrl.config.adapter_checks import conflicts_of_storage
-from vlmrl.config.algo import ESTIMATORS
-from vlmrl.config.checks import Unread, conflicts_of_optimizer, unread_of_optimized
+from vlmrl.config.adapters import conflicts_of_storage
+from vlmrl.config.base import Unread
+from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
+from vlmrl.config.checks import conflicts_of_optimizer, unread_of_optimized
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
 from vlmrl.config.ds import Ds
@@ -22,16 +23,19 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
     if train.colocate_all:
         return [frozenset({"actor", "ref", "vllm", *REWARD_MODELS})]
     trained = {"actor", "ref"} if train.colocate_actor_ref else {"actor"}
-    judges = set(REWARD_MODELS)
+    reward_models = set(REWARD_MODELS)
     if train.colocate_critic_reward and critic_is_with_actor:
-        return [frozenset(trained | judges)]
-    return [frozenset(trained), frozenset(judges | {"critic"} if train.colocate_critic_reward else judges)]
+        return [frozenset(trained | reward_models)]
+    beside = reward_models | {"critic"} if train.colocate_critic_reward else reward_models
+    return [frozenset(trained), frozenset(beside)]
 
 
 def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:
     if not exists:
         names = (*settings(Critic, "critic."), "train.colocate_actor_critic", "train.colocate_critic_reward")
-        has = "gae has" if estimator in ESTIMATORS else "unless critic.model_name_or_path says what it starts from"
+        has = "unless critic.model_name_or_path says what it starts from"
+        if estimator in ESTIMATORS:
+            has = f"{', '.join(CRITIC_ESTIMATORS)} has"
         return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {has}")
     found = unread_of_optimized("critic", critic)
     if is_with_actor:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlmrl.config.adapter_checks import merged_because
+from vlmrl.config.adapters import merged_because
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
 from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, SftConfig, StepBench

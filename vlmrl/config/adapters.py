@@ -1,9 +1,9 @@
-"""What the settings of adapters and of 4 bits say about each other, and about the rest of a run."""
+"""Checks of adapters and 4 bits, against each other and against the rest of a run, and the properties that follow."""
 
 from vlmrl.config import checks
 from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
-from vlmrl.config.checks import Unread
+from vlmrl.config.base import Unread
 from vlmrl.config.ds import Ds
 from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.config.names import settings

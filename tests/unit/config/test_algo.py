@@ -2,11 +2,7 @@
 
 import pytest
 
-from vlmrl.algorithms.advantages import DISCOUNTED
-from vlmrl.algorithms.advantages import ESTIMATORS as BUILT
-from vlmrl.algorithms.losses import KINDS
-from vlmrl.config.actor import GSPO_CLIP, POLICY_LOSSES
-from vlmrl.config.algo import ESTIMATORS, GROUP_ESTIMATORS, NORMALISED_ESTIMATORS
+from vlmrl.config.built_in import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import ConfigError
@@ -28,13 +24,6 @@ def refused(line: str) -> str:
         rl(line)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_the_names_are_those_of_the_algorithms() -> None:
-    assert set(ESTIMATORS) == set(BUILT)
-    assert set(NORMALISED_ESTIMATORS) == DISCOUNTED
-    assert set(GROUP_ESTIMATORS) < set(ESTIMATORS)
-    assert set(POLICY_LOSSES) == set(KINDS)
 
 
 @pytest.mark.parametrize("estimator", [*ESTIMATORS, "mine.py:baseline", "a/b c/mine.py:baseline"])
@@ -78,7 +67,7 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{CORRECTED} --algo.advantage.is_correction_type mis", "should be 'tis', 'icepop' or 'seq-mask-tis'"),
         (
             f"{CORRECTED} --algo.advantage.is_correction_type icepop --actor.policy_loss_type gspo",
-            "icepop weighs single tokens, and actor.policy_loss_type gspo whole answers: use seq-mask-tis",
+            "icepop weighs single tokens, and actor.policy_loss_type gspo whole responses: use seq-mask-tis",
         ),
         (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weighs single tokens"),
         # Groups of one.
@@ -89,7 +78,7 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         ),
         (
             f"{ONE} --algo.advantage.estimator mine.py:f --algo.dynamic_filtering_enable",
-            "one answer to judge a prompt by: use 2 or more",
+            "one response to judge a prompt by: use 2 or more",
         ),
         # Filtering by differences that the estimator does not look at.
         *(
@@ -185,7 +174,7 @@ def test_what_goes_together_is_accepted(line: str) -> None:
         ("", (0.2, 0.2)),
         ("--actor.eps_clip 0.3", (0.3, 0.3)),
         ("--actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
-        ("--actor.policy_loss_type gspo", GSPO_CLIP),
+        ("--actor.policy_loss_type gspo", (3e-4, 4e-4)),
         # Given, it is what was given, even where that is the default of the other losses.
         ("--actor.policy_loss_type gspo --actor.eps_clip 0.2", (0.2, 0.2)),
         ("--actor.policy_loss_type gspo --actor.eps_clip_low_high 0.001 0.002", (0.001, 0.002)),

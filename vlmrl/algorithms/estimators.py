@@ -1,0 +1,106 @@
+"""The advantage estimators: a function for each row of `vlmrl.config.built_in.ESTIMATORS`, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from vlmrl.algorithms import returns
+from vlmrl.algorithms.baselines import minus_group_mean, minus_mean_of_others, over_group_deviation, step_advantages
+from vlmrl.algorithms.returns import Estimated, time_first
+from vlmrl.algorithms.shaping import teaches
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+
+class StepRewards(NamedTuple):
+    """The rewards of a whole step, and the settings of `advantages` that an estimator may read."""
+
+    rewards: Float[Tensor, "N G"]
+    scored: Bool[Tensor, "N G"]
+    sampled: Bool[Tensor, "B T"]
+    penalty: Float[Tensor, "B T"] | None
+    token_rewards: Float[Tensor, "B T"] | None
+    values: Float[Tensor, "B T"] | None
+    gamma: float
+    lambd: float
+    by_deviation: bool
+    """What is normalised over the step is divided by its deviation."""
+
+    @property
+    def paid(self) -> Float[Tensor, "B T"]:
+        """The reward of each token."""
+        return returns.payments(
+            self.rewards.reshape(-1), self.sampled, penalty=self.penalty, token_rewards=self.token_rewards
+        )
+
+
+def gae(step: StepRewards) -> Estimated:
+    """PPO with a critic: generalised advantage estimation (arXiv:1506.02438), normalised over the step.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if step.values is None:
+        raise ValueError("gae needs the values of a critic")
+    return _normalise(step, returns.gae(step.paid, step.values, step.sampled, gamma=step.gamma, lambd=step.lambd))
+
+
+def reinforce(step: StepRewards) -> Estimated:
+    """REINFORCE++ (arXiv:2501.03262): discounted returns, normalised over the step."""
+    return _normalise(step, Estimated(returns.returns(step.paid, step.sampled, gamma=step.gamma)))
+
+
+def reinforce_baseline(step: StepRewards) -> Estimated:
+    """REINFORCE++ with a group baseline (arXiv:2501.03262)."""
+    return reinforce(_compare(step, minus_group_mean))
+
+
+def rloo(step: StepRewards) -> Estimated:
+    """RLOO (arXiv:2402.14740): the baseline is the mean of the other responses."""
+    return _accumulate(_compare(step, minus_mean_of_others))
+
+
+def group_norm(step: StepRewards) -> Estimated:
+    """GRPO (arXiv:2402.03300): rewards are normalised within the group."""
+    return _accumulate(_compare(step, over_group_deviation, by_deviation=True))
+
+
+def dr_grpo(step: StepRewards) -> Estimated:
+    """Dr. GRPO (arXiv:2503.20783): the group's mean is subtracted, and nothing divided."""
+    return _accumulate(_compare(step, minus_group_mean))
+
+
+def _compare(
+    step: StepRewards, baseline: Callable[[Tensor, Tensor], Tensor], *, by_deviation: bool = False
+) -> StepRewards:
+    """The same with rewards, and those of reasoning steps, compared within each group.
+
+    The only scored response of a group has nothing to be compared with, and takes no part.
+    """
+    group_size = step.rewards.shape[1]
+    takes_part = step.scored & (step.scored.sum(dim=1, keepdim=True) > 1)
+    rewards = baseline(step.rewards, step.scored)
+    token_rewards = step.token_rewards
+    if token_rewards is not None:
+        token_rewards = time_first(token_rewards.masked_fill(~takes_part.reshape(-1, 1), 0.0))
+        step_rewards = token_rewards.sum(dim=1).view_as(step.rewards)
+        is_idle = ~teaches(step.rewards, step_rewards=step_rewards, scored=step.scored)
+        token_rewards = step_advantages(token_rewards, group_size=group_size, by_deviation=by_deviation)
+        token_rewards = token_rewards.masked_fill(is_idle.repeat_interleave(group_size)[:, None], 0.0)
+        rewards = rewards.masked_fill(is_idle[:, None], 0.0)
+    sampled = time_first(step.sampled & takes_part.reshape(-1, 1))
+    return step._replace(rewards=rewards, sampled=sampled, token_rewards=token_rewards)
+
+
+def _accumulate(step: StepRewards) -> Estimated:
+    """To each token what it and all later tokens are paid, not discounted."""
+    return Estimated(returns.returns(step.paid, step.sampled, gamma=1.0))
+
+
+def _normalise(step: StepRewards, estimated: Estimated) -> Estimated:
+    advantages = returns.normalise(estimated.advantages, step.sampled, by_deviation=step.by_deviation)
+    return estimated._replace(advantages=advantages)

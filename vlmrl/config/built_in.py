@@ -1,0 +1,86 @@
+"""The estimators, policy losses and reward functions that come with vlmrl: one row each, the only list of their names.
+
+A row's name is also that of what implements it: a function in `algorithms/estimators.py` or
+`algorithms/policy_losses.py`, or a file in `rewards/`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """An advantage estimator."""
+
+    title: str
+    """The algorithm, as papers call it."""
+    needs_critic: bool = False
+    discounts: bool = False
+    """Advantages are discounted, and normalised over all sampled tokens of a step."""
+    compares_group: bool = False
+    """Its baseline is the other responses to the same prompt."""
+    aggregation: Aggregation = "token"
+    """Its paper's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A policy loss."""
+
+    title: str
+    clip_range: tuple[float, float] | None = None
+    """Its paper's, below and above 1; None: that of `actor.eps_clip`."""
+    has_dual_clip: bool = False
+    weighs_responses: bool = False
+    """Its ratio is that of a whole response."""
+    aggregation: Aggregation | None = None
+    """Its paper's; None: the estimator's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunction:
+    """A reward function."""
+
+    wants_label: bool
+    checks_response: bool
+    """Says whether a response is right. Evaluation asks the first of these that the run uses."""
+
+
+ESTIMATORS = {
+    "gae": Estimator(title="PPO with a critic", needs_critic=True, discounts=True),
+    "reinforce": Estimator(title="REINFORCE++", discounts=True),
+    "reinforce_baseline": Estimator(title="REINFORCE++ with a group baseline", discounts=True, compares_group=True),
+    "rloo": Estimator(title="RLOO", compares_group=True),
+    "group_norm": Estimator(title="GRPO", compares_group=True),
+    "dr_grpo": Estimator(title="Dr. GRPO", compares_group=True, aggregation="constant"),
+}
+
+POLICY_LOSSES = {
+    "ppo": PolicyLoss(title="the clipped surrogate, arXiv:1707.06347", has_dual_clip=True),
+    "gspo": PolicyLoss(
+        title="one ratio per response, arXiv:2507.18071",
+        clip_range=(3e-4, 4e-4),  # of the experiments in its section 5.1
+        weighs_responses=True,
+        aggregation="sequence",
+    ),
+    "cispo": PolicyLoss(title="clips weights and no gradient, arXiv:2506.13585"),
+}
+
+REWARD_FUNCTIONS = {
+    "math": RewardFunction(wants_label=True, checks_response=True),
+    "exact": RewardFunction(wants_label=True, checks_response=True),
+    "format": RewardFunction(wants_label=False, checks_response=False),
+}
+
+CRITIC_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.needs_critic)
+DISCOUNTING_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.discounts)
+GROUP_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.compares_group)
+DUAL_CLIP_LOSSES = tuple(name for name, row in POLICY_LOSSES.items() if row.has_dual_clip)
+
+
+def quoted(names: Iterable[str]) -> str:
+    """The names as help texts write them: "`a`, `b`"."""
+    return ", ".join(f"`{name}`" for name in names)

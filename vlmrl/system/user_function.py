@@ -1,0 +1,151 @@
+"""Functions in users' own files, `path/to/file.py:function`: how they are loaded, what they ask for, why they fail.
+
+Reward functions, estimators and policy losses are all read here. Imports nothing heavy, for scoring processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+from vlmrl.errors import ConfigError
+from vlmrl.system.plain_text import one_line
+
+_LONGEST_MESSAGE = 300
+
+
+class Parameters(NamedTuple):
+    """The parameters of a function."""
+
+    names: frozenset[str]
+    """All that can be given by name."""
+    required: tuple[str, ...]
+    """Those of them without a default, in order."""
+    nameless: tuple[str, ...]
+    """Those without a default that can be given by position alone."""
+    takes_all: bool
+    """There is a `**kwargs`."""
+
+    def taken(self, offered: Collection[str]) -> frozenset[str]:
+        """Those of the `offered` arguments that the function declares; `**kwargs` takes all."""
+        return frozenset(offered) if self.takes_all else self.names.intersection(offered)
+
+    def unmet(self, offered: Collection[str]) -> list[str]:
+        """Parameters without a default that the `offered` arguments, given by name, do not cover."""
+        return [*self.nameless, *(name for name in self.required if name not in offered)]
+
+
+def parameters_of(function: Callable[..., Any], *, flag: str, name: str | None = None) -> Parameters:
+    """Read the signature of a function. `flag` is the setting it came from and `name` what messages call it.
+
+    Raises:
+        ConfigError: the signature cannot be read.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{flag}: the signature of {name or name_of(function)} cannot be read: {error}") from error
+    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return Parameters(
+        names=frozenset(by_name),
+        required=tuple(name for name, p in by_name.items() if p.default is p.empty),
+        nameless=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty),
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def declared(function: Callable[..., Any], offered: Collection[str], *, flag: str) -> frozenset[str]:
+    """Which of the `offered` arguments a function takes; `**kwargs` takes all.
+
+    Raises:
+        ConfigError: it demands something else, or its signature cannot be read. `flag` is the setting it came from.
+    """
+    parameters = parameters_of(function, flag=flag)
+    if unmet := parameters.unmet(offered):
+        raise ConfigError(
+            f"{flag}: {name_of(function)} asks for {', '.join(unmet)}; it is given, by name, what it declares of: "
+            f"{', '.join(offered)}"
+        )
+    return parameters.taken(offered)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The function's name, for messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:
+    """The function that a setting names as `path/to/file.py:name`, or else the setting: the name of a built-in one.
+
+    A process loads each function once. `flag` is the setting, for messages. Raises ConfigError as `load_function`.
+    """
+    return _loaded_once(setting, flag) if ".py:" in setting else setting
+
+
+def load_function(spec: str, flag: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names. `flag` is the setting it came from, for messages.
+
+    Raises ConfigError when the file is not there, does not import, or does not hold a function of that name.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{flag}: {spec!r} should look like path/to/file.py:function")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{flag}: there is no file {file}")
+    module = _import_file(path, flag)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
+        raise ConfigError(f"{flag}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")
+    return cast("Callable[..., Any]", function)
+
+
+_loaded_once = functools.cache(load_function)
+
+
+def _import_file(path: Path, flag: str) -> ModuleType:
+    # The name is the same in every process, so that what the file defines can be pickled by reference.
+    module_name = f"vlmrl_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
+        del sys.modules[module_name]
+        raise ConfigError(f"{flag}: {path} does not import: {_message(error)}") from error
+    return module
+
+
+def reason(error: BaseException, *, file: str | None = None) -> str:
+    """`ValueError: its message (reward.py:12)`, for an error that a user's function raised.
+
+    The line is the last one in `file`, or the innermost one where the error did not pass through it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and os.path.realpath(frame.filename) == os.path.realpath(file)]
+    place = (own or frames)[-1]
+    # A call that does not fit the signature fails before the function's first line: the traceback ends at the caller.
+    is_of_caller = place.filename == frames[0].filename
+    return _message(error) + ("" if is_of_caller else f" ({os.path.relpath(place.filename)}:{place.lineno})")
+
+
+def _message(error: BaseException) -> str:
+    """`ValueError: its message` on one line."""
+    kind = type(error).__name__
+    try:
+        message = one_line(" ".join(str(error).split()), most=_LONGEST_MESSAGE)
+    except Exception:  # an exception of the user's may not even print
+        message = "?"
+    return f"{kind}: {message}" if message else kind
