@@ -61,6 +61,8 @@ class _Requests:
     """The signal that asked to stop."""
     asked_at: float = 0.0
     is_raised: bool = False
+    is_over: bool = False
+    """What the process was for is done."""
     wants_checkpoint: bool = False
     only_in_waits: bool = False
     """Nothing but waits is interrupted: between two of them, calls to the ranks of a role belong together."""
@@ -197,6 +199,13 @@ def check() -> None:
         raise Stopped(requests.number)
 
 
+def done() -> None:
+    """What the run was for is done and saved. From now on a request abandons nothing and changes no exit code: what is
+    left of the way out has to end within the grace, and a second request ends it at once."""
+    if _requests is not None:
+        _requests.is_over = True
+
+
 def is_stopping() -> bool:
     """Whether this process was asked to stop."""
     return _requests is not None and _requests.number is not None
@@ -298,7 +307,9 @@ def _mine() -> _Requests | None:
 
 
 def _raise_if(requests: _Requests) -> None:
-    if requests.number is not None and not requests.is_raised and not requests.num_finishing:
+    if requests.is_over or requests.num_finishing:
+        return
+    if requests.number is not None and not requests.is_raised:
         requests.is_raised = True
         raise Stopped(requests.number)
 

@@ -131,6 +131,17 @@ def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
     assert not stops.take_checkpoint_request()
 
 
+def test_on_the_way_out_of_what_is_done_a_request_changes_nothing() -> None:
+    left = []
+    with stops.heeded(GRACE_S):
+        stops.done()
+        ask()
+        left.append("Ray")
+        with stops.waiting():
+            left.append("engines")
+    assert left == ["Ray", "engines"]
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
