@@ -21,7 +21,7 @@ from types import FrameType
 
 import psutil
 
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, VlmrlError
 
 _EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 SIGNALS = (*_EXIT_CODES, signal.SIGUSR1)
@@ -91,9 +91,13 @@ def heeded(grace_s: float) -> Iterator[None]:
         attend()
         yield
     except KeyboardInterrupt as error:  # Ray raises its own in place of ours
-        if requests.number is None or isinstance(error, Stopped):
+        if requests.number is None:
             raise
-        raise Stopped(requests.number) from None
+        stop = error if isinstance(error, Stopped) else Stopped(requests.number)
+        cause = _ended_by(error)
+        if cause is not None:  # the run was on its way out already, and the request must not hide why
+            stop = Stopped(stop.number, f"{stop.line}; the run was ending: {cause}")
+        raise stop from None
     except ClusterError as error:
         # The signal may have ended roles, on other machines say, before what had begun was finished.
         if requests.number is None:
@@ -299,6 +303,14 @@ def _tracks_resources(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:  # it has ended by itself
         return False
+
+
+def _ended_by(error: BaseException) -> VlmrlError | None:
+    """The error of ours that was on its way out when this one came; None where there was none."""
+    before = error.__context__
+    while before is not None and not isinstance(before, VlmrlError):
+        before = before.__context__
+    return before
 
 
 def _mine() -> _Requests | None:

@@ -95,6 +95,17 @@ def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
                 time.sleep(0.01)
 
 
+def test_a_request_on_the_way_out_does_not_hide_why_the_run_ends() -> None:
+    with stopped_run() as found:
+        try:
+            raise ClusterError("an engine has died")
+        finally:
+            ask()
+            time.sleep(30)
+    assert str(found[0]) == "stopped by SIGTERM: nothing was saved; the run was ending: an engine has died"
+    assert found[0].exit_code == 143
+
+
 def test_rays_own_interrupt_counts_as_ours() -> None:
     # Ray's waits catch what a handler raises, and raise a plain KeyboardInterrupt in its place.
     with stopped_run() as found, stops.waiting():
