@@ -289,6 +289,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in answers.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
+        stops.done()
 
 
 def _begin(
@@ -358,8 +359,9 @@ def _prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
 
 def check_folder(config: AnyConfig, folder: RunFolder) -> None:
     """Whether this run may write there; see `RunFolder.check`."""
+    learns = not isinstance(config, EvalConfig)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
-    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)), learns=learns)
 
 
 def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
@@ -400,4 +402,3 @@ def _started(
             stage = Stage(machines, places, stack, watch)
             with stage.ending():
                 yield stage, report
-            stops.told("the run was done")  # what comes now ends its processes

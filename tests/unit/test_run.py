@@ -185,21 +185,6 @@ def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
         pytest.fail("it has begun")
 
 
-def test_a_stop_while_a_run_that_is_done_ends_its_processes_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def slow_to_end() -> Any:
-        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
-
-    monkeypatch.setattr(run_module, "session", slow_to_end)
-    with pytest.raises(Stopped) as stopped, stops.heeded(60), run_module._started(config(), RunFolder(tmp_path), []):
-        pass
-    assert str(stopped.value) == "stopped by SIGTERM: the run was done"
-
-
 class Table:
     """A policy that tells what trains."""
 

@@ -45,6 +45,7 @@ def test_the_old_protocol_is_understood() -> None:
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"responses": ["x"], "metadata": [{"a": ' + b"[" * 600 + b"]" * 600 + b"}]}", "metadata.0: it is nested"),
         (b"[]", "valid dictionary"),
         (request(prompts=["a"]), "neither query nor responses"),
         (request(responses="abc"), "responses: Input should be a valid list"),
