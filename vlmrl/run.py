@@ -85,7 +85,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         done, carried = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        _begin(config, report, folder, policy, total_steps=last, done=done)
+        _begin(config, report, folder, policy, last=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
@@ -251,7 +251,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        _begin(config, report, folder, policy, total_steps=last, done=done)
+        _begin(config, report, folder, policy, last=last, done=done)
         stage.stack.enter_context(saves.kept())
         fit(
             rows=prompts,
@@ -293,13 +293,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
 
 
 def _begin(
-    config: RlConfig | SftConfig,
-    report: RunReport,
-    folder: RunFolder,
-    policy: RemotePolicy,
-    *,
-    total_steps: int,
-    done: int,
+    config: RlConfig | SftConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
 ) -> None:
     if config.ckpt.load_enable:
         _save_settings(config, folder)
@@ -309,7 +303,7 @@ def _begin(
     report.say(parameter_table(rows))
     if done:
         report.say(f"continuing after step {done}")
-    report.begin(total_steps=total_steps, done=done)
+    report.begin(total_steps=last, done=done)
 
 
 def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:

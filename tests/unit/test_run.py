@@ -208,5 +208,5 @@ def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_ot
         raise DataError("the checkpoint was made with other data")
     assert folder.config.read_text() == "theirs\n"
     with run_module._started(mine, folder, []) as (_, report):
-        run_module._begin(mine, report, folder, Table(), total_steps=5, done=4)  # type: ignore[arg-type]
+        run_module._begin(mine, report, folder, Table(), last=5, done=4)  # type: ignore[arg-type]
     assert "theirs" not in folder.config.read_text()

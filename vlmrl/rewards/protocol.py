@@ -24,7 +24,7 @@ import base64
 import hashlib
 import io
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -211,7 +211,7 @@ def write_answer(verdicts: Sequence[Verdict]) -> bytes:
 
 def _is_number(value: Any) -> bool:
     """A finite one."""
-    return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _column(values: Any, num_answers: int, name: str) -> list[Any]:
