@@ -103,7 +103,7 @@ def stop_forkserver() -> None:
     until every process has ended that a reward function has forked.
     """
     if not multiprocessing.active_children():
-        server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+        server: Any = multiprocessing.forkserver._forkserver
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)
