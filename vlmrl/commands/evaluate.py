@@ -7,6 +7,7 @@ from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, started
 from vlmrl.config.run import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
+from vlmrl.system import stops
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
 from vlmrl.trainer.evaluation import evaluation_sampling, named
 
@@ -34,3 +35,4 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in answers.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
+        stops.done()

@@ -37,7 +37,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         done, carried = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        begin(config, report, folder, policy, total_steps=last, done=done)
+        begin(config, report, folder, policy, last=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)

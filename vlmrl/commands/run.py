@@ -36,7 +36,6 @@ from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.rewarder import check_functions
-from vlmrl.system import stops
 from vlmrl.system.stops import end_at_once
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
@@ -46,13 +45,7 @@ AnyConfig = RlConfig | SftConfig | EvalConfig
 
 
 def begin(
-    config: RlConfig | SftConfig,
-    report: RunReport,
-    folder: RunFolder,
-    policy: RemotePolicy,
-    *,
-    total_steps: int,
-    done: int,
+    config: RlConfig | SftConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
 ) -> None:
     if config.ckpt.load_enable:
         _save_settings(config, folder)
@@ -62,7 +55,7 @@ def begin(
     report.say(parameter_table(rows))
     if done:
         report.say(f"continuing after step {done}")
-    report.begin(total_steps=total_steps, done=done)
+    report.begin(total_steps=last, done=done)
 
 
 class Prepared(NamedTuple):
@@ -101,8 +94,9 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
 
 def check_folder(config: AnyConfig, folder: RunFolder) -> None:
     """Whether this run may write there; see `RunFolder.check`."""
+    learns = not isinstance(config, EvalConfig)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
-    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
+    folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)), learns=learns)
 
 
 def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
@@ -143,4 +137,3 @@ def started(
             stage = Stage(machines, places, stack, watch)
             with stage.ending():
                 yield stage, report
-            stops.told("the run was done")  # what comes now ends its processes

@@ -8,6 +8,9 @@ from pathlib import Path
 from vlmrl.errors import ConfigError
 from vlmrl.observe.sinks import read_metrics
 
+_DUMPED = b"# vlmrl "
+"""How `config.dump` begins a file."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -91,14 +94,16 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
-    def check(self, *, resume: bool, has_checkpoint: bool) -> None:
+    def check(self, *, resume: bool, has_checkpoint: bool, learns: bool = True) -> None:
         """Whether this run may write here, without writing anything.
 
         A run that was killed before its first checkpoint has nothing to continue from and nothing to lose, and one that
-        ended before its first step may be started again.
+        ended before its first step may be started again. One that `learns` leaves models and checkpoints, and can be
+        continued.
 
         Raises:
-            ConfigError: the folder holds another run, or there is nothing to continue.
+            ConfigError: the folder holds another run or what no run has written and this one would replace, or there
+                is nothing to continue.
         """
         try:
             is_there = self.root.exists()
@@ -106,18 +111,31 @@ class RunFolder:
             raise ConfigError(f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder of yours") from error
         if is_there and not self.root.is_dir():
             raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
-        if resume and not has_checkpoint:
-            if self.model.exists() or self.adapter.exists():
-                raise ConfigError(
-                    f"ckpt.load_enable is set, but {self.root} holds a finished run without checkpoints: "
-                    f"choose another --ckpt.output_dir"
-                )
-            return
-        if not resume and (self.config.exists() or self.metrics.exists()) and (has_checkpoint or self._holds_results):
+        if resume and not has_checkpoint and (self.model.exists() or self.adapter.exists()):
             raise ConfigError(
-                f"ckpt.output_dir {self.root} holds another run: continue it with --ckpt.load_enable, "
-                f"or choose another --ckpt.output_dir"
+                f"ckpt.load_enable is set, but {self.root} holds a finished run without checkpoints: "
+                f"choose another --ckpt.output_dir"
             )
+        is_run = self.config.exists() or self.metrics.exists()
+        if not resume and is_run and (has_checkpoint or self._holds_results):
+            go_on = "continue it with --ckpt.load_enable, or " if learns else ""
+            raise ConfigError(f"ckpt.output_dir {self.root} holds another run: {go_on}choose another --ckpt.output_dir")
+        theirs = self._not_of_a_run(has_checkpoint=has_checkpoint and not resume, learns=learns and not is_run)
+        if theirs is not None:
+            raise ConfigError(
+                f"ckpt.output_dir {self.root}: {theirs.name} there was not written by a run, and this one would "
+                "replace it: choose another --ckpt.output_dir"
+            )
+
+    def _not_of_a_run(self, *, has_checkpoint: bool, learns: bool) -> Path | None:
+        """What a user may have put here, under a name that a run writes to: a model to start from, or settings."""
+        if self.config.is_file():
+            with self.config.open("rb") as settings:
+                if settings.read(len(_DUMPED)) != _DUMPED:
+                    return self.config
+        if not learns:
+            return None
+        return self.checkpoints if has_checkpoint else next((model for model in self.models if model.exists()), None)
 
     @property
     def _holds_results(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import tempfile
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +99,12 @@ def outcome(future: ProcessFuture[Any], function: str, time_limit_s: float) -> A
 def stop_forkserver() -> None:
     """End the fork server, unless another part of the process still has children of it.
 
-    The standard library ends it only with the process itself, and has no public way to do it earlier.
+    The standard library ends it only with the process itself, and has no public way to do it earlier. It also waits
+    until every process has ended that a reward function has forked.
     """
     if not multiprocessing.active_children():
-        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        server: Any = multiprocessing.forkserver._forkserver
+        if server._forkserver_pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()

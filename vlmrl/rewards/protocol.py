@@ -24,7 +24,7 @@ import base64
 import hashlib
 import io
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from vlmrl.config.data import Columns
 from vlmrl.config.serve import Serve
 from vlmrl.data.media import Bounds, InlineMedia, TotalPixelsError, open_images
+from vlmrl.data.unusable import check_depth
 from vlmrl.errors import DataError
 from vlmrl.rewards.local_worker import Verdict, one_line, to_verdict
 from vlmrl.rewards.question import Question
@@ -89,6 +90,11 @@ def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PI
         raise ValueError(one_line(f"{where}: {first['msg']}" if where else first["msg"])) from error
     except (ValueError, RecursionError) as error:
         raise ValueError("the request is not JSON") from error
+    for number, columns in enumerate(request.metadata or []):
+        try:
+            check_depth(columns)  # no process could be told of it, and with it of what others ask
+        except DataError as error:
+            raise ValueError(f"metadata.{number}: {error}") from error
     media = _open_media(request.media, max_pixels) if wants_images else {}
     texts = request.responses if request.responses is not None else request.query
     assert texts is not None, "checked by the request itself"
@@ -205,7 +211,7 @@ def write_answer(verdicts: Sequence[Verdict]) -> bytes:
 
 def _is_number(value: Any) -> bool:
     """A finite one."""
-    return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _column(values: Any, num_answers: int, name: str) -> list[Any]:

@@ -142,8 +142,10 @@ def _here(folder: Path) -> Path:
 
 
 def _parent() -> Path:
-    """Where temporary files go; /tmp where that path is too long for sockets below it."""
+    """Where temporary files go; /tmp where that path is too long for sockets below it, or is not ASCII: Ray does not
+    start there."""
     wanted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    if len(str(wanted)) <= _LONGEST_PARENT or not os.access("/tmp", os.W_OK):
+    fits = str(wanted).isascii() and len(str(wanted)) <= _LONGEST_PARENT
+    if fits or not os.access("/tmp", os.W_OK):
         return wanted
     return Path("/tmp")

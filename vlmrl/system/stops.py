@@ -21,7 +21,7 @@ from types import FrameType
 
 import psutil
 
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, VlmrlError
 
 _EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 SIGNALS = (*_EXIT_CODES, signal.SIGUSR1)
@@ -57,12 +57,12 @@ class _Requests:
     """What was asked of this process, and what it is doing."""
 
     grace_s: float
-    line: str = "nothing was saved"
-    """What a stop of now leaves, for people."""
     number: int | None = None
     """The signal that asked to stop."""
     asked_at: float = 0.0
     is_raised: bool = False
+    is_over: bool = False
+    """What the process was for is done."""
     wants_checkpoint: bool = False
     only_in_waits: bool = False
     """Nothing but waits is interrupted: between two of them, calls to the ranks of a role belong together."""
@@ -91,9 +91,13 @@ def heeded(grace_s: float) -> Iterator[None]:
         attend()
         yield
     except KeyboardInterrupt as error:  # Ray raises its own in place of ours
-        if requests.number is None or isinstance(error, Stopped):
+        if requests.number is None:
             raise
-        raise Stopped(requests.number, requests.line) from None
+        stop = error if isinstance(error, Stopped) else Stopped(requests.number)
+        cause = _ended_by(error)
+        if cause is not None:  # the run was on its way out already, and the request must not hide why
+            stop = Stopped(stop.number, f"{stop.line}; the run was ending: {cause}")
+        raise stop from None
     except ClusterError as error:
         # The signal may have ended roles, on other machines say, before what had begun was finished.
         if requests.number is None:
@@ -139,7 +143,7 @@ def waiting() -> Iterator[None]:
     except KeyboardInterrupt as error:
         if requests.number is None or isinstance(error, Stopped):
             raise
-        raise Stopped(requests.number, requests.line) from None
+        raise Stopped(requests.number) from None
     finally:
         requests.num_waits -= 1
 
@@ -196,14 +200,14 @@ def check() -> None:
     requests = _mine()
     if requests is not None and requests.number is not None:
         requests.is_raised = True
-        raise Stopped(requests.number, requests.line)
+        raise Stopped(requests.number)
 
 
-def told(line: str) -> None:
-    """What `Stopped` says from now on of what became of the run."""
-    requests = _mine()
-    if requests is not None:
-        requests.line = line
+def done() -> None:
+    """What the run was for is done and saved. From now on a request abandons nothing and changes no exit code: what is
+    left of the way out has to end within the grace, and a second request ends it at once."""
+    if _requests is not None:
+        _requests.is_over = True
 
 
 def is_stopping() -> bool:
@@ -301,15 +305,25 @@ def _tracks_resources(process: psutil.Process) -> bool:
         return False
 
 
+def _ended_by(error: BaseException) -> VlmrlError | None:
+    """The error of ours that was on its way out when this one came; None where there was none."""
+    before = error.__context__
+    while before is not None and not isinstance(before, VlmrlError):
+        before = before.__context__
+    return before
+
+
 def _mine() -> _Requests | None:
     """The requests, for the thread that is interrupted by them."""
     return _requests if threading.current_thread() is threading.main_thread() else None
 
 
 def _raise_if(requests: _Requests) -> None:
-    if requests.number is not None and not requests.is_raised and not requests.num_finishing:
+    if requests.is_over or requests.num_finishing:
+        return
+    if requests.number is not None and not requests.is_raised:
         requests.is_raised = True
-        raise Stopped(requests.number, requests.line)
+        raise Stopped(requests.number)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -317,9 +317,14 @@ class Saves:
         check_room(needed, f"the checkpoint of step {step}", self.folder.checkpoints, cure=cure)
 
     def finish(self, *, has_adapter: bool) -> None:
-        """The models that the run was for, and where everything is."""
+        """The models that the run was for, and where everything is.
+
+        A stop abandons them where a checkpoint takes their place; where none would, they are finished: a run that has
+        made its last step has nothing else to lose.
+        """
         written = [("adapter", self.folder.adapter)] if has_adapter else [("model", self.folder.model)]
-        with self.report.phase("save"):
+        whole: AbstractContextManager[object] = nullcontext() if self.config.ckpt.saves_on_stop else stops.finishing()
+        with whole, self.report.phase("save"):
             self.policy.save_model(written[0][1])
             if isinstance(self.config, RlConfig) and self.config.train.enable_ema:
                 average = self.folder.average(has_adapter=has_adapter)
@@ -328,5 +333,6 @@ class Saves:
             if self.critic is not None and isinstance(self.config, RlConfig) and self.config.critic.save_value_network:
                 self.critic.save_model(self.folder.critic)
                 written.append(("critic", self.folder.critic))
+        stops.done()
         for name, file in (*written, ("curves", self.folder.curves), ("numbers", self.folder.metrics)):
             self.report.say(f"{name}: {file}")

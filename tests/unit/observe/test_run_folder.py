@@ -6,6 +6,8 @@ import pytest
 from vlmrl.errors import ConfigError
 from vlmrl.observe.run_folder import RunFolder
 
+SETTINGS = "# vlmrl rl --config config.yaml\nactor: {}\n"
+
 
 def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
@@ -23,13 +25,13 @@ def test_a_run_with_checkpoints_may_go_on(tmp_path: Path) -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.config.write_text("actor: {}\n")
+    folder.config.write_text(SETTINGS)
     folder.check(resume=True, has_checkpoint=False)
 
 
 def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.config.write_text("actor: {}\n")
+    folder.config.write_text(SETTINGS)
     folder.check(resume=False, has_checkpoint=False)
     folder.parameters.write_text("part\n")
     folder.metrics.write_text('{"step": 0, "eval/toy/pass@1": 0.5}\n')
@@ -39,7 +41,7 @@ def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path: P
 @pytest.mark.parametrize("left", ["step", "evaluation", "transcript", "checkpoint", "best"])
 def test_a_run_that_has_something_to_lose_is_not_started_again(left: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.config.write_text("actor: {}\n")
+    folder.config.write_text(SETTINGS)
     if left != "evaluation":
         folder.parameters.write_text("part\n")
     if left in ("step", "evaluation"):
@@ -81,3 +83,24 @@ def test_a_new_folder_is_open_to_this_user_alone_and_one_that_is_there_keeps_its
     assert (tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o755
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("theirs", ["model", "adapter", "best", "checkpoints/step_000001", "config.yaml"])
+def test_what_no_run_has_written_is_not_replaced(theirs: str, tmp_path: Path) -> None:
+    path = tmp_path / theirs
+    if path.suffix:
+        path.write_text("# my own settings\nactor: {}\n")
+    else:
+        path.mkdir(parents=True)
+    folder, has_checkpoint = RunFolder(tmp_path), theirs.startswith("checkpoints")
+    with pytest.raises(ConfigError, match=rf"{theirs.partition('/')[0]} there was not written by a run, and this one"):
+        folder.check(resume=False, has_checkpoint=has_checkpoint)
+    if not path.suffix:
+        folder.check(resume=False, has_checkpoint=has_checkpoint, learns=False)
+
+
+def test_an_evaluation_is_not_told_to_go_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"holds another run: choose another --ckpt.output_dir"):
+        folder.check(resume=False, has_checkpoint=False, learns=False)

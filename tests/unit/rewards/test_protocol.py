@@ -45,6 +45,7 @@ def test_the_old_protocol_is_understood() -> None:
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"responses": ["x"], "metadata": [{"a": ' + b"[" * 600 + b"]" * 600 + b"}]}", "metadata.0: it is nested"),
         (b"[]", "valid dictionary"),
         (request(prompts=["a"]), "neither query nor responses"),
         (request(responses="abc"), "responses: Input should be a valid list"),
@@ -86,7 +87,7 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
     assert read_answer(write_answer([]), 0) == []
 
 
-@pytest.mark.parametrize("odd", ["NaN", "Infinity", '"long"', "[1.0]", "null"])
+@pytest.mark.parametrize("odd", ["NaN", "Infinity", '"long"', "[1.0]", "null", "1" * 400])
 def test_what_a_server_only_logs_takes_no_reward_with_it(odd: str) -> None:
     answer = f'{{"rewards": [1.0, 0.5], "extra_logs": {{"length": [{odd}, 3], "style": [0.5, {odd}]}}}}'
     assert read_answer(answer.encode(), 2) == [Verdict(1.0, {"style": 0.5}), Verdict(0.5, {"length": 3.0})]

@@ -71,6 +71,11 @@ def talks(response):
         os.kill(os.getpid(), 9)
     return 1.0
 async def later(response): return 1.0
+def forks(response):
+    if os.fork() == 0:
+        time.sleep(10)
+        os._exit(0)
+    return 1.0
 
 calls = 0
 def once(response):
@@ -450,6 +455,13 @@ def test_a_file_that_ends_its_process_is_refused_at_the_start(tmp_path: Path) ->
     (tmp_path / "deadly.py").write_text("import os; os._exit(1)")
     with pytest.raises(ConfigError, match="ends its process when it is imported"):
         own(tmp_path / "deadly.py", "f")
+
+
+def test_the_end_does_not_wait_for_what_a_function_has_forked(file: Path) -> None:
+    with own(file, "forks") as rewarder:
+        rewarder.score([group("a")])
+        end = time.monotonic()
+    assert time.monotonic() - end < 5
 
 
 def test_two_functions_of_one_name_are_refused() -> None:

@@ -144,6 +144,17 @@ def test_a_path_that_is_too_long_for_sockets_is_left(parent: Path, monkeypatch: 
         assert len(of_ray) <= 107
 
 
+def test_a_path_in_which_ray_does_not_start_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = Path(tempfile.mkdtemp(prefix="\u00fc", dir="/tmp"))
+    try:
+        monkeypatch.setenv("TMPDIR", str(parent))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        with scratch() as folder:
+            assert folder.parent == Path("/tmp")
+    finally:
+        parent.rmdir()
+
+
 def test_what_killed_runs_left_on_another_machine_goes_when_the_next_one_comes(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,17 @@ def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
                 time.sleep(0.01)
 
 
+def test_a_request_on_the_way_out_does_not_hide_why_the_run_ends() -> None:
+    with stopped_run() as found:
+        try:
+            raise ClusterError("an engine has died")
+        finally:
+            ask()
+            time.sleep(30)
+    assert str(found[0]) == "stopped by SIGTERM: nothing was saved; the run was ending: an engine has died"
+    assert found[0].exit_code == 143
+
+
 def test_rays_own_interrupt_counts_as_ours() -> None:
     # Ray's waits catch what a handler raises, and raise a plain KeyboardInterrupt in its place.
     with stopped_run() as found, stops.waiting():
@@ -129,6 +140,17 @@ def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
         assert stops.take_checkpoint_request()
         assert not stops.take_checkpoint_request()
     assert not stops.take_checkpoint_request()
+
+
+def test_on_the_way_out_of_what_is_done_a_request_changes_nothing() -> None:
+    left = []
+    with stops.heeded(GRACE_S):
+        stops.done()
+        ask()
+        left.append("Ray")
+        with stops.waiting():
+            left.append("engines")
+    assert left == ["Ray", "engines"]
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -347,14 +369,6 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -
     assert train(Asked(-1, ""), saved, broken) == (STEPS, STEPS * PER_STEP)
     assert broken.steps == whole.steps
     assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
-
-
-def test_a_stop_of_what_was_done_does_not_say_that_nothing_was_saved() -> None:
-    with stopped_run() as found:
-        stops.told("the run was done")
-        ask()
-        time.sleep(30)
-    assert str(found[0]) == "stopped by SIGTERM: the run was done"
 
 
 def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:

@@ -398,6 +398,33 @@ def test_a_run_without_checkpoints_saves_none_at_a_stop_unless_it_is_asked_to(tm
     assert log == ["policy step_000001"]
 
 
+@pytest.mark.parametrize("save_steps", [-1, 2])
+def test_the_model_of_a_run_without_checkpoints_is_saved_though_a_stop_comes(
+    tmp_path: Path, log: list[str], save_steps: int
+) -> None:
+    policy = Remembering("policy", log)
+    ckpt = {"save_steps": save_steps}
+    run = Saves(config(ckpt=ckpt), RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+
+    def save_model(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with stops.waiting():
+            Remembering.save_model(policy, folder)
+
+    policy.save_model = save_model  # type: ignore[method-assign]
+    run.save(1, Carried(0.0))
+    if save_steps > 0:
+        with pytest.raises(Stopped, match="after step 1; go on from"), stops.heeded(60), run.kept():
+            run.finish(has_adapter=False)
+        assert log == ["policy step_000001"]
+        return
+    with stops.heeded(60), run.kept():
+        run.finish(has_adapter=False)
+        with stops.waiting():
+            log.append("roles end")
+    assert log == ["policy model model", "roles end"]
+
+
 def test_a_run_may_do_without_a_checkpoint_at_a_stop(tmp_path: Path, log: list[str]) -> None:
     said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
     assert said.startswith(f"stopped by SIGTERM: after step 3; go on from {tmp_path / 'checkpoints/step_000002'} with")
