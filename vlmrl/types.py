@@ -70,6 +70,8 @@ class Prompt:
     """What the model should say, for supervised training; None in every other run."""
     is_chat: bool = False
     """The row holds the question as a list of messages, not as one text."""
+    label_key: str | None = None
+    """The column of its dataset that the label is from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -102,7 +102,7 @@ def workload(model: Path, out: Path, steps: int) -> list[str]:
         "reward.remote_url": f"{HERE / 'letters.py'}:share_of_letters",
         "train.batch_size": 64,
         "train.colocate_all": "true",
-        "train.sight_check_steps": -1,
+        "train.image_check_steps": -1,
         "ds.param_dtype": "fp32",
         "ckpt.output_dir": out / "vlmrl",
     }

@@ -73,7 +73,7 @@ def workload(model: Path, function: str, arguments: argparse.Namespace) -> list[
         "reward.num_workers": arguments.workers,
         "train.batch_size": arguments.prompts * NUM_ANSWERS,
         "train.colocate_all": "true",
-        "train.sight_check_steps": -1,
+        "train.image_check_steps": -1,
         "ds.param_dtype": "fp32",
         "ckpt.output_dir": arguments.out,
     }

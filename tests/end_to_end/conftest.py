@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +29,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """Runs inside these tests use this Ray session instead of one each."""
-    with session():
+    """Runs inside these tests use this Ray session instead of one each. Three roles may be apart in it."""
+    with session(num_cpus=max(3, os.cpu_count() or 1)):
         yield
 
 

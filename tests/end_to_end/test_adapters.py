@@ -94,9 +94,9 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
         assert line["sync/logprob_diff_max"] < 1e-3
         assert line["sync/bytes"] == line["sync/adapter_bytes"] == sent
         assert line["sync/version"] == version
-        assert line["sync/base_gap"] < 1e-4
-        assert line["sync/probe_gap"] < 1e-4
-    assert steps[-1]["sync/probe_change"] > 1e-2
+        assert line["verify/adapters/base_gap"] < 1e-4
+        assert line["verify/adapters/gap"] < 1e-4
+    assert steps[-1]["verify/adapters/effect"] > 1e-2
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "model").exists()
 
@@ -119,7 +119,7 @@ def test_on_the_models_own_weights_the_gap_of_the_bases_is_shown_and_nothing_is_
     assert "vllm.qlora_base original" in shown
     steps = steps_of(tmp_path / "run")
     for line in steps:
-        assert line["sync/base_gap"] > 1e-4, "4 bits are not the original"
+        assert line["verify/adapters/base_gap"] > 1e-4, "4 bits are not the original"
         assert line["sync/logprob_diff_mean"] > 1e-4
         assert line["sync/bytes"] == line["sync/adapter_bytes"]
     # An adapter of zeros leaves the reference and the policy the same function.
@@ -156,6 +156,6 @@ def test_an_adapter_from_supervised_training_goes_on_to_learn_in_the_tower_by_me
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:
         assert "sync/adapter_bytes" not in line
-        assert line["sync/probe_gap"] < 1e-4 < line["sync/probe_change"]
+        assert line["verify/adapters/gap"] < 1e-4 < line["verify/adapters/effect"]
         assert line["sync/logprob_diff_max"] < 1e-3
     assert (tmp_path / "rl" / "adapter" / "adapter_config.json").exists()

@@ -65,7 +65,7 @@ def test_ppo_trains_a_critic_that_sees_with_the_actors_eyes_and_goes_on_where_it
     lines = {line["step"]: line for line in read_metrics(out)}
     assert lines.keys() == set(range(7))
     assert "policy/loss" not in lines[1], "on the first step the critic learns alone"
-    assert lines[1]["sight/critic_care"] > 1e-6, "the critic follows the images"
+    assert lines[1]["verify/images/critic_effect"] > 1e-6, "the critic follows the images"
     for step in range(1, 7):
         line = lines[step]
         assert ("policy/loss" in line) == (step > 1)
@@ -226,7 +226,7 @@ def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callabl
     rewards = [line["reward/mean"] for line in steps]
     # In units of the reward model's own scale.
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.8, rewards
-    assert read_metrics(out)[1]["sight/model_reward_care"] > 1e-4, "the reward model follows the images"
+    assert read_metrics(out)[1]["verify/images/model_reward_effect"] > 1e-4, "the reward model follows the images"
     for line in steps:
         assert line["reward/mean"] == pytest.approx(line["reward/parts/model"], abs=1e-6)
         assert line["reward/parts/exact"] >= 0, "it is told, and pays nothing"

@@ -26,7 +26,7 @@ from vlmrl.system.storage import size_of
 STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
 GRACE_S = 60
 PER_STEP = 4
-MEASURED_AT_A_START = {"sync/noise", "sync/decode_gap", "sync/layout_gap"}
+MEASURED_AT_A_START = {"verify/noise/level", "verify/noise/decode_gap", "verify/noise/layout_gap"}
 """In a run's first step and in every tenth: a run that goes on measures anew, maybe on another machine."""
 
 
@@ -74,6 +74,14 @@ def relatives(mark: str) -> list[int]:
     return found
 
 
+def assert_nothing_is_left(mark: str) -> None:
+    """Every process of a run that has ended is gone, or will be in seconds: some end because their parent did."""
+    deadline = time.monotonic() + 5
+    while left := relatives(mark):
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+        time.sleep(0.05)
+
+
 def assert_same(one: Any, other: Any, where: str) -> None:
     """Bit by bit, through whatever nesting."""
     assert type(one) is type(other), where
@@ -114,7 +122,7 @@ def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, 
     os.killpg(run.pid, number)
     assert run.wait(timeout=GRACE_S + 20) == (130 if number == signal.SIGINT else 143), log.read_text()[-2000:]
     assert time.monotonic() - began < GRACE_S
-    assert not relatives(mark)
+    assert_nothing_is_left(mark)
     done = max(read_metrics(out))
     saved = out / f"checkpoints/step_{done:06d}"
     assert (saved / "extra.json").exists()

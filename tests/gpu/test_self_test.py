@@ -18,7 +18,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "check",
-    ["generates", "publishes_by_memory", "publishes_by_device", "sleeps", "adapts", "probes"],
+    ["generates", "publishes_by_memory", "publishes_by_device", "sleeps", "adapts", "checks_adapters"],
 )
 def test_an_engine_and_a_policy_on_one_gpu_are_one_function(check: str, pair: Pair) -> None:
     getattr(serving, check)(pair)

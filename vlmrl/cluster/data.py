@@ -12,7 +12,7 @@ from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NOTHING, Wants
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
-from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
 from vlmrl.types import Pixels
 
 
@@ -59,4 +59,5 @@ def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
         return NOTHING
     if isinstance(config, SftConfig):
         return Wants(answer=True)
-    return Wants(label=who_needs_labels(config.reward), instead=read_instead_of_labels(config.reward))
+    reward = config.reward
+    return Wants(who_needs_labels(reward), instead=read_instead_of_labels(reward), others=other_columns(reward))

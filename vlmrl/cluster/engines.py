@@ -133,7 +133,7 @@ class RemoteEngines:
         self._sleep()
         return [row for rows in answers for row in rows]
 
-    def answer_each(
+    def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
         """What every engine answers to one prompt, in their order: with the adapter or as the base would, in turn."""

@@ -1,4 +1,4 @@
-"""The checks of a run of reinforcement learning: what they ask of its roles, and when."""
+"""The checks of an RL run: how they reach its roles, and when they are due."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.report import RunReport
 from vlmrl.plugins import Processor
 from vlmrl.types import Floats, Group, Metrics
-from vlmrl.verify.adapters import Probe, question, sampling_of
-from vlmrl.verify.images import SightCheck
+from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
+from vlmrl.verify.images import ImageGroundingCheck
 from vlmrl.verify.layouts import check_layouts
 from vlmrl.verify.logprobs import are_alike, largest_gap, noise_floor, rounding
 from vlmrl.verify.noise import NoiseCheck, Paths
@@ -24,52 +24,51 @@ from vlmrl.verify.noise import NoiseCheck, Paths
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What must be true of a step's responses, and of each publish. A check that fails raises SyncError."""
+    """The checks of a step's responses, and of each weight sync. A check that fails raises SyncError."""
 
     report: RunReport
     policy: RemotePolicy
-    sight: SightCheck
+    images: ImageGroundingCheck
     noise: NoiseCheck | None
-    probe: Probe | None
+    adapters: AdapterCheck | None
     first_step: int
     """Of this process: the first after a start or a resume."""
 
     def responses(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """Before the step's update, while engines and policy hold the weights that made the responses."""
+        """Check a step's responses before its update, while engines and policy hold the weights that sampled them."""
         metrics: Metrics = {}
         if step == self.first_step:
-            with self.report.phase("layout"):
+            with self.report.phase("verify_layouts"):
                 metrics |= check_layouts(groups, self.policy.compare_layouts)
-        if self.sight.is_due(step, groups):
-            with self.report.phase("sight"), self.policy.uncounted():
-                metrics |= self.sight.check(groups)
+        if self.images.is_due(step, groups):
+            with self.report.phase("verify_images"), self.policy.uncounted():
+                metrics |= self.images.check(groups)
         if self.noise is not None:
-            with self.report.phase("noise"), self.policy.uncounted():
+            with self.report.phase("verify_noise"), self.policy.uncounted():
                 metrics |= self.noise.check(step, groups)
         return metrics
 
     def published(self, version: int) -> Metrics:
-        """After a publish, before anything is generated with it."""
-        if self.probe is None:
+        """Check the engines after a weight sync, before they generate with it."""
+        if self.adapters is None:
             return {}
-        with self.report.phase("probe"), self.policy.uncounted():
-            return self.probe.check(version)
+        with self.report.phase("verify_adapters"), self.policy.uncounted():
+            return self.adapters.check(version)
 
 
-def sight_check(
+def image_check(
     config: RlConfig,
     engines: RemoteEngines,
     policy: RemotePolicy,
     reference: RemoteReference | None,
     critic: RemoteCritic | None,
     judges: Judges,
-) -> SightCheck:
-    """The check of every path by which this run gets log-probs; and of the critic's values and of reward models, which
-    must see as well."""
+) -> ImageGroundingCheck:
+    """The image check of every path that computes log-probs in this run, of the critic and of reward models."""
     paths = {
         "engine": engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
-        # What the first time left in the vision cache is read back now.
+        # Reads the vision cache that the first pass filled.
         "old_again": lambda groups: policy.logprobs(to_samples(groups)),
         "padded": lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
         "update": lambda groups: policy.logprobs(to_samples(groups), gradient=True),
@@ -79,9 +78,9 @@ def sight_check(
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
     paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
-    own = {"engine", "old", "old_again", "padded", "update"}
-    return SightCheck(
-        config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - own
+    of_policy = {"engine", "old", "old_again", "padded", "update"}
+    return ImageGroundingCheck(
+        config.train.image_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - of_policy
     )
 
 
@@ -93,7 +92,7 @@ def noise_check(
     on_gpu: bool,
     say: Callable[[str], None],
 ) -> NoiseCheck | None:
-    """The comparison of engine and trainer by measured noise; None where they differ by choice."""
+    """The comparison of engine and trainer by measured noise; None where they differ by the user's choice."""
     if not are_alike(config):
         return None
     # In fp32 on GPUs the ceiling holds alone (see `noise_floor`), and layers in 4 bits do not multiply in fp64.
@@ -120,16 +119,16 @@ def noise_check(
     )
 
 
-def adapter_probe(
+def adapter_check(
     config: RlConfig, tools: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
-) -> Probe | None:
-    """The check of what every publish of adapters did; None where there are none."""
+) -> AdapterCheck | None:
+    """The check of every sync of adapters; None without adapters."""
     if adapter is None:
         return None
-    return Probe(
+    return AdapterCheck(
         engines=engines,
         learner=policy,
-        question=partial(question, processor=tools, data=config.data),
+        prompt=partial(prompt_of, processor=tools, data=config.data),
         sampling=sampling_of(config.rollout, seed=config.train.seed),
         bound=largest_gap(config),
         floor=rounding(config),

@@ -24,7 +24,7 @@ from vlmrl.commands import forecast
 from vlmrl.config.data import Data
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.columns import find_columns
-from vlmrl.data.rows import load_all
+from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
@@ -122,6 +122,7 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             read.
     """
     data, wants = config.data, wants_of(config)
+    sources: list[Rows] = []
     if isinstance(data, Data):
         seed = config.train.seed
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
@@ -129,10 +130,9 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
             find_columns(source, sources, data, wants)
     if not isinstance(config, SftConfig) and config.eval.dataset is not None:
         held = config.eval
-        for source in load_all(
-            held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed
-        ):
-            find_columns(source, [source], data, wants)
+        sets = load_all(held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed)
+        for source in sets:
+            find_columns(source, [*sources, *sets], data, wants)
 
 
 def check_lengths(config: RlConfig | EvalConfig) -> None:

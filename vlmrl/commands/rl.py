@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from vlmrl.cluster.publish import described
-from vlmrl.commands.checks import Checks, adapter_probe, noise_check, sight_check
+from vlmrl.commands.checks import Checks, adapter_check, image_check, noise_check
 from vlmrl.commands.preflight import check_data, plan_of, plan_of_critic
 from vlmrl.commands.run import begin, prepare, started
 from vlmrl.config.run import RlConfig
@@ -17,7 +17,7 @@ from vlmrl.trainer.evaluation import Evaluations, named
 from vlmrl.trainer.experience import Judged
 from vlmrl.trainer.rl import Carried, Course, train
 from vlmrl.types import Metrics
-from vlmrl.verify.adapters import told
+from vlmrl.verify.adapters import format_check
 
 
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
@@ -37,7 +37,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         done, carried = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        begin(report, folder, policy, total_steps=last, done=done)
+        begin(config, report, folder, policy, total_steps=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
@@ -45,9 +45,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         checks = Checks(
             report,
             policy,
-            sight=sight_check(config, engines, policy, reference, critic, judges),
+            images=image_check(config, engines, policy, reference, critic, judges),
             noise=noise_check(config, engines, policy, on_gpu=stage.machines.has_gpus, say=report.say),
-            probe=adapter_probe(config, tools, engines, policy, adapter),
+            adapters=adapter_check(config, tools, engines, policy, adapter),
             first_step=done + 1,
         )
 
@@ -61,7 +61,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
 
         if adapter is not None:
             report.say(described(adapter, ds=config.ds, vllm=config.vllm))
-            report.say(told(checks.published(done)))
+            report.say(format_check(checks.published(done)))
         stage.stack.enter_context(saves.kept())
         if done == 0 or saves.owes_evaluation:
             report.evaluation(done, evaluations.at(done))

@@ -36,6 +36,7 @@ from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.rewarder import check_functions
+from vlmrl.system import stops
 from vlmrl.system.stops import end_at_once
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
@@ -44,7 +45,17 @@ from vlmrl.trainer.checkpoints import naming_checkpoint
 AnyConfig = RlConfig | SftConfig | EvalConfig
 
 
-def begin(report: RunReport, folder: RunFolder, policy: RemotePolicy, *, total_steps: int, done: int) -> None:
+def begin(
+    config: RlConfig | SftConfig,
+    report: RunReport,
+    folder: RunFolder,
+    policy: RemotePolicy,
+    *,
+    total_steps: int,
+    done: int,
+) -> None:
+    if config.ckpt.load_enable:
+        _save_settings(config, folder)
     rows = policy.table()
     with writing(folder.parameters.name, folder.root):
         save_table(folder.parameters, rows)
@@ -94,6 +105,11 @@ def check_folder(config: AnyConfig, folder: RunFolder) -> None:
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)))
 
 
+def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
+    with writing(folder.config.name, folder.root):
+        dump_yaml(config, folder.config)
+
+
 @contextmanager
 def started(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
@@ -117,8 +133,8 @@ def started(
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
-        with writing(folder.config.name, folder.root):
-            dump_yaml(config, folder.config)
+        if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else it may still be refused
+            _save_settings(config, folder)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
             report.say(describe(places, machines))
@@ -127,3 +143,4 @@ def started(
             stage = Stage(machines, places, stack, watch)
             with stage.ending():
                 yield stage, report
+            stops.told("the run was done")  # what comes now ends its processes

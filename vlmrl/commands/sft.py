@@ -24,7 +24,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
-        begin(report, folder, policy, total_steps=last, done=done)
+        begin(config, report, folder, policy, total_steps=last, done=done)
         stage.stack.enter_context(saves.kept())
         fit(
             rows=prompts,

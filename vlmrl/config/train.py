@@ -54,6 +54,6 @@ class TrainRl(Loop):
     with adapters."""
     ema_beta: float = Field(default=0.992, gt=0.0, lt=1.0)
     """How much of the average stays at each optimizer step."""
-    sight_check_steps: int = Field(default=0, ge=-1)
+    image_check_steps: int = Field(default=0, ge=-1)
     """Make sure, before the first update and before every so many steps' one, that engine and trainer see the images: a
     path whose log-probs do not follow them stops the run. 0 means before the first update only; -1 means never."""

@@ -49,7 +49,7 @@ class Vllm(Section):
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
     of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original. Where it is not
-    set, 20 times the measured noise (`sync/noise`) stops the run too; where it is, that only warns."""
+    set, 20 times the measured noise (`verify/noise/level`) stops the run too; where it is, that only warns."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
 

@@ -45,6 +45,8 @@ class Wants(NamedTuple):
     """Whether the row says what the model should say: `vlmrl sft`."""
     instead: frozenset[str] = frozenset()
     """Columns that are read in the label's place, where a dataset has all of them."""
+    others: frozenset[str] = frozenset()
+    """Columns by these names that a reward function asks for; the label may be one of them."""
 
     def label_of(self, source: Rows, label_key: str | None) -> str | None:
         """Who needs a label of this dataset's rows."""
@@ -69,6 +71,8 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants:
     if needs_label is not None and not _is_there(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
         missing.append(f"no column {keys['label_key']!r} (data.label_key), which {needs_label} needs")
+    known = {*source.columns, columns.label_key, keys["label_key"]}
+    missing += [f"no column {name!r}, for which reward.remote_url asks" for name in sorted(wants.others - known)]
     if wants.answer and not missing and not _has_answers(source, keys, rows):
         missing.append(
             f"no column {keys['output_key']!r} (data.output_key) nor {keys['label_key']!r} (data.label_key), and its "

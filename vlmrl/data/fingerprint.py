@@ -40,6 +40,15 @@ def fingerprint(marked: Marked) -> Fingerprint:
     }
 
 
+def saved_in(data: Mapping[str, Any]) -> list[Fingerprint]:
+    """The fingerprints in a checkpoint's state. Of a checkpoint that an older vlmrl has written, names and numbers of
+    rows are all that can be compared."""
+    if all(isinstance(one, Mapping) for one in data["datasets"]):
+        return list(data["datasets"])
+    pairs = zip(data["datasets"], data["rows"], strict=True)
+    return [{"name": name, "num_rows": count, "files": {}, "rows": {}} for name, count in pairs]
+
+
 class Differences(NamedTuple):
     """What two fingerprints do not have in common, by name."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from vlmrl.config.data import Columns
 from vlmrl.data.columns import NOTHING, Wants, as_list, find_columns, top, value_at
 from vlmrl.data.conversations import read_conversation, split_answer
-from vlmrl.data.fingerprint import differences, fingerprint
+from vlmrl.data.fingerprint import differences, fingerprint, saved_in
 from vlmrl.data.image_source import Reach
 from vlmrl.data.labels import class_name, label_text
 from vlmrl.data.marks import Marked
@@ -61,6 +61,7 @@ class _Question:
     images: Sequence[Any]
     metadata: Mapping[str, Any]
     answer: str | None
+    label_key: str | None
 
 
 class PromptStream:
@@ -84,7 +85,10 @@ class PromptStream:
         share: Callable[[InlineMedia], Media] = _identity,
         label_problems: LabelProblems = _none,
         wants: Wants = NOTHING,
+        among: Sequence[Rows] | None = None,
     ) -> None:
+        """`among` are the datasets that the settings' columns are of, one of which has to have what they name; None:
+        the sources."""
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
         if probs is not None and len(probs) != len(sources):
@@ -93,7 +97,7 @@ class PromptStream:
             if len(source) == 0:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
-        self._keys = [find_columns(source, sources, columns, wants) for source in sources]
+        self._keys = [find_columns(source, among or sources, columns, wants) for source in sources]
         self._reaches = [Reach.of(source.root, columns, source.image_folders) for source in sources]
         self._wants = wants
         self._processor = processor
@@ -142,11 +146,14 @@ class PromptStream:
         self._position += n
         return prompts
 
-    def all_prompts(self, limit: int) -> list[Prompt]:
-        """At most `limit` prompts in the order of the rows, for evaluation; the stream itself does not move."""
+    def all_prompts(self, limit: int, *, part_of: int = 0) -> list[Prompt]:
+        """At most `limit` prompts in the order of the rows, for evaluation; the stream itself does not move.
+
+        Where the rows are a part of so many, those that cannot be used are judged as a share of them all.
+        """
         places = [Place(s, row) for s, source in enumerate(self._sources) for row in range(len(source))][:limit]
         prompts = self._prompts(places, 0, {})
-        self._check_dropped(len(places))
+        self._check_dropped(len(places), part_of=part_of)
         return prompts
 
     def labels(self, limit: int, *, limit_s: float) -> dict[str, str]:
@@ -176,7 +183,7 @@ class PromptStream:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream over the same data stood. DataError, with names, when the data are others."""
         saved, mine = state["data"], self._fingerprint
-        found = differences(saved["datasets"], mine["datasets"])
+        found = differences(saved_in(saved), mine["datasets"])
         different = found.sure + ["shares and seed"] * (saved["shares and seed"] != mine["shares and seed"])
         if different:
             raise DataError(
@@ -225,6 +232,7 @@ class PromptStream:
                     metadata=question.metadata,
                     answer=question.answer,
                     is_chat=not isinstance(question.text, str),
+                    label_key=question.label_key,
                 )
             )
         return prompts
@@ -252,7 +260,9 @@ class PromptStream:
         # A line of JSON may leave out what it has not; whoever asks for the column gets None, as from a table.
         absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
         metadata = metadata_of({**absent, **row}, set(keys.values()))
-        return _Question(text=text, label=label, images=images, metadata=metadata, answer=answer)
+        return _Question(
+            text=text, label=label, images=images, metadata=metadata, answer=answer, label_key=keys["label_key"]
+        )
 
     def _label(self, place: Place, row: Mapping[str, Any]) -> str | None:
         column = self._keys[place.source]["label_key"]
@@ -337,8 +347,8 @@ class PromptStream:
         logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
         self._last_dropped = one_line(f"{name} ({detail})")
 
-    def _check_dropped(self, num_seen: int) -> None:
-        judged = min(self.num_rows, max(num_seen, _FEWEST_ROWS_TO_JUDGE))
+    def _check_dropped(self, num_seen: int, *, part_of: int = 0) -> None:
+        judged = min(max(self.num_rows, part_of), max(num_seen, _FEWEST_ROWS_TO_JUDGE))
         bound = self._columns.max_dropped_fraction
         if len(self._bad) > bound * judged or len(self._bad) == self.num_rows:
             reasons = ", ".join(f"{count} {kind}" for kind, count in self.dropped.most_common())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -101,14 +101,18 @@ class Source:
         self._bytes_moved = 0
         self._notes = _Notes()
         logging.getLogger("vlmrl.data").addHandler(self._notes)
+        self._trained: list[Rows] = []
         self._held_out: list[Rows] = []
         if isinstance(data, Data):
             sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
             if data.eval_fraction:
                 sources, self._held_out = hold_out(sources, data.eval_fraction, seed=seed)
+            self._trained = sources
             self._training = self._stream(sources, data.prompt_probs)
 
-    def _stream(self, sources: Sequence[Rows], probs: Sequence[float] | None = None) -> PromptStream:
+    def _stream(
+        self, sources: Sequence[Rows], probs: Sequence[float] | None = None, *, among: Sequence[Rows] | None = None
+    ) -> PromptStream:
         return PromptStream(
             sources,
             probs=probs,
@@ -118,6 +122,7 @@ class Source:
             share=self._count_and_share,
             label_problems=self._label_problems,
             wants=self._wants,
+            among=among,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
@@ -141,23 +146,28 @@ class Source:
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Every prompt of each evaluation set, by the set's name."""
         sets: dict[str, list[Prompt]] = {}
-        for rows in self._evaluation_rows():
-            stream = self._stream([rows])
+        for rows, stream, part_of in self._evaluation_streams():
             name, number = rows.name, 2
             while name in sets:
                 name, number = f"{rows.name}-{number}", number + 1
-            sets[name] = stream.all_prompts(len(rows))
+            sets[name] = stream.all_prompts(len(rows), part_of=part_of)
         return sets
 
-    def _evaluation_rows(self) -> list[Rows]:
-        """Those of `eval.dataset`, then what is held out of the training rows."""
+    def _evaluation_streams(self) -> Iterator[tuple[Rows, PromptStream, int]]:
+        """Those of `eval.dataset`, then what is held out of the training rows, and of how many rows each is a part. A
+        column that is asked for may be in another dataset of the run."""
         held = self._evaluation
         if held is None:
-            return []
+            return
         loaded = []
         if held.dataset is not None:
             loaded = load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
-        return [*loaded, *(first_rows(rows, held.max_samples) for rows in self._held_out)]
+        among = [*self._trained, *loaded]
+        for rows in loaded:
+            yield rows, self._stream([rows], among=among), len(rows)
+        for rows, trained in zip(self._held_out, self._trained, strict=False):
+            some = first_rows(rows, held.max_samples)
+            yield some, self._stream([some], among=among), len(rows) + len(trained)
 
     @property
     def processor(self) -> Processor:
@@ -186,7 +196,7 @@ class Source:
     def look_at_repeats(self) -> Repeats:
         """Count rows that come twice and evaluation rows among the training rows, by their content, as far as
         there is time (`repeats`); nothing is drawn."""
-        return find_repeats(self._training.marked, [self._stream([rows]).marked[0] for rows in self._evaluation_rows()])
+        return find_repeats(self._training.marked, [stream.marked[0] for _, stream, _ in self._evaluation_streams()])
 
     def take_notes(self) -> list[str]:
         """One line for each row that was dropped since the last call: which, and why."""

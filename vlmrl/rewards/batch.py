@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vlmrl.errors import ConfigError
@@ -27,7 +27,7 @@ _OWN: Mapping[Style, frozenset[str]] = {
 """What each style calls what is not a column of the row."""
 LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
 """By these names functions ask for the label, where the row has no other column of that name."""
-_ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
 """What TRL hands over beside columns, and only its trainer has."""
 
 
@@ -42,9 +42,9 @@ class Signature(NamedTuple):
     takes_all: bool
     """It has `**kwargs`, which are for all other columns."""
 
-    def missing(self, *, label: str | None, label_key: str, metadata: Mapping[str, Any]) -> str | None:
+    def missing(self, *, label_keys: Collection[str], metadata: Mapping[str, Any]) -> str | None:
         """A column that it asks for and the row has not."""
-        item = {"label": label, "label_key": label_key, "metadata": metadata}
+        item = {"label_keys": label_keys, "metadata": metadata}
         return next((name for name in sorted(self.required) if not _has(name, item)), None)
 
 
@@ -62,7 +62,7 @@ def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Si
     else:
         return None
     required = frozenset(name for name, p in names.items() if p.default is p.empty) - _OWN[style]
-    unknown = sorted(required if style == "openrlhf" else required & _ELSEWHERE)
+    unknown = sorted(required if style == "openrlhf" else required & ELSEWHERE)
     if unknown:
         library = "TRL" if style == "trl" else "OpenRLHF"
         raise ConfigError(
@@ -75,7 +75,8 @@ def signature_of(function: Callable[..., Any], spec: str, *, setting: str) -> Si
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
     """What the function is called with, lists over the responses.
 
-    An item holds `prompt`, `response`, `label`, `label_key`, `metadata` and `is_chat`; `images` are PIL, per response.
+    An item holds `prompt`, `response`, `label`, `label_keys` (columns that are the label's), `metadata` and
+    `is_chat`; `images` are PIL, per response.
     """
     if signature.style == "openrlhf":
         known: dict[str, list[Any]] = {
@@ -93,7 +94,7 @@ def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: 
         if signature.takes_all:
             columns |= {
                 "label",
-                *(item["label_key"] for item in items),
+                *(name for item in items for name in item["label_keys"]),
                 *(name for i in items for name in i["metadata"]),
             }
     if "images" in signature.names:
@@ -163,7 +164,7 @@ def _column(name: str, item: Mapping[str, Any]) -> Any:
 
 
 def _is_label(name: str, item: Mapping[str, Any]) -> bool:
-    return name in LABELS or name == item["label_key"]
+    return name in LABELS or name in item["label_keys"]
 
 
 def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, MutableMapping
 from vlmrl.errors import ConfigError
 
 _SECRET = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIALS?)(_|$)|(^|_)(KEY|KEYS|PASS|AUTH|COOKIE)(_|$)"
+    r"(TOKEN|SECRETS?|PASSWORD|PASSWD|_PWD|PASSPHRASE|APIKEY|CREDENTIALS?)(_|$)"
+    r"|(^|_)(KEYS?|PASS|PAT|AUTH|COOKIE|DSN|CONNECTION_STRING)(_|$)"
 )
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that it holds a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY."""
+    """Whether a variable's name says that it holds a secret: HF_TOKEN, WANDB_API_KEY, GITHUB_PAT."""
     return _SECRET.search(name.upper()) is not None
 
 

@@ -13,7 +13,7 @@ from pebble import ProcessFuture, ProcessPool
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import exact
 from vlmrl.rewards import local_worker as worker
-from vlmrl.rewards.batch import LABELS
+from vlmrl.rewards.batch import ELSEWHERE, LABELS
 from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 
@@ -46,6 +46,13 @@ def read_instead_of_labels(reward: Scoring) -> frozenset[str]:
     return demanded if is_only_one and _is_of_trl(reward) else frozenset()
 
 
+def other_columns(reward: Scoring) -> frozenset[str]:
+    """What a function of TRL's demands of every row beside prompts, completions and the label; what no row has is
+    refused by whoever loads the function."""
+    own = {"prompts", "completions", "images"} | ELSEWHERE | LABELS
+    return frozenset(_demanded(reward)) - own if _is_of_trl(reward) else frozenset()
+
+
 def _is_of_trl(reward: Scoring) -> bool:
     arguments = _arguments_of(reward)
     return arguments is not None and any(one.arg == "completions" for one in (*arguments.args, *arguments.kwonlyargs))
@@ -53,6 +60,12 @@ def _is_of_trl(reward: Scoring) -> bool:
 
 def _demanded_labels(reward: Scoring) -> list[str]:
     """The parameters of the user's function, without a default, that are the label."""
+    labels = LABELS if _is_of_trl(reward) else {"label"}
+    return [name for name in _demanded(reward) if name in labels]
+
+
+def _demanded(reward: Scoring) -> list[str]:
+    """The parameters of the user's function that have no default."""
     arguments = _arguments_of(reward)
     if arguments is None:
         return []
@@ -62,8 +75,7 @@ def _demanded_labels(reward: Scoring) -> list[str]:
         *positional[: len(positional) - len(arguments.defaults)],
         *(argument for argument, default in named if default is None),
     ]
-    labels = LABELS if _is_of_trl(reward) else {"label"}
-    return [argument.arg for argument in demanded if argument.arg in labels]
+    return [argument.arg for argument in demanded]
 
 
 def _arguments_of(reward: Scoring) -> ast.arguments | None:

@@ -88,7 +88,7 @@ class Functions:
         time_limit_s: for one answer.
         pass_env: environment variables with secrets that the functions see.
         log: where what they print goes; None: where this process prints.
-        label_key: the column of the label, by which a function may ask for it.
+        label_key: the column of the label, by which a function may ask for it, beside that of the row's own dataset.
     """
 
     def __init__(
@@ -156,7 +156,10 @@ class Functions:
         return f"{question.source} has no label, and the reward function {wanting[0]} compares with one"
 
     def _missing_column(self, signature: Signature, question: Question) -> str | None:
-        return signature.missing(label=question.label, label_key=self._label_key, metadata=question.metadata)
+        return signature.missing(label_keys=self._label_keys(question), metadata=question.metadata)
+
+    def _label_keys(self, question: Question) -> tuple[str, ...]:
+        return (self._label_key,) if question.label_key is None else (self._label_key, question.label_key)
 
     def begin(self, questions: Sequence[Question]) -> Calls:
         """Hand the calls to the processes, and return before they are made."""
@@ -258,7 +261,7 @@ class Functions:
             for name, declared in self._declared.items():
                 files = images if "images" in declared.arguments else ()
                 if declared.batch is not None:
-                    item = known | {"label_key": self._label_key, "is_chat": question.is_chat}
+                    item = known | {"label_keys": self._label_keys(question), "is_chat": question.is_chat}
                     batches[name].append(_Call((answer,), name, (item,), (files,)))
                     continue
                 arguments = {key: value for key, value in known.items() if key in declared.arguments}

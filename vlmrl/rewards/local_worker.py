@@ -296,7 +296,7 @@ def _open(file: str) -> Any:
 def _print_to(log: Path) -> None:
     """Lines that are printed lie in the file at once: a process that is killed loses none."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)

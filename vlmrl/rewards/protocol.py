@@ -24,6 +24,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -179,7 +180,8 @@ def read_answer(content: bytes, num_answers: int) -> list[Verdict]:
     columns = {name: _column(values, num_answers, name) for name, values in logs.items()}
     verdicts = []
     for number, (reward, problem) in enumerate(zip(rewards, problems, strict=True)):
-        parts = {name: values[number] for name, values in columns.items() if values[number] is not None}
+        # What is only logged (the mean of nothing is NaN) takes no reward with it.
+        parts = {name: values[number] for name, values in columns.items() if _is_number(values[number])}
         if reward is None:
             blame: Failure = "infrastructure" if failures[number] == "infrastructure" else "response"
             said = one_line(problem or "the server gave no reward and no reason")
@@ -199,6 +201,11 @@ def write_answer(verdicts: Sequence[Verdict]) -> bytes:
         "extra_logs": {name: [verdict.parts.get(name) for verdict in verdicts] for name in names},
     }
     return json.dumps(answer).encode()
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one."""
+    return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def _column(values: Any, num_answers: int, name: str) -> list[Any]:

@@ -25,12 +25,23 @@ class Question:
     """The images of the prompt."""
     is_chat: bool = False
     """The row holds the question as a list of messages."""
+    label_key: str | None = None
+    """The column that the label is from, where that is known."""
 
 
 def questions(group: Group) -> list[Question]:
     """One for each answer of the group; they share what the prompt holds."""
     prompt = group.prompt
     return [
-        Question(prompt.source, prompt.text, rollout.text, prompt.label, prompt.metadata, prompt.media, prompt.is_chat)
+        Question(
+            source=prompt.source,
+            prompt=prompt.text,
+            response=rollout.text,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            media=prompt.media,
+            is_chat=prompt.is_chat,
+            label_key=prompt.label_key,
+        )
         for rollout in group.rollouts
     ]

@@ -57,6 +57,8 @@ class _Requests:
     """What was asked of this process, and what it is doing."""
 
     grace_s: float
+    line: str = "nothing was saved"
+    """What a stop of now leaves, for people."""
     number: int | None = None
     """The signal that asked to stop."""
     asked_at: float = 0.0
@@ -91,7 +93,7 @@ def heeded(grace_s: float) -> Iterator[None]:
     except KeyboardInterrupt as error:  # Ray raises its own in place of ours
         if requests.number is None or isinstance(error, Stopped):
             raise
-        raise Stopped(requests.number) from None
+        raise Stopped(requests.number, requests.line) from None
     except ClusterError as error:
         # The signal may have ended roles, on other machines say, before what had begun was finished.
         if requests.number is None:
@@ -137,7 +139,7 @@ def waiting() -> Iterator[None]:
     except KeyboardInterrupt as error:
         if requests.number is None or isinstance(error, Stopped):
             raise
-        raise Stopped(requests.number) from None
+        raise Stopped(requests.number, requests.line) from None
     finally:
         requests.num_waits -= 1
 
@@ -194,7 +196,14 @@ def check() -> None:
     requests = _mine()
     if requests is not None and requests.number is not None:
         requests.is_raised = True
-        raise Stopped(requests.number)
+        raise Stopped(requests.number, requests.line)
+
+
+def told(line: str) -> None:
+    """What `Stopped` says from now on of what became of the run."""
+    requests = _mine()
+    if requests is not None:
+        requests.line = line
 
 
 def is_stopping() -> bool:
@@ -300,7 +309,7 @@ def _mine() -> _Requests | None:
 def _raise_if(requests: _Requests) -> None:
     if requests.number is not None and not requests.is_raised and not requests.num_finishing:
         requests.is_raised = True
-        raise Stopped(requests.number)
+        raise Stopped(requests.number, requests.line)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Makes sure that adapters work in the engines: after each publish they must answer as the trainer does."""
+"""Check after each weight sync that the engines compute what the trainer computes, with the adapter on and off."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from vlmrl.types import Floats, Group, Metrics, Prompt, Sample
 from vlmrl.verify.logprobs import check_versions
 
 _NUM_PROMPT_TOKENS = 272
-"""More than two blocks of vLLM's prefix cache on CPU, which are the largest: a stale one is read."""
+"""More than two blocks of vLLM's prefix cache on CPU, where blocks are largest: a stale one would be read."""
 _NUM_SAMPLED = 128
-"""Tokens of all answers to a question together: enough for their mean to say something in half precision."""
-_NUM_ANSWER_TOKENS = 16
-_MOST_ANSWERS = 32
+"""Tokens of all responses to a prompt together: enough for a meaningful mean in half precision."""
+_NUM_RESPONSE_TOKENS = 16
+_MAX_RESPONSES = 32
 
 _VISIBLE = 10
-"""An effect of so many times the noise can be told from it."""
+"""An effect this many times the noise can be told from it."""
 _NEARER = 5
-"""An explanation is better when what it leaves unexplained is smaller by this factor."""
+"""An explanation counts as better when it leaves a gap smaller by this factor."""
 _MERGED_NOISE = 0.25
-"""Share of the bound that is taken for noise where no base is there to measure it on."""
+"""Share of the bound taken as noise where the engine holds no base to measure it on."""
 _SLOPE_SLACK = 0.1
-"""How far from once the trainer's effect an engine's may be, where it is visible."""
+"""How far the slope between the engine's effect and the trainer's may be from 1, where the effect is visible."""
 _REST_SLACK = 0.3
-"""How much of an engine's effect may be something else than a multiple of the trainer's."""
-_FEW = 0.15
-"""The same for an effect that is too small: tensors that are lacking leave more of that than a small factor does."""
+"""Share of an engine's effect that need not be a multiple of the trainer's."""
+_REST_SLACK_SMALL = 0.15
+"""The same for an effect that is too small: missing tensors leave more of it than a small factor does."""
 
 _WORDS = (
     "apple bridge candle desert engine flower garden hammer island jacket kettle ladder mirror needle orange paper",
     "quiet river silver table under valley window yellow zebra above below north south blue green seven twelve often",
     "never maybe slow quick old new bright heavy light early late inside outside once twice again",
 )
-"""In any order: what comes next is anybody's guess, so that no log-prob is near 0, where nothing would show."""
+"""In random order, so that no token is predictable: log-probs near 0 would hide differences."""
 
 _IGNORED = "ignores the adapter"
 
@@ -51,16 +51,16 @@ Vector = NDArray[np.float64]
 
 
 class Engines(Protocol):
-    """Where the adapters should be."""
+    """The engines, which should hold the adapters."""
 
-    def answer_each(
+    def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
-        """For each of `adapter` what every engine answers: with the adapter, or as the base would."""
+        """One response group per engine for each of `adapter`: with the adapter, or by the base alone."""
 
 
 class Learner(Protocol):
-    """Where they come from."""
+    """The trained policy, whose adapters they are."""
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
         """One array of [T] per sample; without `adapter`, by the base."""
@@ -69,18 +69,18 @@ class Learner(Protocol):
         """Whether the adapter changes nothing yet."""
 
 
-class Probe:
-    """Asks every engine the same question after each publish, and other ones where the answers look wrong.
+class AdapterCheck:
+    """Sends every engine the same prompt after each weight sync, and further prompts where the responses look wrong.
 
-    A question is answered with the adapter and, where the engines hold it apart from the base, without. The trainer
-    then says of the same tokens what it would have said, with and without. Everything is compared in the distribution
-    that is sampled from. The first question is always the same, so that a stale prefix cache would be read.
+    The engines respond with the adapter and, where they hold it apart from the base, without it. The trainer scores the
+    same tokens, with and without. Both sides use the distribution that responses are sampled from. The first prompt is
+    always the same, so that a stale prefix cache would be read.
 
-    One mean of noisy log-probs proves nothing: an engine is at fault when the answers to two other questions look wrong
-    too, or, where a stale cache is the cause, other answers to the same question.
+    One mean of noisy log-probs proves nothing: an engine is at fault only when its responses to two other prompts look
+    wrong too, or, for a stale cache, other responses to the same prompt.
 
-    An effect that drowns in rounding, as that of the first steps at a small learning rate does, tells nothing of what
-    the engines do with it: that they hold the right adapter is then known from what they read back at the publish.
+    An effect below rounding, such as that of the first steps at a small learning rate, cannot show what the engines do
+    with it: the layers read back at the sync prove then that they hold the right adapter.
     """
 
     def __init__(
@@ -88,78 +88,79 @@ class Probe:
         *,
         engines: Engines,
         learner: Learner,
-        question: Callable[[str], Prompt],
+        prompt: Callable[[str], Prompt],
         sampling: Sampling,
         bound: float,
         floor: float,
         is_apart: bool,
     ) -> None:
-        """`question` makes a prompt that begins with a given text. `bound` is how far log-probs of engine and trainer
-        may be apart, on average over tokens, and `floor` what rounding alone may make of it in the run's type.
-        `is_apart`: the engines hold the adapter apart from the base.
+        """`prompt` makes a prompt that begins with a given text. `bound` is the largest mean difference between the
+        log-probs of engine and trainer, and `floor` what rounding alone may cause in the run's data type. `is_apart`:
+        the engines hold the adapter apart from the base.
         """
         self._engines, self._learner = engines, learner
-        self._question, self._sampling = question, sampling
+        self._prompt, self._sampling = prompt, sampling
         self._bound, self._floor, self._is_apart = bound, floor, is_apart
-        self._last: tuple[int, list[Group], list[Seen]] | None = None
-        """The version before, what the engines answered, and what the trainer said of that."""
+        self._last: tuple[int, list[Group], list[LogProbs]] | None = None
+        """The previous version, the engines' responses, and both sides' log-probs of them."""
 
     def check(self, version: int) -> Metrics:
-        """Returns, of the engine where it is largest, `sync/probe_gap`, the mean difference between engine and trainer;
-        `sync/base_gap`, the same with adapters off; `sync/probe_change`, how much the adapter changes; and in how many
-        engines something looked wrong at first, `sync/probe_doubts`.
+        """Compare all engines with the trainer at this version.
+
+        Returns, for the engine where it is largest, `verify/adapters/gap`, the mean difference between engine and
+        trainer; `verify/adapters/base_gap`, the same with adapters off; `verify/adapters/effect`, how much the adapter
+        changes a log-prob; and `verify/adapters/doubts`, the number of engines whose first responses looked wrong.
 
         Raises SyncError, naming engine and cause, when
 
         * the trainer's own log-probs change when an adapter of zeros is switched off;
         * the base differs by more than `bound`;
-        * the engine's answers with the adapter differ from the trainer's by more than `bound`, or differ visibly in a
-          way that has a name: adapter ignored, that of the version before, applied twice, wrongly scaled, another one,
-          or a stale prefix cache.
+        * the engine's log-probs with the adapter differ from the trainer's by more than `bound`, or differ visibly in a
+          known way: adapter ignored, previous version, applied twice, wrongly scaled, another adapter, or a stale
+          prefix cache.
         """
         first = self._ask("", version=version)
         if self._learner.adapter_is_zero():
-            self._check_zero([one.seen for one in first])
+            self._check_zero([one.logprobs for one in first])
         doubts = [engine for engine, one in enumerate(first) if self._is_odd(one)]
         if doubts:
-            # What no cache has seen tells a wrong adapter from wrong memories of the right one.
+            # Prompts that no cache holds tell a wrong adapter from a stale cache.
             others = [self._ask(lead, version=version) for lead in (f"{version}. ", f"{version}, once more: ")]
             for engine in doubts:
                 self._check_engine(engine, first[engine], [asked[engine] for asked in others], version=version)
-        self._last = version, [one.group for one in first], [one.seen for one in first]
+        self._last = version, [one.group for one in first], [one.logprobs for one in first]
         metrics = {
-            "sync/probe_gap": max(one.seen.gap for one in first),
-            "sync/probe_change": max(one.seen.change for one in first),
-            "sync/probe_doubts": float(len(doubts)),
+            "verify/adapters/gap": max(one.logprobs.gap for one in first),
+            "verify/adapters/effect": max(one.logprobs.change for one in first),
+            "verify/adapters/doubts": float(len(doubts)),
         }
         gaps = [one.base_gap for one in first if one.base_gap is not None]
-        return metrics | ({"sync/base_gap": max(gaps)} if gaps else {})
+        return metrics | ({"verify/adapters/base_gap": max(gaps)} if gaps else {})
 
     def _ask(self, lead: str, *, version: int, draw: int = 0) -> list[Asked]:
-        """What every engine answers to the question that begins with `lead`; with another `draw`, other answers."""
-        question, sampling = self._question(lead), replace(self._sampling, seed=self._sampling.seed + draw)
-        both = self._engines.answer_each(question, sampling, adapter=(True, False) if self._is_apart else (True,))
-        answers, plain = both if self._is_apart else (*both, [])
-        check_versions([*answers, *plain], version=version)
-        seen, bases = self._compare(answers, plain)
-        gaps: list[float | None] = [_gap(base.engine, base.off) for base in bases] or [None] * len(seen)
-        return [Asked(group, one, gap) for group, one, gap in zip(answers, seen, gaps, strict=True)]
+        """Every engine's responses to the prompt that begins with `lead`; another `draw` gives other responses."""
+        prompt, sampling = self._prompt(lead), replace(self._sampling, seed=self._sampling.seed + draw)
+        both = self._engines.respond_each(prompt, sampling, adapter=(True, False) if self._is_apart else (True,))
+        groups, base_groups = both if self._is_apart else (*both, [])
+        check_versions([*groups, *base_groups], version=version)
+        adapted, bases = self._compare(groups, base_groups)
+        gaps: list[float | None] = [_gap(base.engine, base.off) for base in bases] or [None] * len(adapted)
+        return [Asked(group, one, gap) for group, one, gap in zip(groups, adapted, gaps, strict=True)]
 
     def _check_engine(self, engine: int, first: Asked, others: Sequence[Asked], *, version: int) -> None:
-        every = (first, *others)
-        if all(self._has_other_base(asked) for asked in every):
+        if all(self._has_other_base(asked) for asked in (first, *others)):
             raise SyncError(
-                f"probe: engine {engine} and the trainer differ by {first.base_gap:.2g} on average with adapters off, "
-                f"the bound is {self._bound:g}: their base weights are not the same model; look at "
+                f"adapter check: engine {engine} and the trainer differ by {first.base_gap:.2g} on average with "
+                f"adapters off, the bound is {self._bound:g}: their base weights are not the same model; check "
                 "--actor.model_name_or_path and --vllm.qlora_base, or raise --vllm.max_logprob_diff"
             )
         cause = self._cause(engine, first, others, version=version)
         if cause is not None:
-            gap, change, noise = first.seen.gap, first.seen.change, self._noise(first)
+            gap, change, noise = first.logprobs.gap, first.logprobs.change, self._noise(first)
             raise SyncError(
-                f"probe: engine {engine} {cause}: its log-probs with the adapter of version {version} are {gap:.2g} "
-                f"from the trainer's on average, where the adapter changes {change:.2g} and rounding {noise:.2g}; "
-                "restart the run with --ckpt.load_enable"
+                f"adapter check: engine {engine} {cause}: its log-probs with the adapter of version {version} differ "
+                f"from the trainer's by {gap:.2g} on average, the adapter's effect is {change:.2g} and rounding "
+                f"{noise:.2g}; restart the run with --ckpt.load_enable"
             )
 
     def _noise(self, asked: Asked) -> float:
@@ -167,26 +168,26 @@ class Probe:
         return max(gap, self._floor)
 
     def _fault(self, asked: Asked) -> str | None:
-        return fault(asked.seen, noise=self._noise(asked), bound=self._bound)
+        return fault(asked.logprobs, noise=self._noise(asked), bound=self._bound)
 
     def _has_other_base(self, asked: Asked) -> bool:
         return asked.base_gap is not None and not asked.base_gap <= self._bound
 
     def _is_odd(self, asked: Asked) -> bool:
-        """Whether anything looks wrong; chance may have done it."""
-        is_far = asked.seen.gap > _VISIBLE * self._noise(asked)
+        """Whether anything looks wrong, be it by chance."""
+        is_far = asked.logprobs.gap > _VISIBLE * self._noise(asked)
         return is_far or self._has_other_base(asked) or self._fault(asked) is not None
 
-    def _compare(self, answers: Sequence[Group], plain: Sequence[Group]) -> tuple[list[Seen], list[Seen]]:
-        """What both sides say of the answers, engine by engine: of those with the adapter, and of those without."""
-        groups = [*answers, *plain]
-        # All answer one question, so that its tokens are computed once where the layout shares prompts; and engines
-        # that hold the same model answer the same.
+    def _compare(self, adapted: Sequence[Group], bases: Sequence[Group]) -> tuple[list[LogProbs], list[LogProbs]]:
+        """Both sides' log-probs, engine by engine: of the responses with the adapter, and of those without."""
+        groups = [*adapted, *bases]
+        # All share one prompt, which is computed once where the layout shares prompts; and engines that hold the same
+        # model respond alike.
         samples = {sample.tokens.tobytes(): replace(sample, group=0) for sample in to_samples(groups)}
         asked = list(samples.values())
         on = dict(zip(samples, self._learner.logprobs(asked), strict=True))
         off = dict(zip(samples, self._learner.logprobs(asked, adapter=False), strict=True))
-        seen = []
+        compared = []
         for group in groups:
             columns = [
                 np.concatenate([row[rollout.sampled] for row, rollout in zip(rows, group.rollouts, strict=True)])
@@ -195,37 +196,40 @@ class Probe:
                     *([values[rollout.tokens.tobytes()] for rollout in group.rollouts] for values in (on, off)),
                 )
             ]
-            seen.append(Seen(*(column.astype(np.float64) for column in columns)))
-        return seen[: len(answers)], seen[len(answers) :]
+            compared.append(LogProbs(*(column.astype(np.float64) for column in columns)))
+        return compared[: len(adapted)], compared[len(adapted) :]
 
-    def _check_zero(self, seen: Sequence[Seen]) -> None:
-        change = max(one.change for one in seen)
+    def _check_zero(self, logprobs: Sequence[LogProbs]) -> None:
+        change = max(one.change for one in logprobs)
         if not change <= self._bound:
             raise SyncError(
-                f"probe: the trainer's log-probs change by {change:.2g} on average when its adapter is switched off, "
-                f"and the adapter is all zeros (bound {self._bound:g}): what answers without it is not the base"
+                f"adapter check: the trainer's log-probs change by {change:.2g} on average when its adapter, which is "
+                f"all zeros, is switched off (bound {self._bound:g}): the model without the adapter is not the base"
             )
 
     def _cause(self, engine: int, first: Asked, others: Sequence[Asked], *, version: int) -> str | None:
-        """What is wrong with an engine whose `first` answers are odd; None when nothing is, or nothing can be seen."""
-        found, gap = self._fault(first), first.seen.gap
+        """The fault of an engine whose `first` responses look wrong; None when there is none, or none is visible."""
+        found, gap = self._fault(first), first.logprobs.gap
         faults = [self._fault(asked) for asked in others]
-        if not any(faults) and max(asked.seen.gap for asked in others) < gap / _NEARER:
+        if not any(faults) and max(asked.logprobs.gap for asked in others) < gap / _NEARER:
             again = self._ask("", version=version, draw=1)
-            return "answers from a stale prefix cache" if self._is_odd(again[engine]) else None
+            return "responds from a stale prefix cache" if self._is_odd(again[engine]) else None
         if found is not None and None in faults:
             return None
         if found == _IGNORED:
             return found
         if self._last is not None:
             before, groups, then = self._last
-            if _is_repeated(first.group, groups[engine]) and _gap(first.seen.engine, then[engine].on) < gap / _NEARER:
+            if (
+                _is_repeated(first.group, groups[engine])
+                and _gap(first.logprobs.engine, then[engine].on) < gap / _NEARER
+            ):
                 return f"keeps the adapter of version {before}"
         return found
 
 
-class Seen(NamedTuple):
-    """Log-probs of one engine's answers: one number per token."""
+class LogProbs(NamedTuple):
+    """Log-probs of one engine's responses: one number per token."""
 
     engine: Vector
     on: Vector
@@ -235,43 +239,43 @@ class Seen(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Between engine and trainer, adapter on; not a number where either is."""
+        """Mean difference between engine and trainer, adapter on; NaN where either has one."""
         return _gap(self.engine, self.on)
 
     @property
     def change(self) -> float:
-        """What the adapter does, by the trainer."""
+        """Effect of the adapter, by the trainer."""
         return _gap(self.on, self.off)
 
 
 class Asked(NamedTuple):
-    """One engine's answers to one question."""
+    """One engine's responses to one prompt."""
 
     group: Group
-    seen: Seen
+    logprobs: LogProbs
     base_gap: float | None
     """Mean difference between engine and trainer with adapters off; None where the engines hold no base by itself."""
 
 
-def fault(seen: Seen, *, noise: float, bound: float) -> str | None:
-    """What is wrong with what an engine said with the adapter; None when nothing is, or nothing can be seen.
+def fault(logprobs: LogProbs, *, noise: float, bound: float) -> str | None:
+    """Name the fault in an engine's log-probs with the adapter; None when there is none, or none is visible.
 
     Both sides' effects, e of the engine and t of the trainer, are measured from the trainer's base. An engine that
     applies the adapter c times has e = c t as long as c t is small, so the least-squares slope <e, t> / <t, t> is c.
     """
     excess = f"differs by more than the bound of {bound:g}"
-    if not np.isfinite(seen.gap):
+    if not np.isfinite(logprobs.gap):
         return "gives log-probs that are not numbers"
-    if not seen.change > _VISIBLE * noise:
-        return None if seen.gap <= bound else excess
-    wanted, effect = seen.on - seen.off, seen.engine - seen.off
+    if not logprobs.change > _VISIBLE * noise:
+        return None if logprobs.gap <= bound else excess
+    wanted, effect = logprobs.on - logprobs.off, logprobs.engine - logprobs.off
     slope = float(effect @ wanted / (wanted @ wanted))
     rest = float(np.linalg.norm(effect - slope * wanted) / np.linalg.norm(wanted))
     if np.linalg.norm(effect) <= _REST_SLACK * np.linalg.norm(wanted):
         return _IGNORED
     if abs(slope - 1) <= _SLOPE_SLACK and rest <= _REST_SLACK:
-        return None if seen.gap <= bound else excess
-    if slope < 0 or rest > (_FEW if slope < 1 else _REST_SLACK):
+        return None if logprobs.gap <= bound else excess
+    if slope < 0 or rest > (_REST_SLACK_SMALL if slope < 1 else _REST_SLACK):
         return "applies another adapter: tensors were lost, or came under other names, or are scaled wrongly"
     if abs(slope - 2) <= _REST_SLACK:
         return "applies the adapter twice"
@@ -279,10 +283,10 @@ def fault(seen: Seen, *, noise: float, bound: float) -> str | None:
 
 
 def sampling_of(rollout: Rollout, *, seed: int) -> Sampling:
-    """How the questions are answered: as the run's own are, in short."""
-    length = min(_NUM_ANSWER_TOKENS, rollout.max_new_tokens)
+    """Sampling as in the run, with short responses."""
+    length = min(_NUM_RESPONSE_TOKENS, rollout.max_new_tokens)
     return Sampling(
-        n=min(_MOST_ANSWERS, -(-_NUM_SAMPLED // length)),
+        n=min(_MAX_RESPONSES, -(-_NUM_SAMPLED // length)),
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         max_new_tokens=length,
@@ -290,22 +294,28 @@ def sampling_of(rollout: Rollout, *, seed: int) -> Sampling:
     )
 
 
-def question(lead: str, *, processor: Processor, data: Data) -> Prompt:
-    """Words without a sense that begin with `lead`, as long as a prompt may be, without images."""
+def prompt_of(lead: str, *, processor: Processor, data: Data) -> Prompt:
+    """Random words after `lead`, as many as a prompt may have, without images."""
     length = min(_NUM_PROMPT_TOKENS, data.max_len)
     words = np.random.default_rng([1, *lead.encode()]).choice(" ".join(_WORDS).split(), size=length)
     text = lead + " ".join(words)
     tokens, _ = processor.encode(text, ())
     tokens = tokens[:length]
-    return Prompt(index=0, source="probe", text=processor.decode(tokens), tokens=tokens, request=tokens, label=None)
+    return Prompt(
+        index=0, source="adapter check", text=processor.decode(tokens), tokens=tokens, request=tokens, label=None
+    )
 
 
-def told(metrics: Metrics) -> str:
-    """What a probe found, for people."""
-    bases = f", {metrics['sync/base_gap']:.2g} with adapters off" if "sync/base_gap" in metrics else ""
+def format_check(metrics: Metrics) -> str:
+    """The result of a check as one line."""
+    bases = (
+        f", {metrics['verify/adapters/base_gap']:.2g} with adapters off"
+        if "verify/adapters/base_gap" in metrics
+        else ""
+    )
     return (
-        f"probe: log-probs of engines and trainer differ by {metrics['sync/probe_gap']:.2g} on average with adapters on"
-        f"{bases}; the adapters change {metrics['sync/probe_change']:.2g}"
+        f"adapter check: log-probs of engines and trainer differ by {metrics['verify/adapters/gap']:.2g} on average "
+        f"with adapters on{bases}; the adapters change them by {metrics['verify/adapters/effect']:.2g}"
     )
 
 
@@ -315,6 +325,6 @@ def _gap(one: Vector, two: Vector) -> float:
 
 
 def _is_repeated(now: Group, then: Group) -> bool:
-    """Whether an engine says word for word what it said before."""
+    """Whether an engine responds word for word as before."""
     pairs = zip(now.rollouts, then.rollouts, strict=True)
     return all(np.array_equal(one.tokens, other.tokens) for one, other in pairs)

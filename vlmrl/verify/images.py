@@ -1,4 +1,4 @@
-"""Makes sure that a run sees: what its models say of answers must follow the images, by every path that asks them."""
+"""Check that every model's outputs depend on the images, by every path that computes them."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Metrics
 
 Path = Callable[[Sequence[Group]], list[Floats]]
-"""Log-probs of every answer's tokens, [T] each, group by group; or what else a model says of them."""
+"""Computes the log-probs of every response's tokens, or another output of a model: [T] each, group by group."""
 
 _NUM_PROMPTS = 4
-_NUM_ANSWERS = 2
+_NUM_RESPONSES = 2
 _NUM_TOKENS = 256
-"""Of an answer: enough to tell, and a bound on what the check costs."""
+"""Of a response: enough to tell, and a bound on what the check costs."""
 
 _ROUNDING = 1e-6
-"""A path that ignores the images gives the same bits twice, or bits that fp32 rounds otherwise."""
+"""A path that ignores the images returns the same values twice, up to rounding in fp32."""
 _NOISE_FACTOR = 3
-"""Another image must change more than another order of the same answers does, by this factor."""
+"""Another image must change the output by this many times what another order of the same responses changes."""
 _SLACK = 0.25
-"""Share of the bound below which a gap is rounding, and which image explains it best is chance."""
+"""Share of the bound below which a gap is rounding; which image explains it best is then chance."""
 
-_OFF = "--train.sight_check_steps -1 turns this check off"
+_OFF = "--train.image_check_steps -1 turns this check off"
 
 Values = list[NDArray[np.float64]]
-"""One array per prompt: something of each sampled token of its answers."""
+"""One array per prompt: a number for each sampled token of its responses."""
 
 
-class SightCheck:
-    """`check`, now and then."""
+class ImageGroundingCheck:
+    """Runs `check` on the first step with images, and every `train.image_check_steps` steps."""
 
     def __init__(self, steps: int, *, paths: Mapping[str, Path], bound: float, foreign: Collection[str]) -> None:
-        """`steps` is the setting `train.sight_check_steps`; the rest is for `check`."""
+        """`steps` is the setting `train.image_check_steps`; the rest is for `check`."""
         self._steps = steps
         self._paths, self._bound, self._foreign = paths, bound, foreign
         self._is_waiting = steps >= 0
 
     def is_due(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether it is time, and these groups have images. Groups without any leave it to those of the next step."""
+        """Whether a check is due and these groups have images. A step without images leaves it to the next step."""
         self._is_waiting |= self._steps > 0 and step % self._steps == 0
         return self._is_waiting and bool(_choose(groups))
 
     def check(self, groups: Sequence[Group]) -> Metrics:
-        """See the function `check`."""
+        """Run the function `check` on a step's groups."""
         self._is_waiting = False
         return check(groups, paths=self._paths, bound=self._bound, foreign=self._foreign)
 
@@ -58,22 +58,22 @@ class SightCheck:
 def check(
     groups: Sequence[Group], *, paths: Mapping[str, Path], bound: float, foreign: Collection[str] = ()
 ) -> Metrics:
-    """Ask every path about a few of the answers: with their own images, with other images and with blank ones.
+    """Run a few responses through every path with their own images, with other images and with blank ones.
 
-    `bound` is how far a path's log-probs may be from those of the rollouts, on average over tokens. Paths named in
-    `foreign` answer for another distribution than the one the answers were drawn from, or say something else than
-    log-probs, such as a reward: they have to care about the images, and no more.
+    `bound` is the largest mean difference, over tokens, between a path's log-probs and those of the rollouts. The paths
+    in `foreign` compute another distribution than the responses were sampled from, or another output, such as a reward:
+    they must depend on the images, and are not compared with the rollouts.
 
-    Returns for each path `sight/<path>_care`, the mean change of a log-prob under the image that changes less, and
-    `sight/<path>_gap`, the mean difference from the rollouts; nothing when no group has images.
+    Returns `verify/images/<path>_effect`, the mean change of a log-prob under the image that changes it less, and
+    `verify/images/<path>_gap`, the mean difference from the rollouts, for each path; nothing when no group has images.
 
     Raises SyncError, naming the path, when
 
     * other images explain the rollouts better than the true ones: images are swapped between samples. This compares
-      one gap with another, so that it tells far below `bound`;
-    * the same answers in another order get other log-probs: samples of one pass see one another;
-    * other images or blank ones change no more than rounding does: the path is blind;
-    * with the true images it is further than `bound` from the rollouts.
+      one gap with another, so it works far below `bound`;
+    * the same responses in another order get other log-probs: samples of one pass attend to one another;
+    * other or blank images change the output no more than rounding does: the path ignores the images;
+    * the log-probs with the true images differ from the rollouts' by more than `bound`.
     """
     chosen = _choose(groups)
     metrics: Metrics = {}
@@ -83,60 +83,60 @@ def check(
 
 
 def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float, is_foreign: bool) -> Metrics:
-    seen = _look(name, path, groups)
+    outputs = _compute(name, path, groups)
     rollouts = _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
     if not is_foreign:
         # First, for swapped images look like other faults too: in another order other images are swapped.
-        _check_each(name, seen, rollouts, groups, slack=_SLACK * bound)
+        _check_each(name, outputs, rollouts, groups, slack=_SLACK * bound)
     # Values and rewards may be large numbers, and are rounded like them.
-    scale = max(1.0, _gap(seen.true, [np.zeros_like(row) for row in seen.true])) if is_foreign else 1.0
-    metrics = {f"sight/{name}_care": _check_care(name, seen, bound=scale * bound)}
+    scale = max(1.0, _gap(outputs.true, [np.zeros_like(row) for row in outputs.true])) if is_foreign else 1.0
+    metrics = {f"verify/images/{name}_effect": _check_effect(name, outputs, bound=scale * bound)}
     if not is_foreign:
-        metrics[f"sight/{name}_gap"] = _check_gap(name, seen, rollouts, bound=bound)
+        metrics[f"verify/images/{name}_gap"] = _check_gap(name, outputs, rollouts, bound=bound)
     return metrics
 
 
-def _check_each(name: str, seen: _Seen, rollouts: Values, groups: Sequence[Group], *, slack: float) -> None:
-    """No prompt whose answers other images explain better."""
+def _check_each(name: str, outputs: _Outputs, rollouts: Values, groups: Sequence[Group], *, slack: float) -> None:
+    """Raise SyncError if other images explain the responses of any prompt better."""
     for i, group in enumerate(groups):
-        own = _gap(seen.true[i : i + 1], rollouts[i : i + 1])
-        for what, values in seen.wrong.items():
+        own = _gap(outputs.true[i : i + 1], rollouts[i : i + 1])
+        for what, values in outputs.wrong.items():
             theirs = _gap(values[i : i + 1], rollouts[i : i + 1])
-            # Few tokens have a say within one prompt: twice as near is no chance.
+            # One prompt has few tokens: only a gap half as large is more than chance.
             if own > slack and theirs < own / 2:
                 raise SyncError(_explained(name, what, f"to {group.prompt.source}", own=own, theirs=theirs))
 
 
-def _check_care(name: str, seen: _Seen, *, bound: float) -> float:
-    """How much the path cares about images."""
-    noise = _gap(seen.reordered, seen.true)
-    care = {what: _gap(values, seen.true) for what, values in seen.wrong.items()}
+def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
+    """The mean effect of an image on the path's output. Raises SyncError when it is no more than rounding."""
+    noise = _gap(outputs.reordered, outputs.true)
+    effects = {what: _gap(values, outputs.true) for what, values in outputs.wrong.items()}
     if not noise <= bound:
         raise SyncError(
-            f"sight check: path {name} says something else of the same answers in another order, by {noise:.2g} on "
-            f"average (bound {bound:g}): samples of one pass see one another; look at its position ids and attention, "
-            f"--train.layout padded keeps them apart ({_OFF})"
+            f"image check: the outputs of path {name} change by {noise:.2g} on average when the same responses come in "
+            f"another order (bound {bound:g}): samples of one pass attend to one another; check its position ids and "
+            f"attention masks, --train.layout padded keeps samples apart ({_OFF})"
         )
-    least = min(care.values())
+    least = min(effects.values())
     if not least > max(_ROUNDING, _NOISE_FACTOR * noise):
         raise SyncError(
-            f"sight check: path {name} is blind: what it says changes by {care['other']:.2g} on average with other "
-            f"images and by {care['blank']:.2g} with blank ones, where another order of the same changes {noise:.2g}; "
-            f"look at how pixels and the tokens that stand for them reach the model on this path ({_OFF})"
+            f"image check: path {name} ignores the images: its outputs change by {effects['other']:.2g} on average "
+            f"with other images and by {effects['blank']:.2g} with blank ones, and by {noise:.2g} when only the order "
+            f"of responses changes; check how pixels and image tokens reach the model on this path ({_OFF})"
         )
     return least
 
 
-def _check_gap(name: str, seen: _Seen, rollouts: Values, *, bound: float) -> float:
-    """How far the path is from the rollouts, with the true images."""
-    gap = _gap(seen.true, rollouts)
+def _check_gap(name: str, outputs: _Outputs, rollouts: Values, *, bound: float) -> float:
+    """The mean difference between path and rollouts, with the true images. Raises SyncError above the bound."""
+    gap = _gap(outputs.true, rollouts)
     if not gap <= bound:
         raise SyncError(
-            f"sight check: path {name} and the rollouts disagree: with the true images their log-probs differ by "
-            f"{gap:.2g} on average, the bound is {bound:g}; look for other pixels, positions or precision on this "
+            f"image check: path {name} and the rollouts disagree: with the true images their log-probs differ by "
+            f"{gap:.2g} on average, the bound is {bound:g}; look for different pixels, positions or precision on this "
             f"path, or raise --vllm.max_logprob_diff ({_OFF})"
         )
-    for what, values in seen.wrong.items():
+    for what, values in outputs.wrong.items():
         theirs = _gap(values, rollouts)
         if gap > _SLACK * bound and theirs <= gap:
             raise SyncError(_explained(name, what, "as a whole", own=gap, theirs=theirs))
@@ -145,29 +145,29 @@ def _check_gap(name: str, seen: _Seen, rollouts: Values, *, bound: float) -> flo
 
 def _explained(name: str, what: str, where: str, *, own: float, theirs: float) -> str:
     return (
-        f"sight check: on path {name}, {what} images explain the answers {where} better than their own "
-        f"do: log-probs are {theirs:.2g} from the rollouts' with them and {own:.2g} with their own; look at the order "
-        f"in which pixels meet their places, on this path and in the engine ({_OFF})"
+        f"image check: on path {name}, {what} images explain the responses {where} better than their own: log-probs "
+        f"differ from the rollouts' by {theirs:.2g} with them and by {own:.2g} with their own; check the order in "
+        f"which pixels are matched to image tokens, on this path and in the engine ({_OFF})"
     )
 
 
-# ---- what is asked
+# ---- the passes
 
 
-class _Seen(NamedTuple):
-    """Log-probs by one path, in the order of the groups."""
+class _Outputs(NamedTuple):
+    """Outputs of one path, in the order of the groups."""
 
     true: Values
     reordered: Values
-    """The true images again, the groups last to first."""
+    """With the true images, the groups passed last to first."""
     wrong: dict[str, Values]
-    """`other` images, and `blank` ones."""
+    """With `other` images, and with `blank` ones."""
 
 
-def _look(name: str, path: Path, groups: Sequence[Group]) -> _Seen:
-    """Raises SyncError when a log-prob is not a number."""
+def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
+    """Run all passes of a path. Raises SyncError when an output is not finite."""
     turned = list(groups)[::-1]
-    seen = _Seen(
+    outputs = _Outputs(
         true=_sampled(groups, path(groups)),
         reordered=_sampled(turned, path(turned))[::-1],
         wrong={
@@ -175,14 +175,14 @@ def _look(name: str, path: Path, groups: Sequence[Group]) -> _Seen:
             "blank": _sampled(groups, path([_with_media(group, _blanks(group)) for group in groups])),
         },
     )
-    every = (seen.true, seen.reordered, *seen.wrong.values())
-    if not all(np.isfinite(values).all() for variant in every for values in variant):
-        raise SyncError(f"sight check: path {name} says what is no number ({_OFF})")
-    return seen
+    variants = (outputs.true, outputs.reordered, *outputs.wrong.values())
+    if not all(np.isfinite(values).all() for variant in variants for values in variant):
+        raise SyncError(f"image check: the outputs of path {name} are not finite ({_OFF})")
+    return outputs
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> Values:
-    """Of one [T] per answer, group by group, what concerns sampled tokens; one array per group."""
+    """The values at sampled tokens, one array per group; `rows` holds one [T] per response, group by group."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
     kept = [row[flag].astype(np.float64) for row, flag in zip(rows, flags, strict=True)]
     ends = np.cumsum([len(group.rollouts) for group in groups]).tolist()
@@ -195,18 +195,18 @@ def _gap(one: Values, two: Values) -> float:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """A few groups with images, if possible none with the images of another, each with a few answers."""
-    new: dict[tuple[str, ...], Group] = {}
-    old: list[Group] = []
+    """A few groups with images, different ones as far as possible, each with a few responses."""
+    distinct: dict[tuple[str, ...], Group] = {}
+    repeated: list[Group] = []
     for group in groups:
         rollouts = [rollout for rollout in group.rollouts if rollout.num_sampled] if group.prompt.media else []
         if not rollouts:
             continue
         hashes = tuple(media.hash for media in group.prompt.media)
-        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_ANSWERS]))
-        if new.setdefault(hashes, short) is not short:
-            old.append(short)
-    return [*new.values(), *old][:_NUM_PROMPTS]
+        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
+        if distinct.setdefault(hashes, short) is not short:
+            repeated.append(short)
+    return [*distinct.values(), *repeated][:_NUM_PROMPTS]
 
 
 def _with_media(group: Group, media: Sequence[Media]) -> Group:
@@ -214,19 +214,19 @@ def _with_media(group: Group, media: Sequence[Media]) -> Group:
 
 
 def _with_others(groups: Sequence[Group]) -> list[Group]:
-    """Neighbours swap their images, so that a path that swaps them too is found out."""
+    """Swap the images of neighbours, so that a path that swaps them too is detected."""
     partners = [i ^ 1 if i ^ 1 < len(groups) else 0 for i in range(len(groups))]
     media = [group.prompt.media for group in groups]
     return [
-        _with_media(group, [_stand_in(own, media[partner][j % len(media[partner])]) for j, own in enumerate(media[i])])
+        _with_media(
+            group, [_replacement(own, media[partner][j % len(media[partner])]) for j, own in enumerate(media[i])]
+        )
         for i, (group, partner) in enumerate(zip(groups, partners, strict=True))
     ]
 
 
-def _stand_in(own: Media, other: Media) -> Media:
-    """The other image at the size of this one, so that it stands for as many tokens. For itself nothing stands in but
-    noise.
-    """
+def _replacement(own: Media, other: Media) -> Media:
+    """The other image at the size of this one, so that it has as many tokens; noise where both are the same image."""
     width, height = own.size
     if other.hash == own.hash:
         return Noise(f"noise:{width}x{height}", own.size)

@@ -1,4 +1,4 @@
-"""Layouts are proven equal before the first update of a run, on its own first samples."""
+"""Check that all layouts compute the same before the first update of a run, on its own first samples."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ _BOUND = 1e-5
 gives a thousandth of its attention to another, a thousandth."""
 
 Compare = Callable[[Sequence[Sample]], Mapping[Layout, tuple[float, float]]]
-"""How far each layout is from `padded` for some samples, relative to it: values, gradients."""
+"""Relative difference between each layout and `padded` on some samples: of values, of gradients."""
 
 
 def check_layouts(groups: Sequence[Group], compare: Compare) -> Metrics:
-    """Let a few of the responses go through the model's first layers in fp32, in the run's layouts and in `padded`.
+    """Run a few responses through the model's first layers in fp32, in the run's layouts and in `padded`.
 
-    Returns `layout/values_gap` and `layout/gradients_gap`, of the layout where each is largest; nothing where the run
-    has no layout but `padded`.
+    Returns `verify/layouts/values_gap` and `verify/layouts/gradients_gap`, of the layout where each is largest; nothing
+    where the run has no layout but `padded`.
 
     Raises SyncError when a layout differs from `padded` by more than fp32 explains.
     """
-    found = compare(to_samples(_choose(groups)))
-    for layout, gaps in found.items():
-        for what, gap in zip(("values", "gradients"), gaps, strict=True):
+    gaps_by_layout = compare(to_samples(_choose(groups)))
+    for layout, gaps in gaps_by_layout.items():
+        for name, gap in zip(("values", "gradients"), gaps, strict=True):
             if not gap <= _BOUND:
                 raise SyncError(
-                    f"layout check: {what} of the first layers differ by {gap:.2g} of their size between train.layout "
+                    f"layout check: {name} of the first layers differ by {gap:.2g} of their size between train.layout "
                     f"{layout} and padded, in fp32 (bound {_BOUND:g}): positions or attention of packed samples are "
                     "wrong; train with --train.layout padded"
                 )
-    if not found:
+    if not gaps_by_layout:
         return {}
-    values, gradients = (max(column) for column in zip(*found.values(), strict=True))
-    return {"layout/values_gap": values, "layout/gradients_gap": gradients}
+    values, gradients = (max(column) for column in zip(*gaps_by_layout.values(), strict=True))
+    return {"verify/layouts/values_gap": values, "verify/layouts/gradients_gap": gradients}
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
     """The first groups, those with images before those without, with a few responses each."""
     order = sorted(range(len(groups)), key=lambda number: not groups[number].prompt.media)
-    found = []
+    chosen = []
     for number in order:
         group = groups[number]
         rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
         if rollouts:
-            found.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
-    return found[:_NUM_GROUPS]
+            chosen.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
+    return chosen[:_NUM_GROUPS]

@@ -1,4 +1,4 @@
-"""Engine and trainer are one function and one version, or the run stops."""
+"""Check that engine and trainer hold one version and compute the same log-probs, with the bounds for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmrl.types import Experience, Floats, Group, Metrics
 
 
 def check_versions(groups: Sequence[Group], *, version: int) -> None:
-    """In synchronous training every answer comes from the newest weights.
+    """Check that every response comes from the newest weights, as synchronous training demands.
 
     Raises:
         SyncError: one does not.
@@ -22,13 +22,13 @@ def check_versions(groups: Sequence[Group], *, version: int) -> None:
         stale = {rollout.version for rollout in group.rollouts} - {version}
         if stale:
             raise SyncError(
-                f"an answer to {group.prompt.source} was made by weights of version {sorted(stale)[0]}, the trainer is "
+                f"a response to {group.prompt.source} comes from weights of version {sorted(stale)[0]}, the trainer is "
                 f"at version {version}: an engine missed a publish, restart the run with --ckpt.load_enable"
             )
 
 
 def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
-    """How far the engine's log-probabilities are from the trainer's, on the tokens that were sampled.
+    """Difference between the log-probs of engine and trainer, on the sampled tokens.
 
     The KL is the k3 estimate of KL(engine || trainer), over the engine's own samples.
     """
@@ -43,9 +43,9 @@ def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
 
 
 def largest_gap(config: RlConfig) -> float:
-    """How far apart the log-probabilities of engine and trainer may be, on average over the sampled tokens.
+    """The largest mean difference, over sampled tokens, that the log-probs of engine and trainer may have.
 
-    Infinity where they are not the same function by the user's own choice, and nobody named a bound.
+    Infinity where the user chose that they are not the same function, and set no bound.
     """
     if not are_alike(config):
         return config.vllm.max_logprob_diff or math.inf
@@ -53,13 +53,13 @@ def largest_gap(config: RlConfig) -> float:
 
 
 def rounding(config: RlConfig) -> float:
-    """What rounding alone may make of the mean difference between two sound implementations of one model: in fp32 a
+    """The mean difference that rounding alone may cause between two sound implementations of one model: in fp32 a
     millionth, in bf16 a quarter of the bound."""
     return 1e-6 if config.ds.param_dtype == "fp32" else 0.25 * min(largest_gap(config), 0.1)
 
 
 def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
-    """What rounding does at least to a log-prob, on average: below it nothing is taken for a fault."""
+    """The least mean effect of rounding on a log-prob: no difference below it counts as a fault."""
     if config.ds.param_dtype == "bf16":
         return 1e-3
     # On GPUs vLLM's attention multiplies fp32 in TF32, which has ten bits.
@@ -72,7 +72,7 @@ def are_alike(config: RlConfig) -> bool:
 
 
 def check_agreement(config: RlConfig, agreement: Metrics) -> None:
-    """Stop when engine and trainer are not the same function.
+    """Check that engine and trainer compute the same function.
 
     Raises:
         SyncError: the mean difference of log-probabilities is above `vllm.max_logprob_diff`.
@@ -82,7 +82,7 @@ def check_agreement(config: RlConfig, agreement: Metrics) -> None:
     if not gap <= bound:
         raise SyncError(
             f"engine and trainer disagree: their log-probs of the sampled tokens differ by {gap:.2g} on average "
-            f"(at most {agreement['sync/logprob_diff_max']:.2g}), the bound is {bound:g}: the answers were not sampled "
-            "from the model that is trained; look for other pixels, tokens or precision on one side, or raise "
-            "--vllm.max_logprob_diff"
+            f"(at most {agreement['sync/logprob_diff_max']:.2g}), the bound is {bound:g}: the responses were not "
+            "sampled from the model that is trained; look for different pixels, tokens or precision on one side, or "
+            "raise --vllm.max_logprob_diff"
         )

@@ -1,9 +1,9 @@
-"""How far engine and trainer may be apart, measured on a few responses of a step.
+"""Compare engine and trainer on a few responses of a step, by a bound that is measured in the run.
 
-Two sound implementations differ by rounding, which depends on type, model and policy. So rounding is measured, where no
-fault of the other side can hide in it: the trainer's `padded` pass against the same in a wider type, and what the
-engine said when it sampled a token (decode) against what it says when it reads it (prefill). What is judged never
-enters it: engine against trainer, and the run's layout against `padded`.
+Two sound implementations differ by rounding, which depends on data type, model and policy. So rounding is measured
+within one side, where no fault of the other can hide in it: the trainer's `padded` pass against the same in a wider
+type, and the engine's log-probs of tokens when it sampled them (decode) against those when it reads them (prefill).
+What is checked never enters the measurement: engine against trainer, and the run's layout against `padded`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _FEWEST_TOKENS = 64
 _MOST_GROUPS = 4
 """Short responses come from more groups, until they have so many tokens."""
 _NUM_AGAIN = 3
-"""How often a suspicion is asked again, with other responses each time. One token may hold most of what a few responses
-are off by; by chance it is then rounded hardly at all in the pass that says how large rounding is. Several small
-questions in a row are hardly ever all that unlucky, one large question may be.
+"""How often a suspicion is measured again, with other responses each time. One token may hold most of the difference of
+a few responses, and by chance be hardly rounded in the pass that measures rounding. Several small measurements in a row
+are hardly ever all that unlucky; one large measurement may be.
 """
 
 _WARN, _STOP = 5.0, 20.0
 """Multiples of the noise."""
 _REFRESH = 10
-"""Rounding follows a policy that sharpens, in so many steps by less than what is told of."""
+"""Steps between two measurements of the noise: it follows a policy that sharpens, but slowly."""
 _TRUST = 4.0
-"""The engine's own noise counts up to so many times the trainer's: a stale prefix cache would pass for noise."""
+"""The engine's own noise counts up to this many times the trainer's: else a stale prefix cache would pass for noise."""
 
 
 class Paths(NamedTuple):
-    """Who is asked."""
+    """The computations that are compared."""
 
     prefill: Path
-    """The engine, of tokens that are there."""
+    """The engine, reading tokens that are given."""
     padded: Path
     """The trainer, one sample to a row."""
     exact: Path | None
@@ -71,15 +71,15 @@ class Measured(NamedTuple):
     layout: float
     """Trainer: the run's layout against `padded`."""
     run: float
-    """Engine's decode against the trainer in the run's layout: whatever is wrong shows in it."""
+    """Engine's decode against the trainer in the run's layout: any fault shows in it."""
 
 
 class NoiseCheck:
     """Compares engine and trainer on a few responses of each step.
 
-    In most steps the trainer alone is asked, in the run's layout, and compared with what the engine said when it
-    sampled. Noise is measured in the first step, in every tenth, and as soon as that gap is more than the noise of
-    before explains: only then do engines that sleep have to wake.
+    In most steps the trainer alone computes, in the run's layout, and is compared with the engine's log-probs at
+    sampling. Noise is measured in the first step, in every tenth, and as soon as that gap is more than the last noise
+    explains: only then do engines that sleep have to wake.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class NoiseCheck:
         seed: int,
         say: Callable[[str], None],
     ) -> None:
-        """`floor` is what rounding is taken for at least. Unless it `stops`, the check only warns. `in_turn` where
-        engine and trainer cannot compute at the same time. `seed` is of the choice of responses.
+        """`floor` is the least noise that is assumed. Unless it `stops`, the check only warns. `in_turn`: engine and
+        trainer cannot compute at the same time. `seed` is that of the choice of responses.
         """
         self._paths, self._floor, self._stops = paths, floor, stops
         self._in_turn, self._seed, self._say = in_turn, seed, say
@@ -101,9 +101,12 @@ class NoiseCheck:
         self._noise_before: float | None = None
 
     def check(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """Returns `sync/gap` of engine and trainer, on average over the sampled tokens of a few responses. Where noise
-        is measured, also `sync/noise`, what rounding does to a log-prob; and, over the same tokens, `sync/layout_gap`
-        of the run's layout and `padded`, and `sync/decode_gap` of the engine's decode and prefill.
+        """Compare engine and trainer on a few responses.
+
+        Returns `verify/noise/gap`, the mean difference between engine and trainer over the sampled tokens. Where noise
+        is measured, also `verify/noise/level`, the effect of rounding on a log-prob, and over the same tokens
+        `verify/noise/layout_gap`, between the run's layout and `padded`, and `verify/noise/decode_gap`, between the
+        engine's decode and prefill.
 
         Raises SyncError when one of these is more than 20 times the noise, for these responses and for others.
         """
@@ -114,23 +117,23 @@ class NoiseCheck:
         if self._noise_before is not None and step % _REFRESH:
             gap = self._gap_of_run(first)
             if gap <= _WARN * self._noise_before:
-                return {"sync/gap": gap}
+                return {"verify/noise/gap": gap}
         measured = self._measure(first)
         self._noise_before = self._noise(measured)
         name, ratio = self._largest(measured)
         if not ratio <= _STOP and self._stops:
-            self._ask_again(others)
+            self._measure_again(others)
         if not ratio <= self._worst:
             self._worst = ratio
             self._say(f"step {step}: {self._disagreement(name, measured)}")
         return {
-            "sync/noise": self._noise(measured),
-            "sync/gap": measured.run,
-            "sync/decode_gap": measured.decode,
-        } | ({} if self._paths.layout is None else {"sync/layout_gap": measured.layout})
+            "verify/noise/level": self._noise(measured),
+            "verify/noise/gap": measured.run,
+            "verify/noise/decode_gap": measured.decode,
+        } | ({} if self._paths.layout is None else {"verify/noise/layout_gap": measured.layout})
 
-    def _ask_again(self, others: Sequence[Sequence[Group]]) -> None:
-        """Raises SyncError when each of these looks wrong."""
+    def _measure_again(self, others: Sequence[Sequence[Group]]) -> None:
+        """Raise SyncError if every one of these looks wrong."""
         for groups in others:
             measured = self._measure(groups)
             name, ratio = self._largest(measured)
@@ -167,11 +170,11 @@ class NoiseCheck:
         return max(measured.rounding, self._floor)
 
     def _noise(self, measured: Measured) -> float:
-        own = self._trainer_noise(measured)
-        return max(own, min(measured.decode, _TRUST * own))
+        trainer = self._trainer_noise(measured)
+        return max(trainer, min(measured.decode, _TRUST * trainer))
 
     def _largest(self, measured: Measured) -> tuple[str, float]:
-        """Which difference is the largest multiple of what may explain it."""
+        """The difference that is the largest multiple of its noise, and that multiple."""
         noise = self._noise(measured)
         ratios = {
             "layout": measured.layout / noise,
@@ -180,30 +183,30 @@ class NoiseCheck:
         }
         if not all(np.isfinite(ratio) for ratio in ratios.values()):
             return next(name for name, ratio in ratios.items() if not np.isfinite(ratio)), np.inf
-        # What is wrong in one place shows in others, above all in `engine`.
+        # A fault in one place shows in others, above all in `engine`.
         largest = max(ratios.values())
         return next((name, ratio) for name, ratio in ratios.items() if ratio >= largest / 2)
 
     def _disagreement(self, name: str, measured: Measured) -> str:
-        what, hint = _MEANING[name]
+        subject, hint = _MEANING[name]
         gap, noise = getattr(measured, name), self._noise(measured)
         if name == "decode":
             noise = self._trainer_noise(measured)
         return (
-            f"{what} differ by {gap:.2g} on average over {measured.num_tokens} sampled tokens, {gap / noise:.3g} times "
-            f"what rounding does here ({noise:.2g}; a run stops at {_STOP:g} times): {hint}; --vllm.max_logprob_diff "
-            "sets a bound of your own instead"
+            f"{subject} differ by {gap:.2g} on average over {measured.num_tokens} sampled tokens, {gap / noise:.3g} "
+            f"times the rounding measured here ({noise:.2g}; a run stops at {_STOP:g} times): {hint}; "
+            "--vllm.max_logprob_diff sets a fixed bound instead"
         )
 
 
 _MEANING = {
     "engine": (
         "engine and trainer disagree: their log-probs",
-        "the responses come from another model than the one that is trained, look for other weights, pixels or tokens",
+        "the responses come from another model than the one that is trained, look for different weights or pixels",
     ),
     "layout": (
         "the trainer disagrees with itself: its log-probs in this train.layout and in padded",
-        "look at position ids and attention, --train.layout padded goes without",
+        "check position ids and attention masks, --train.layout padded needs neither",
     ),
     "decode": (
         "the engine disagrees with itself: its log-probs of tokens when it sampled them and when it reads them",
@@ -215,9 +218,7 @@ _Values = NDArray[np.float64]
 
 
 def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
-    """A few responses; and as often as a suspicion is asked again others of the same groups, by the same engines, where
-    there are any.
-    """
+    """A few responses, and for each repeated measurement others of the same groups and engines, where there are any."""
     first: list[Group] = []
     others: list[list[Group]] = [[] for _ in range(_NUM_AGAIN)]
     num_tokens = 0
@@ -231,8 +232,8 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
         chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES:]
         first.append(Group(group.prompt, tuple(chosen)))
         for number, others_of_group in enumerate(others):
-            own = rest[number::_NUM_AGAIN][:_NUM_RESPONSES]
-            others_of_group.append(Group(group.prompt, tuple(own or rest[:_NUM_RESPONSES] or chosen)))
+            unused = rest[number::_NUM_AGAIN][:_NUM_RESPONSES]
+            others_of_group.append(Group(group.prompt, tuple(unused or rest[:_NUM_RESPONSES] or chosen)))
         num_tokens += sum(rollout.num_sampled for rollout in chosen)
         if len(first) >= _NUM_GROUPS and (num_tokens >= _FEWEST_TOKENS or len(first) == _MOST_GROUPS):
             break
@@ -240,15 +241,15 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
 
 
 def _decoded(groups: Sequence[Group]) -> _Values:
-    """What the engine said of the tokens when it sampled them, end to end."""
+    """The engine's log-probs of the tokens when it sampled them, end to end."""
     return _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:
-    """Of one [T] per response what concerns sampled tokens, end to end."""
+    """The values at sampled tokens, end to end; `rows` holds one [T] per response."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
-    found: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
-    return found
+    values: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
+    return values
 
 
 def _gap(one: _Values, two: _Values) -> float:

@@ -131,7 +131,7 @@ def test_a_model_whose_score_is_no_number_stops_the_run_and_names_the_answer() -
         Judges(None, [model]).score(groups())
 
 
-def test_the_sight_check_meets_scores_on_every_token_and_steps_as_odds() -> None:
+def test_the_image_check_meets_scores_on_every_token_and_steps_as_odds() -> None:
     rows = {number: np.array([0.0, 1.0, 2.0 * number], np.float32) for number in range(4)}
     model = source({number: float(number) for number in range(4)}, weight=0.5)
     steps = source(rows, weight=0.5, is_process=True)

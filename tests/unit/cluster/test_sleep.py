@@ -107,8 +107,8 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
     policy.publish(1)
     assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
     log.clear()
-    engines.answer_each(PROMPT, SAMPLING)
-    engines.answer_each(PROMPT, SAMPLING)
+    engines.respond_each(PROMPT, SAMPLING)
+    engines.respond_each(PROMPT, SAMPLING)
     awake = ["actor release", "engines wake weights kv_cache", "engines generate", "engines sleep"]
     assert log == awake * 2
 

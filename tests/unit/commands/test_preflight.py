@@ -121,6 +121,20 @@ def test_a_label_that_a_users_function_demands_is_looked_for(model: str, tmp_pat
     assert "no column 'label' (data.label_key), which reward.remote_url" in capsys.readouterr().err
 
 
+def test_columns_that_a_users_function_demands_are_looked_for_in_every_dataset(
+    model: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input": "q", "label": "4", "level": 1}\n' * 8)
+    (tmp_path / "test.jsonl").write_text('{"input": "q", "label": "4"}\n')
+    (tmp_path / "mine.py").write_text("def score(prompts, completions, answer, level, seldom=0):\n    return [1.0]\n")
+    words = ["--data.prompt_dataset", str(tmp_path / "rows.jsonl"), "--reward.remote_url", f"{tmp_path}/mine.py:score"]
+    words += ["--train.max_steps", "1"]
+    assert dry_run("rl", model, tmp_path / "out", *words) == 0, capsys.readouterr().err
+    assert dry_run("rl", model, tmp_path / "out", *words, "--eval.dataset", str(tmp_path / "test.jsonl")) == 2
+    said = "dataset test has no column 'level', for which reward.remote_url asks; it has: input, label"
+    assert said in capsys.readouterr().err
+
+
 def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: Path, capsys: Any) -> None:
     rows = [{"input": "q", "label": "4"}, {"input": "q", "label": None}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -133,6 +147,17 @@ def test_a_dry_run_shows_what_is_held_out(model: str, tmp_path: Path, capsys: An
     table = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("│training│24│") for line in table)
     assert any(line.startswith("│evaluation:visual_math│8│") for line in table)
+
+
+def test_evaluation_sets_need_not_have_the_columns_of_the_training_rows(
+    model: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(40)))
+    words = ["--data.prompt_dataset", f"{tmp_path}/rows.jsonl,arithmetic?size=20", "--data.label_key", "gold"]
+    words += ["--data.eval_fraction", "0.2", "--eval.dataset", "visual_math?families=count&difficulty=1&size=4"]
+    assert dry_run("rl", model, tmp_path / "out", *words) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out.replace(" ", "")
+    assert all(f"evaluation:{name}" in shown for name in ("rows", "arithmetic", "visual_math"))
 
 
 def test_a_dry_run_of_supervised_training_looks_at_the_answers(

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from scripted_loop import config
 
+from vlmrl.cluster.session import Node, Session
 from vlmrl.commands import run as run_module
-from vlmrl.errors import ConfigError, RewardError, StorageError, VlmrlError
+from vlmrl.errors import ConfigError, DataError, RewardError, StorageError, VlmrlError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
@@ -182,3 +183,45 @@ def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
     monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
     with pytest.raises(ConfigError, match="holds another run"), run_module.started(config(), folder, []):
         pytest.fail("it has begun")
+
+
+def test_a_stop_while_a_run_that_is_done_ends_its_processes_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def slow_to_end() -> Any:
+        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    monkeypatch.setattr(run_module, "session", slow_to_end)
+    with pytest.raises(Stopped) as stopped, stops.heeded(60), run_module.started(config(), RunFolder(tmp_path), []):
+        pass
+    assert str(stopped.value) == "stopped by SIGTERM: the run was done"
+
+
+class Table:
+    """A policy that tells what trains."""
+
+    def table(self) -> list[tuple[str, int, int]]:
+        return [("language", 1, 1)]
+
+
+def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def machines() -> Any:
+        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+
+    monkeypatch.setattr(run_module, "session", machines)
+    folder = RunFolder(tmp_path)
+    folder.checkpoint(4).mkdir(parents=True)
+    folder.config.write_text("theirs\n")
+    mine = config(ckpt={"load_enable": True})
+    with pytest.raises(DataError), run_module.started(mine, folder, []):
+        raise DataError("the checkpoint was made with other data")
+    assert folder.config.read_text() == "theirs\n"
+    with run_module.started(mine, folder, []) as (_, report):
+        run_module.begin(mine, report, folder, Table(), total_steps=5, done=4)  # type: ignore[arg-type]
+    assert "theirs" not in folder.config.read_text()

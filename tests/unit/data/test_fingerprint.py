@@ -92,6 +92,16 @@ def test_the_same_data_elsewhere_and_at_another_time_are_the_same(
     assert caplog.text == ""
 
 
+def test_of_a_checkpoint_of_an_older_version_names_and_rows_are_compared(folder: Path, vlm: Processor) -> None:
+    saved = state(folder, vlm)
+    # As vlmrl wrote it before files and rows had marks of their own.
+    saved["data"] = saved["data"] | {"datasets": ["mine"], "rows": [COUNT], "content": ["0123456789abcdef"]}
+    stream(folder, vlm).load_state(saved | {"drawn": 7, "position": 7})
+    write(folder, content()[1:])
+    with pytest.raises(DataError, match="mine has 999 rows instead of 1000"):
+        stream(folder, vlm).load_state(saved)
+
+
 def test_of_a_large_file_blocks_are_read_and_a_later_time_is_told(
     folder: Path, vlm: Processor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

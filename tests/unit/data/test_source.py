@@ -155,6 +155,45 @@ def test_rows_held_out_of_training_are_evaluated_under_their_numbers(model: str,
     assert {name: len(prompts) for name, prompts in both.items()} == {"arithmetic": 8, "rows": 5}
 
 
+def test_rows_held_out_of_several_datasets_have_the_columns_that_their_training_rows_have(
+    model: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(20)))
+    source = make_source(model, dataset=f"arithmetic?size=16,{file}", label_key="gold", eval_fraction=0.25)
+    assert all(prompt.label is not None for prompt in source.draw(27)[0])
+    sets = source.evaluation()
+    assert {name: len(prompts) for name, prompts in sets.items()} == {"arithmetic": 4, "mine": 5}
+    assert {prompts[0].label_key for prompts in sets.values()} == {"label", "gold"}
+    assert all(prompt.label is not None for prompts in sets.values() for prompt in prompts)
+    assert source.look_at_repeats().evaluated == []
+
+
+def test_rows_held_out_are_judged_as_a_share_of_their_dataset(model: str, tmp_path: Path) -> None:
+    file, rows = tmp_path / "rows.jsonl", [{"input": f"q{n}", "label": str(n)} for n in range(100)]
+
+    def source() -> Source:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return make_source(model, dataset=str(file), eval_fraction=0.1)
+
+    held = [int(prompt.source.partition(":")[2]) for prompt in source().evaluation()["rows"]]
+    rows[held[0]] = {"input": "", "label": "4"}
+    assert len(source().evaluation()["rows"]) == 9, "one in a hundred"
+    for number in held:
+        rows[number] = {"input": "", "label": "4"}
+    with pytest.raises(DataError, match="10 of the first 10 rows cannot be used"):
+        source().evaluation()
+
+
+def test_an_evaluation_set_need_not_have_the_columns_of_the_training_rows(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(20)))
+    sets = make_source(model, dataset=str(file), label_key="gold", evaluation="arithmetic?size=4").evaluation()
+    assert [prompt.label is not None for prompt in sets["arithmetic"]] == [True] * 4
+    with pytest.raises(DataError, match="dataset arithmetic has no column 'gone'"):
+        make_source(model, dataset="arithmetic?size=4", label_key="gone")
+
+
 def test_an_evaluation_row_without_a_label_is_found_when_the_set_is_read(model: str, tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"input": "q", "label": "1"}\n{"input": "q", "label": null}\n')

@@ -120,6 +120,15 @@ def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wante
     assert totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
 
 
+def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None:
+    asked = group("7", "x")
+    asked = replace(asked, prompt=replace(asked.prompt, label_key="gold"))
+    reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:own_column", "max_failed_fraction": 0.5})
+    assert totals(Rewarder(reward), asked) == [[1.0, 0.0]]
+    with pytest.raises(RewardError, match="shapes:17 has no column gold"):
+        totals(Rewarder(reward), group("7", "x"))
+
+
 def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
     assert totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
     assert totals(own(file, "trl"), group("7")) == [[1.0]]

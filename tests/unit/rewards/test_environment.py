@@ -10,7 +10,8 @@ from vlmrl.rewards.environment import hide_secrets, is_secret
     [
         *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "RAY_AUTH_TOKEN", "VLMRL_RM_TOKEN"),
         *("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "GITHUB_TOKEN", "PGPASSWORD", "DB_PASS", "ghtoken"),
-        *("GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "GITHUB_PAT", "MYSQL_PWD", "SENTRY_DSN"),
+        *("APP_SECRETS", "AZURE_STORAGE_CONNECTION_STRING"),
     ],
 )
 def test_a_name_that_says_secret_is_one(name: str) -> None:
@@ -18,7 +19,20 @@ def test_a_name_that_says_secret_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PATH", "HOME", "TOKENIZERS_PARALLELISM", "PYTHONPATH", "OMP_NUM_THREADS", "KEYBOARD", "AUTHOR", "HF_HOME"]
+    "name",
+    [
+        "PATH",
+        "HOME",
+        "TOKENIZERS_PARALLELISM",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "KEYBOARD",
+        "AUTHOR",
+        "HF_HOME",
+        "PWD",
+        "OLDPWD",
+        "MAX_TOKENS",
+    ],
 )
 def test_no_other_is(name: str) -> None:
     assert not is_secret(name)

@@ -14,7 +14,7 @@ import pytest
 
 from vlmrl.config.reward import BUILT_IN, Scoring
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
 
 
 def test_a_function_needs_labels_exactly_where_its_file_says_so() -> None:
@@ -59,6 +59,15 @@ def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_p
     assert read_instead_of_labels(Scoring(remote_url=f"{file}:trl")) == {"answer"}
     assert not read_instead_of_labels(Scoring(remote_url=f"{file}:own"))
     assert not read_instead_of_labels(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
+
+
+def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    declared = "completions, prompts, images, answer, level, completion_ids, seldom=0, *, kind, often=1, **columns"
+    file.write_text(f"def trl({declared}): ...\ndef own(response, level): ...\n")
+    assert other_columns(Scoring(remote_url=f"{file}:trl")) == {"level", "kind"}
+    assert not other_columns(Scoring(remote_url=f"{file}:own"))
+    assert not other_columns(Scoring(functions={"math": 1.0}))
 
 
 def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
     assert read_answer(write_answer([]), 0) == []
 
 
+@pytest.mark.parametrize("odd", ["NaN", "Infinity", '"long"', "[1.0]", "null"])
+def test_what_a_server_only_logs_takes_no_reward_with_it(odd: str) -> None:
+    answer = f'{{"rewards": [1.0, 0.5], "extra_logs": {{"length": [{odd}, 3], "style": [0.5, {odd}]}}}}'
+    assert read_answer(answer.encode(), 2) == [Verdict(1.0, {"style": 0.5}), Verdict(0.5, {"length": 3.0})]
+
+
 def test_whose_doing_a_failure_is_crosses_the_wire() -> None:
     sent = [
         Verdict(1.0),

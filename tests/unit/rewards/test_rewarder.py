@@ -360,6 +360,7 @@ def test_what_a_reward_prints_lies_in_its_log_also_when_its_process_is_killed(fi
         rewarder.score([group("good", "bad")])
     lines = log.read_text().splitlines()
     assert lines == ["I see good", "natively", *["I see bad", "natively"] * 2]
+    assert log.stat().st_mode & 0o111 == 0, "it is no program"
 
 
 def test_each_failure_says_what_went_wrong(file: Path) -> None:

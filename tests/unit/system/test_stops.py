@@ -349,6 +349,14 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -
     assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
 
 
+def test_a_stop_of_what_was_done_does_not_say_that_nothing_was_saved() -> None:
+    with stopped_run() as found:
+        stops.told("the run was done")
+        ask()
+        time.sleep(30)
+    assert str(found[0]) == "stopped by SIGTERM: the run was done"
+
+
 def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:
     def run() -> None:
         with stops.heeded(GRACE_S), stops.finishing():

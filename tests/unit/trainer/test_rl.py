@@ -83,7 +83,7 @@ def test_an_engine_that_missed_a_publish_stops_the_run() -> None:
         def publish(self, version: int) -> Metrics:
             return {"sync/version": float(version)}
 
-    with pytest.raises(SyncError, match=r"toy:2 was made by weights of version 0, the trainer is at version 1"):
+    with pytest.raises(SyncError, match=r"toy:2 comes from weights of version 0, the trainer is at version 1"):
         run(config(), DeafPolicy(ScriptedEngine()), steps=2)
 
 
@@ -100,7 +100,7 @@ def test_the_bound_on_the_gap_can_be_set() -> None:
     assert notebook.steps[1]["sync/kl_rollout_train"] == pytest.approx(0.0051709, abs=1e-6)
 
 
-def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> None:
+def test_the_image_check_gets_the_answers_and_transcripts_what_was_judged() -> None:
     seen: list[Judged] = []
     order: list[str] = []
 
@@ -111,11 +111,11 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
     def look(step: int, groups: Sequence[Group]) -> Metrics:
         assert {rollout.version for group in groups for rollout in group.rollouts} == {step - 1}
         assert not policy.taught, "blindness is found before anything is learnt"
-        return {"sight/old_care": 0.5}
+        return {"verify/images/old_effect": 0.5}
 
     def ask(version: int) -> Metrics:
         assert policy.engine.version == version == 1, "the new weights are with the engines"
-        return {"sync/probe_gap": 0.25}
+        return {"verify/adapters/gap": 0.25}
 
     policy = RememberingPolicy(ScriptedEngine())
     notebook = run(
@@ -129,8 +129,8 @@ def test_the_sight_check_gets_the_answers_and_transcripts_what_was_judged() -> N
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
-    assert notebook.steps[1]["sight/old_care"] == 0.5
-    assert notebook.steps[1]["sync/probe_gap"] == 0.25
+    assert notebook.steps[1]["verify/images/old_effect"] == 0.5
+    assert notebook.steps[1]["verify/adapters/gap"] == 0.25
     assert order == ["saved 1"]
 
 

@@ -19,7 +19,7 @@ from vlmrl.models import tiny
 from vlmrl.plugins import processor
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
-from vlmrl.verify.adapters import Probe, Seen, fault, question, sampling_of, told
+from vlmrl.verify.adapters import AdapterCheck, LogProbs, fault, format_check, prompt_of, sampling_of
 
 BOUND = 1e-3
 Matrix = NDArray[np.float64]
@@ -30,8 +30,8 @@ OFF = np.array([-1.0, -2.0, -3.0, -1.5])
 CHANGE = np.array([0.1, -0.2, 0.1, 0.0])
 
 
-def seen(times: float, *, shift: float = 0.0) -> Seen:
-    return Seen(engine=OFF + times * CHANGE + shift, on=OFF + CHANGE, off=OFF)
+def seen(times: float, *, shift: float = 0.0) -> LogProbs:
+    return LogProbs(engine=OFF + times * CHANGE + shift, on=OFF + CHANGE, off=OFF)
 
 
 def test_gap_and_change_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_how_often_the_adapter_is_applied_is_told_from_the_slope(times: float, c
 
 
 def test_an_effect_of_another_direction_is_another_adapter() -> None:
-    for other in (Seen(engine=OFF + CHANGE[::-1], on=OFF + CHANGE, off=OFF), seen(-1.0)):
+    for other in (LogProbs(engine=OFF + CHANGE[::-1], on=OFF + CHANGE, off=OFF), seen(-1.0)):
         found = fault(other, noise=1e-6, bound=1.0)
         assert found is not None
         assert "applies another adapter: tensors were lost, or came under other names" in found
@@ -194,10 +194,10 @@ class Run:
 
     def __init__(self, *engines: Engine, bound: float = BOUND, is_apart: bool = True) -> None:
         self.engines, self.trainer, self.version = engines, Trainer(), -1
-        self.probe = Probe(
+        self.check = AdapterCheck(
             engines=self,
             learner=self.trainer,
-            question=self.question,
+            prompt=self.prompt,
             sampling=Sampling(n=2, temperature=self.trainer.temperature, top_p=1.0, max_new_tokens=8, seed=0),
             bound=bound,
             floor=1e-6,
@@ -205,11 +205,11 @@ class Run:
         )
 
     @staticmethod
-    def question(lead: str) -> Prompt:
+    def prompt(lead: str) -> Prompt:
         tokens = np.array([*(ord(letter) % V for letter in lead), *range(3, 15)])
-        return Prompt(0, "probe", lead, tokens, tokens, label=None)
+        return Prompt(0, "adapter check", lead, tokens, tokens, label=None)
 
-    def answer_each(
+    def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
         return [[engine.generate(prompt, sampling, adapter=each) for engine in self.engines] for each in adapter]
@@ -218,7 +218,7 @@ class Run:
         self.trainer.adapter, self.version = adapter, self.version + 1
         for engine in self.engines:
             engine.load(adapter, self.version)
-        return self.probe.check(self.version)
+        return self.check.check(self.version)
 
 
 def keeps(held: Adapter, sent: Adapter) -> Adapter:
@@ -235,9 +235,9 @@ def test_sound_engines_are_measured_and_let_pass() -> None:
     run = Run(Engine(), Engine())
     for version in range(4):
         found = run.publish(NONE if version == 0 else drawn(version))
-        assert found["sync/probe_gap"] < 1e-6
-        assert found["sync/base_gap"] < 1e-6
-        assert (found["sync/probe_change"] > 1e-2) == (version > 0)
+        assert found["verify/adapters/gap"] < 1e-6
+        assert found["verify/adapters/base_gap"] < 1e-6
+        assert (found["verify/adapters/effect"] > 1e-2) == (version > 0)
     assert run.trainer.num_passes == 4 * 2, "one pass with the adapter and one without, however many engines"
 
 
@@ -256,16 +256,16 @@ def test_sound_engines_are_measured_and_let_pass() -> None:
             Engine(takes=lambda held, sent: mixed_up(sent)),
             "engine 1 applies another adapter: .* or came under other names",
         ),
-        (Engine(forgets=False), "engine 1 answers from a stale prefix cache"),
+        (Engine(forgets=False), "engine 1 responds from a stale prefix cache"),
     ],
 )
 def test_a_faulty_engine_is_named_with_its_fault(engine: Engine, cause: str) -> None:
     run = Run(Engine(), engine)
-    with pytest.raises(SyncError, match=rf"probe: {cause}.*restart the run with --ckpt.load_enable"):
+    with pytest.raises(SyncError, match=rf"adapter check: {cause}.*restart the run with --ckpt.load_enable"):
         deque(run.publish(NONE if version == 0 else drawn(version)) for version in range(4))
 
 
-@pytest.mark.parametrize("cause", ["keeps the adapter of version 1", "answers from a stale prefix cache"])
+@pytest.mark.parametrize("cause", ["keeps the adapter of version 1", "responds from a stale prefix cache"])
 def test_an_old_adapter_is_found_out_although_the_new_one_is_nearly_the_same(cause: str) -> None:
     # One step moves the log-probs by a hundredth of what the whole adapter does: inside of the bound.
     run, first, step = Run(Engine()), drawn(1), drawn(2, size=1e-4)
@@ -284,7 +284,7 @@ def test_an_adapter_that_did_not_move_is_not_an_old_one() -> None:
     run = Run(Engine(takes=lambda held, sent: sent.times(1.001)))
     for adapter in (NONE, drawn(1), drawn(1), drawn(1)):
         found = run.publish(adapter)
-    assert 1e-5 < found["sync/probe_gap"] < BOUND
+    assert 1e-5 < found["verify/adapters/gap"] < BOUND
 
 
 def test_another_base_is_told_from_another_adapter() -> None:
@@ -294,10 +294,10 @@ def test_another_base_is_told_from_another_adapter() -> None:
 
 def test_where_the_base_may_differ_its_gap_is_the_measure_of_the_rest() -> None:
     run = Run(Engine(base=0.01), bound=np.inf)
-    gap = run.publish(NONE)["sync/base_gap"]
+    gap = run.publish(NONE)["verify/adapters/base_gap"]
     assert gap > 1e-2
-    assert run.publish(drawn(1, size=1e-3))["sync/probe_change"] < 10 * gap
-    assert run.publish(drawn(1, size=0.2))["sync/probe_change"] > 10 * gap
+    assert run.publish(drawn(1, size=1e-3))["verify/adapters/effect"] < 10 * gap
+    assert run.publish(drawn(1, size=0.2))["verify/adapters/effect"] > 10 * gap
     deaf = Run(Engine(base=0.01, takes=lambda held, sent: NONE), bound=np.inf)
     deaf.publish(drawn(1, size=1e-3))
     with pytest.raises(SyncError, match="ignores the adapter"):
@@ -307,13 +307,13 @@ def test_where_the_base_may_differ_its_gap_is_the_measure_of_the_rest() -> None:
 def test_a_trainer_whose_adapter_stays_on_has_no_base_to_compare_with() -> None:
     run = Run(Engine())
     run.trainer.off = drawn(1)
-    with pytest.raises(SyncError, match=r"change by .* when its adapter is switched off, and the adapter is all zeros"):
+    with pytest.raises(SyncError, match=r"change by .* when its adapter, which is all zeros, is switched off"):
         run.publish(NONE)
 
 
 def test_merged_weights_are_asked_without_a_base() -> None:
     found = Run(Engine(), is_apart=False).publish(drawn(1))
-    assert "sync/base_gap" not in found
+    assert "verify/adapters/base_gap" not in found
     with pytest.raises(SyncError, match="ignores the adapter"):
         Run(Engine(takes=lambda held, sent: NONE), is_apart=False).publish(drawn(1))
 
@@ -321,8 +321,8 @@ def test_merged_weights_are_asked_without_a_base() -> None:
 def test_an_answer_of_another_version_is_refused() -> None:
     run = Run(Engine())
     run.publish(NONE)
-    with pytest.raises(SyncError, match="an answer to probe was made by weights of version 0"):
-        run.probe.check(1)
+    with pytest.raises(SyncError, match="a response to adapter check comes from weights of version 0"):
+        run.check.check(1)
 
 
 @dataclass
@@ -340,19 +340,19 @@ class Hiccup(Engine):
 def test_one_odd_mean_is_asked_again_before_it_is_an_error() -> None:
     run = Run(Engine(), Hiccup())
     found = run.publish(drawn(1))
-    assert found["sync/probe_doubts"] == 1.0
-    assert found["sync/probe_gap"] > BOUND
-    assert run.publish(drawn(2))["sync/probe_doubts"] == 0.0
+    assert found["verify/adapters/doubts"] == 1.0
+    assert found["verify/adapters/gap"] > BOUND
+    assert run.publish(drawn(2))["verify/adapters/doubts"] == 0.0
 
 
 def test_what_was_found_is_told_in_one_line() -> None:
-    metrics = {"sync/probe_gap": 1e-6, "sync/base_gap": 2e-6, "sync/probe_change": 0.0}
-    assert told(metrics) == (
-        "probe: log-probs of engines and trainer differ by 1e-06 on average with adapters on, 2e-06 with adapters off; "
-        "the adapters change 0"
+    metrics = {"verify/adapters/gap": 1e-6, "verify/adapters/base_gap": 2e-6, "verify/adapters/effect": 0.0}
+    assert format_check(metrics) == (
+        "adapter check: log-probs of engines and trainer differ by 1e-06 on average with adapters on, 2e-06 with "
+        "adapters off; the adapters change them by 0"
     )
-    del metrics["sync/base_gap"]
-    assert "off" not in told(metrics)
+    del metrics["verify/adapters/base_gap"]
+    assert "off" not in format_check(metrics)
 
 
 # ---------------------------------------------------------------- the questions themselves
@@ -364,7 +364,7 @@ def test_a_question_is_long_enough_for_the_prefix_cache_and_fits_the_run(family:
     tools = processor(model, min_pixels=3136, max_pixels=12544)
 
     def ask(lead: str, max_len: int) -> Prompt:
-        return question(lead, processor=tools, data=Data(prompt_dataset="none", max_len=max_len))
+        return prompt_of(lead, processor=tools, data=Data(prompt_dataset="none", max_len=max_len))
 
     fixed, fresh = ask("", 4096), ask("7. ", 4096)
     assert len(fixed.tokens) == len(fresh.tokens) > 2 * 128

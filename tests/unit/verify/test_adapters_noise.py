@@ -12,7 +12,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
-from vlmrl.verify.adapters import Probe, sampling_of
+from vlmrl.verify.adapters import AdapterCheck, sampling_of
 
 Values = NDArray[np.float64]
 BOUND = 0.1
@@ -39,10 +39,10 @@ class HalfPrecision:
         self.change = 0.0
         self.said: dict[bytes, tuple[Values, Values, float]] = {}
         """Of each response what the base says, what the adapter changes, and how much rounding does."""
-        self.probe = Probe(
+        self.check = AdapterCheck(
             engines=self,
             learner=self,
-            question=lambda lead: Prompt(0, "probe", lead, PROMPT, PROMPT, label=None),
+            prompt=lambda lead: Prompt(0, "adapter check", lead, PROMPT, PROMPT, label=None),
             sampling=sampling_of(RolloutSettings(), seed=0),
             bound=BOUND,
             floor=BOUND / 4,
@@ -52,7 +52,7 @@ class HalfPrecision:
     def publish(self, change: float) -> dict[str, float]:
         self.said.clear()
         self.change, self.version = change, self.version + 1
-        return self.probe.check(self.version)
+        return self.check.check(self.version)
 
     def rounded(self, values: Values, noise: float | Values) -> Values:
         spread = np.exp(self.rng.normal(size=values.shape) - 0.5) * noise * np.sqrt(np.pi / 2)
@@ -61,7 +61,7 @@ class HalfPrecision:
         result: Values = values + spread * uncertain * self.rng.normal(size=values.shape) / np.sqrt(2)
         return result
 
-    def answer_each(
+    def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
         return [[self.answer(prompt, sampling, adapter=each)] for each in adapter]
@@ -102,10 +102,10 @@ def changes(count: int) -> Values:
 def test_sound_engines_in_half_precision_raise_no_alarm_in_ten_thousand_publishes() -> None:
     run = HalfPrecision(0)
     found = [run.publish(change) for change in changes(10_000)]
-    assert sum(line["sync/probe_doubts"] for line in found) == 0
-    gaps = [line["sync/probe_gap"] for line in found]
+    assert sum(line["verify/adapters/doubts"] for line in found) == 0
+    gaps = [line["verify/adapters/gap"] for line in found]
     assert max(gaps) > 0.03, "the noise is worth the name"
-    assert max(line["sync/probe_change"] for line in found) > 1
+    assert max(line["verify/adapters/effect"] for line in found) > 1
 
 
 def shuffled(effect: Values, rng: np.random.Generator) -> Values:
@@ -127,7 +127,7 @@ def test_a_planted_fault_in_half_precision_is_found_at_every_publish(
 ) -> None:
     run = HalfPrecision(1, fault=fault)
     for change in np.geomspace(0.6, 2.0, 50):
-        with pytest.raises(SyncError, match=f"probe: engine 0 ({cause})"):
+        with pytest.raises(SyncError, match=f"adapter check: engine 0 ({cause})"):
             run.publish(change)
 
 

@@ -1,4 +1,4 @@
-"""The sight check: by hand on paths of one line, and with the faults of silent blindness planted in real models."""
+"""The image check: by hand on paths of one line, and with the faults of silent blindness planted in real models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vlmrl.models.scorer import ImageFeatures, Scorer
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Floats, Group, Layout, Media, Pixels, Prompt, Rollout
-from vlmrl.verify.images import Path, SightCheck, check
+from vlmrl.verify.images import ImageGroundingCheck, Path, check
 
 torch.set_num_threads(1)
 
@@ -75,7 +75,13 @@ def test_care_and_gap_by_hand() -> None:
     # Each other's image changes 0.1; a blank one, of 127, changes 1.17 and 1.07.
     found = check(PAIR, paths={"old": path(seeing), "tilted": path(lambda g: seeing(g) - 0.0005)}, bound=BOUND)
     assert found == pytest.approx(
-        {"sight/old_care": 0.1, "sight/old_gap": 0.0, "sight/tilted_care": 0.1, "sight/tilted_gap": 5e-4}, abs=1e-6
+        {
+            "verify/images/old_effect": 0.1,
+            "verify/images/old_gap": 0.0,
+            "verify/images/tilted_effect": 0.1,
+            "verify/images/tilted_gap": 5e-4,
+        },
+        abs=1e-6,
     )
 
 
@@ -92,7 +98,7 @@ def test_care_and_gap_by_hand() -> None:
 )
 def test_a_blind_path_is_named_with_its_numbers(blind: Callable[[Group], float]) -> None:
     with pytest.raises(
-        SyncError, match=r"path update is blind: what it says changes by .* on average with other images"
+        SyncError, match=r"path update ignores the images: its outputs change by .* on average with other images"
     ):
         check(PAIR, paths={"old": path(seeing), "update": path(blind)}, bound=BOUND, foreign={"update"})
 
@@ -100,7 +106,7 @@ def test_a_blind_path_is_named_with_its_numbers(blind: Callable[[Group], float])
 def test_rounding_is_not_taken_for_care() -> None:
     # Changes by up to 2e-4 whatever is asked, as a kernel may that sums in another order.
     noise = itertools.cycle([-1.5e-4, 0.5e-4, -1e-4])
-    with pytest.raises(SyncError, match="path engine is blind"):
+    with pytest.raises(SyncError, match="path engine ignores the images"):
         check(PAIR, paths={"engine": path(lambda group: -0.15 + next(noise))}, bound=BOUND, foreign={"engine"})
 
 
@@ -108,7 +114,7 @@ def test_large_rewards_are_rounded_like_large_numbers() -> None:
     noise = itertools.cycle([-0.1, 0.1])
     rounded = path(lambda group: -100 * brightness(group) + next(noise))
     found = check(PAIR, paths={"model_reward": rounded}, bound=BOUND, foreign={"model_reward"})
-    assert found["sight/model_reward_care"] == pytest.approx(1000, abs=1)
+    assert found["verify/images/model_reward_effect"] == pytest.approx(1000, abs=1)
 
 
 def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> None:
@@ -116,7 +122,9 @@ def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> No
         before = np.cumsum([0, *(brightness(group) for group in groups)])
         return [row - 0.01 * before[n] for n, group in enumerate(groups) for row in path(seeing)([group])]
 
-    with pytest.raises(SyncError, match=r"the same answers in another order, by 0\.15 on average \(bound 0\.001\)"):
+    with pytest.raises(
+        SyncError, match=r"change by 0\.15 on average when the same responses come in another order \(bound 0\.001\)"
+    ):
         check(PAIR, paths={"reference": leaking}, bound=BOUND, foreign={"reference"})
 
 
@@ -124,7 +132,7 @@ def test_a_path_that_sees_but_is_another_function_is_an_error_unless_it_is_forei
     paths = {"padded": path(lambda group: seeing(group) + 0.01)}
     with pytest.raises(SyncError, match=r"path padded and the rollouts disagree: .* by 0\.01 on average.*0\.001"):
         check(PAIR, paths=paths, bound=BOUND)
-    assert check(PAIR, paths=paths, bound=BOUND, foreign={"padded"}).keys() == {"sight/padded_care"}
+    assert check(PAIR, paths=paths, bound=BOUND, foreign={"padded"}).keys() == {"verify/images/padded_effect"}
 
 
 def swapped(groups: Sequence[Group]) -> list[Floats]:
@@ -138,7 +146,7 @@ def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> Non
     four = [*PAIR, group_of(2, [flat(60)]), group_of(3, [flat(80)])]
     # Off by 0.1 on half of the prompts.
     with pytest.raises(
-        SyncError, match=r"path old, other images explain the answers to toy:0 better.*0 from .* and 0\.1"
+        SyncError, match=r"path old, other images explain the responses to toy:0 better.* by 0 with .* by 0\.1"
     ):
         check(four, paths={"old": swapped}, bound=0.3, foreign=())
 
@@ -146,12 +154,12 @@ def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> Non
 def test_images_that_explain_the_answers_worse_than_blanks_do_are_noticed_below_the_bound() -> None:
     # Off by 0.12. Blanks are off by 0.09 and 0.11, nowhere twice as near, but nearer on the whole.
     bright = [group_of(0, [flat(130)]), group_of(1, [flat(150)])]
-    with pytest.raises(SyncError, match=r"blank images explain the answers as a whole better .*: log-probs are 0\.1 "):
+    with pytest.raises(SyncError, match=r"blank images explain the responses as a whole better .* by 0\.1 "):
         check(bright, paths={"old": path(lambda group: seeing(group) - 0.12)}, bound=0.4)
 
 
 def test_log_probs_that_are_not_numbers_are_an_error() -> None:
-    with pytest.raises(SyncError, match="path old says what is no number"):
+    with pytest.raises(SyncError, match="outputs of path old are not finite"):
         check(PAIR, paths={"old": path(lambda group: float("nan"))}, bound=BOUND)
 
 
@@ -212,7 +220,7 @@ def test_other_images_fill_the_places_of_the_true_ones() -> None:
 def test_one_image_for_all_prompts_is_compared_with_noise() -> None:
     witness = Witness()
     found = check([group_of(0, [flat(10)]), group_of(1, [flat(10)])], paths={"old": witness}, bound=BOUND)
-    assert found["sight/old_care"] > 0.5
+    assert found["verify/images/old_effect"] > 0.5
     assert [group.prompt.media[0].hash for group in witness.asked[2]] == ["noise:4x2"] * 2
 
 
@@ -220,18 +228,18 @@ def test_one_image_for_all_prompts_is_compared_with_noise() -> None:
     ("steps", "checked"), [(0, [4]), (-1, []), (1, [4, 5, 6, 7, 8]), (2, [4, 6, 8]), (3, [4, 6])], ids=str
 )
 def test_the_first_update_of_a_run_and_then_every_so_many(steps: int, checked: list[int]) -> None:
-    sight = SightCheck(steps, paths={"old": path(seeing)}, bound=BOUND, foreign=())
+    check_images = ImageGroundingCheck(steps, paths={"old": path(seeing)}, bound=BOUND, foreign=())
     seen = []
     for step in range(4, 9):  # a run that goes on after three steps
-        if sight.is_due(step, PAIR):
-            assert sight.check(PAIR).keys() == {"sight/old_care", "sight/old_gap"}
+        if check_images.is_due(step, PAIR):
+            assert check_images.check(PAIR).keys() == {"verify/images/old_effect", "verify/images/old_gap"}
             seen.append(step)
     assert seen == checked
 
 
 def test_a_step_of_text_alone_leaves_the_check_to_the_next() -> None:
-    sight = SightCheck(0, paths={}, bound=BOUND, foreign=())
-    assert [sight.is_due(step, groups) for step, groups in [(1, [group_of(0, [])]), (2, PAIR)]] == [False, True]
+    check_images = ImageGroundingCheck(0, paths={}, bound=BOUND, foreign=())
+    assert [check_images.is_due(step, groups) for step, groups in [(1, [group_of(0, [])]), (2, PAIR)]] == [False, True]
 
 
 # ---------------------------------------------------------------- faults planted in real models
@@ -293,7 +301,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
     made: dict[tuple[str, str, int], Model] = {}
 
     def make(family: tiny.Family, attention: str = "ours", cache_bytes: int = 0) -> Model:
-        folder = tmp_path_factory.getbasetemp() / f"sight-{family}"
+        folder = tmp_path_factory.getbasetemp() / f"images-{family}"
         if not folder.exists():
             tiny.build(family, folder, size="micro")
         key = (family, attention, cache_bytes)
@@ -310,8 +318,8 @@ def test_every_layout_of_a_healthy_model_passes(family: str, model: Callable[...
     layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
     paths = {name: healthy.path(name) for name in layouts} | {"update": healthy.path("shared", gradient=True)}
     found = check(healthy.groups, paths=paths, bound=BOUND)
-    assert all(found[f"sight/{name}_care"] > 0.05 for name in paths), found
-    assert all(found[f"sight/{name}_gap"] < 1e-5 for name in paths), found
+    assert all(found[f"verify/images/{name}_effect"] > 0.05 for name in paths), found
+    assert all(found[f"verify/images/{name}_gap"] < 1e-5 for name in paths), found
 
 
 def two_dimensional(inputs: dict[str, Any]) -> None:
@@ -358,10 +366,10 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return planted
 
 
-MIXED = "says something else of the same answers in another order"
+MIXED = "change by .* when the same responses come in another order"
 APART = "and the rollouts disagree"
-SWAPPED = "other images explain the answers to test:0 better than their own do"
-BLIND = "is blind: what it says changes by 0 on average with other images and by 0 with blank ones"
+SWAPPED = "other images explain the responses to test:0 better than their own"
+BLIND = "ignores the images: its outputs change by 0 on average with other images and by 0 with blank ones"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -405,7 +413,7 @@ def test_what_blinds_other_trainers_does_nothing_to_this_one(
     the places of images by their tokens.
     """
     plant(fault)
-    assert model(family).check(layout)[f"sight/{layout}_gap"] < 1e-5
+    assert model(family).check(layout)[f"verify/images/{layout}_gap"] < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -450,7 +458,7 @@ def test_a_vision_cache_that_mixes_images_up_is_caught(
     model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = model("qwen3_vl", cache_bytes=2**24)
-    assert frozen.check("shared")["sight/shared_gap"] < 1e-5
+    assert frozen.check("shared")["verify/images/shared_gap"] < 1e-5
     sound = VisionCache.take
     frozen.forward.forget()
 

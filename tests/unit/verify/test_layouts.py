@@ -33,7 +33,7 @@ def test_two_short_responses_of_two_groups_are_compared_images_first() -> None:
         return {"packed": (1e-7, 3e-7), "shared": (2e-7, 1e-7)}
 
     found = check_layouts(groups(), compare)
-    assert found == {"layout/values_gap": 2e-7, "layout/gradients_gap": 3e-7}
+    assert found == {"verify/layouts/values_gap": 2e-7, "verify/layouts/gradients_gap": 3e-7}
     assert [(sample.source, sample.group, int(sample.sampled.sum())) for sample in asked] == [
         ("toy:2", 0, 64),
         ("toy:2", 0, 64),

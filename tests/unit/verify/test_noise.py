@@ -60,7 +60,13 @@ def test_the_figures_by_hand() -> None:
     found = Sides(half=True, floor=BF16, prefill=0.03, padded=0.02, exact=0.04, layout=0.01).check(1, responses(40, 40))
     # Rounding is 0.04 - 0.02 = 0.02; the engine's own 0.03 is more, and within four times that.
     assert found == pytest.approx(
-        {"sync/noise": 0.03, "sync/gap": 0.01, "sync/decode_gap": 0.03, "sync/layout_gap": 0.01}, rel=1e-4
+        {
+            "verify/noise/level": 0.03,
+            "verify/noise/gap": 0.01,
+            "verify/noise/decode_gap": 0.03,
+            "verify/noise/layout_gap": 0.01,
+        },
+        rel=1e-4,
     )
 
 
@@ -68,7 +74,7 @@ def test_the_figures_by_hand() -> None:
     ("off", "message"),
     [
         # A layer that was scaled by 1.01 after its digest was taken; the engine decodes and reads with it alike.
-        ({"padded": 1.4e-4, "layout": 1.4e-4}, "engine and trainer disagree.*70 times what rounding does"),
+        ({"padded": 1.4e-4, "layout": 1.4e-4}, "engine and trainer disagree.*70 times the rounding measured"),
         # Positions of responses off by one in the shared layout, which the padded pass knows nothing of.
         ({"layout": 3.8e-4}, "the trainer disagrees with itself: its log-probs in this train.layout"),
         # A stale prefix cache is no noise: what was read without it agrees with the trainer.
@@ -94,15 +100,15 @@ def test_a_gap_of_a_few_times_the_noise_is_told_once() -> None:
 
 def test_noise_is_measured_again_every_tenth_step_and_when_the_gap_outgrows_it() -> None:
     sides = Sides(half=True, floor=BF16, exact=4e-3, layout=8e-3)
-    assert sides.check(1, responses(40, 40))["sync/noise"] == pytest.approx(4e-3, rel=1e-3)
+    assert sides.check(1, responses(40, 40))["verify/noise/level"] == pytest.approx(4e-3, rel=1e-3)
     measured = len(sides.asked)
     for step in range(2, 10):
         # The run's layout alone is asked: neither the engine nor `padded`.
-        assert sides.check(step, responses(40, 40)) == pytest.approx({"sync/gap": 8e-3}, rel=1e-3)
+        assert sides.check(step, responses(40, 40)) == pytest.approx({"verify/noise/gap": 8e-3}, rel=1e-3)
     assert len(sides.asked) == measured
-    assert "sync/noise" in sides.check(10, responses(40, 40))
+    assert "verify/noise/level" in sides.check(10, responses(40, 40))
     sides.off["layout"] = 2.1e-2  # more than five times the noise
-    assert "sync/noise" in sides.check(11, responses(40, 40))
+    assert "verify/noise/level" in sides.check(11, responses(40, 40))
     sides.off["layout"] = 8.1e-2  # more than twenty times
     with pytest.raises(SyncError, match="the trainer disagrees with itself"):
         sides.check(12, responses(40, 40))
@@ -213,7 +219,12 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
     ratios = []
     for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1):
         found = run.step(step, sharpness=sharpness)
-        ratios.append([found[f"sync/{name}"] / found["sync/noise"] for name in ("gap", "layout_gap", "decode_gap")])
+        ratios.append(
+            [
+                found[f"verify/noise/{name}"] / found["verify/noise/level"]
+                for name in ("gap", "layout_gap", "decode_gap")
+            ]
+        )
     usual, worst = np.median(ratios, axis=0), np.max(ratios, axis=0)
     assert usual.max() < 2
     assert worst.max() < most, "20 times the noise stops a run, and only where other responses say so too"
@@ -224,7 +235,7 @@ def test_noise_that_was_measured_some_steps_before_stops_no_sound_run_either() -
     told = [
         run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
     ]
-    measured = sum("sync/noise" in found for found in told)
+    measured = sum("verify/noise/level" in found for found in told)
     # Twice as often as every tenth step: here the noise of one step may be twenty times that of another.
     assert 1000 <= measured < 4000
 
@@ -232,7 +243,9 @@ def test_noise_that_was_measured_some_steps_before_stops_no_sound_run_either() -
 def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses() -> None:
     run = Rounding(0, length=8, number=8, spread=3.0)
     told = [run.step(step, sharpness=1.0) for step in range(1, 10_001)]
-    ratios = [max(found["sync/gap"], found["sync/layout_gap"]) / found["sync/noise"] for found in told]
+    ratios = [
+        max(found["verify/noise/gap"], found["verify/noise/layout_gap"]) / found["verify/noise/level"] for found in told
+    ]
     assert np.mean(np.array(ratios) > 20) > 1e-3, "one question alone would stop it"
 
 

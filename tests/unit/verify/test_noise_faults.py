@@ -101,8 +101,8 @@ def make(folder: str) -> Callable[[torch.dtype], Both]:
 @pytest.mark.parametrize("dtype", FLOORS)
 def test_sound_sides_are_within_a_few_times_the_noise(make: Any, dtype: torch.dtype) -> None:
     found = make(dtype).check()
-    assert max(found["sync/gap"], found["sync/layout_gap"]) < 3 * found["sync/noise"]
-    assert (found["sync/noise"] == FLOORS[dtype]) == (dtype == torch.float32)
+    assert max(found["verify/noise/gap"], found["verify/noise/layout_gap"]) < 3 * found["verify/noise/level"]
+    assert (found["verify/noise/level"] == FLOORS[dtype]) == (dtype == torch.float32)
 
 
 def test_a_sound_model_that_rounds_a_lot_is_no_fault_at_a_low_temperature(make: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_sound_model_that_rounds_a_lot_is_no_fault_at_a_low_temperature(make: 
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.mul_(4)
     found = Both(net, make(torch.float32).read, torch.float32, temperature=0.1).check()
-    assert found["sync/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
+    assert found["verify/noise/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
 
 
 def test_a_layer_of_the_engine_that_is_scaled_is_found(make: Any) -> None:

@@ -26,7 +26,7 @@ from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.commands.checks import adapter_probe
+from vlmrl.commands.checks import adapter_check
 from vlmrl.commands.preflight import plan_of
 from vlmrl.commands.self_test import models
 from vlmrl.commands.self_test.outcome import Broken, Skipped
@@ -40,7 +40,7 @@ from vlmrl.plugins import Processor, processor_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.system.machine import GIB
 from vlmrl.types import Floats, Group, Prompt
-from vlmrl.verify.adapters import Probe
+from vlmrl.verify.adapters import AdapterCheck
 from vlmrl.verify.logprobs import largest_gap
 
 _FACTOR = 1.5
@@ -114,7 +114,7 @@ class Pair:
     policy: RemotePolicy
     policy_group: WorkerGroup
     device_path: DevicePath | None
-    probe: Probe
+    adapters: AdapterCheck
     version: int = 0
 
     @property
@@ -216,8 +216,8 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
         first = [starts.pop(0)()] if has_gpu else []
         engines, learning = [*first, *together(*starts)]
         learning.policy.engines = engines
-        probe = adapter_probe(config, tools, engines, learning.policy, adapter)
-        assert probe is not None
+        check = adapter_check(config, tools, engines, learning.policy, adapter)
+        assert check is not None
         yield Pair(
             config,
             tools,
@@ -226,7 +226,7 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
             learning.policy,
             learning.ranks.group,
             engines._device_path,
-            probe,
+            check,
         )
 
 
@@ -322,7 +322,7 @@ def adapts(pair: Pair) -> str:
     gaps, effects = [], []
     for prompt in pair.prompts():
         # Both are under way at once, and share batches.
-        (with_it,), (without,) = pair.engines.answer_each(prompt, sampling, adapter=(True, False))
+        (with_it,), (without,) = pair.engines.respond_each(prompt, sampling, adapter=(True, False))
         gaps += [pair.gap([with_it]), pair.gap([without], adapter=False)]
         effects.append(_mean_gap(pair._own([with_it], adapter=True), pair._own([with_it], adapter=False)))
     if not max(effects) > 2 * max(gaps):
@@ -330,15 +330,15 @@ def adapts(pair: Pair) -> str:
     return f"with and without it {max(gaps):.1g} apart in one batch; it changes {max(effects):.1g}"
 
 
-def probes(pair: Pair) -> str:
+def checks_adapters(pair: Pair) -> str:
     """A sound engine raises no alarm, publish after publish."""
     found = []
     count = _PROBES["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
         pair.policy_group.call("stir", number)
         pair.publish_adapter()
-        found.append(pair.probe.check(pair.version))
-    worst = max(line["sync/probe_gap"] for line in found)
+        found.append(pair.adapters.check(pair.version))
+    worst = max(line["verify/adapters/gap"] for line in found)
     return f"{count} publishes without an alarm, at most {worst:.1g} apart"
 
 

@@ -34,7 +34,7 @@ SERVING = Theme(
         ),
         Check("sleep and wake", f"{_HERE}.serving:sleeps", "--vllm.enable_sleep false", needs_gpu=True),
         Check("adapters in a mixed batch", f"{_HERE}.serving:adapts", "--ds.lora.rank 0"),
-        Check("adapter probe", f"{_HERE}.serving:probes", "--ds.lora.rank 0", limit_s=120),
+        Check("adapter check", f"{_HERE}.serving:checks_adapters", "--ds.lora.rank 0", limit_s=120),
     ),
     setup=f"{_HERE}.serving:shared",
     limit_s=300,

@@ -1,4 +1,4 @@
-"""A real `vlmrl rl` in small: two colocated GRPO steps with images, watched by the sight check and a run's proofs."""
+"""A real `vlmrl rl` in small: two colocated GRPO steps with images, watched by the image check and a run's proofs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmrl.commands.self_test.outcome import Broken
 from vlmrl.system.machine import GIB, free_memory
 
 _STEPS = 2
-_PHASES = ("rollout", "reward", "logprob", "update", "publish", "sight")
+_PHASES = ("rollout", "reward", "logprob", "update", "publish", "verify_images")
 _SAMPLES_EVERY_S = 0.5
 
 
@@ -66,14 +66,18 @@ def judged(steps: list[dict[str, float]]) -> str:
     """What the steps' metrics say, for people. Raises Broken where one is missing."""
     if len(steps) != _STEPS:
         raise Broken(f"{len(steps)} steps of {_STEPS} are in the run's metrics")
-    cares = {name: value for name, value in steps[0].items() if name.startswith("sight/") and name.endswith("_care")}
-    if not cares:
-        raise Broken("the run did not look whether its log-probs follow the images", "--train.sight_check_steps -1")
+    effects = {
+        name: value
+        for name, value in steps[0].items()
+        if name.startswith("verify/images/") and name.endswith("_effect")
+    }
+    if not effects:
+        raise Broken("the run did not look whether its log-probs follow the images", "--train.image_check_steps -1")
     gap = max(step["sync/logprob_diff_mean"] for step in steps)
     times = ", ".join(
         f"{phase} {steps[-1][f'time/{phase}_s']:.1f}" for phase in _PHASES if f"time/{phase}_s" in steps[-1]
     )
-    return f"engine and trainer {gap:.1g} apart, images move log-probs by {min(cares.values()):.1g}; seconds: {times}"
+    return f"engine and trainer {gap:.1g} apart, images move log-probs by {min(effects.values()):.1g}; seconds: {times}"
 
 
 class _LeastFree:

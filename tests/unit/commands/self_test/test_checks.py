@@ -46,7 +46,7 @@ def test_four_bit_layers_compute_with_the_numbers_that_their_bits_stand_for(monk
 
 
 def test_a_run_is_told_by_its_gaps_its_sight_and_its_seconds() -> None:
-    seen = STEP | {"sight/engine_care": 0.2, "sight/old_care": 0.1}
+    seen = STEP | {"verify/images/engine_effect": 0.2, "verify/images/old_effect": 0.1}
     assert training.judged([seen, STEP]) == (
         "engine and trainer 1e-06 apart, images move log-probs by 0.1; seconds: rollout 0.5, update 1.2"
     )

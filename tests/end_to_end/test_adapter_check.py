@@ -20,7 +20,7 @@ from vlmrl.models import tiny
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
-from vlmrl.verify.adapters import Probe, question, sampling_of
+from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
 from vlmrl.verify.noise import NoiseCheck, Paths
 
 
@@ -39,7 +39,7 @@ class Both:
     trainer: Adapted
     runner: asyncio.Runner
 
-    def answer_each(
+    def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
         async def ask() -> list[list[Group]]:
@@ -57,13 +57,13 @@ class Both:
     def adapter_is_zero(self) -> bool:
         return not any(tensor.any() for name, tensor in self.trainer.adapter() if "lora_B" in name)
 
-    def probe(self) -> Probe:
+    def check(self) -> AdapterCheck:
         settings = RolloutSettings(temperature=TEMPERATURE, max_new_tokens=16)
         data = Data(prompt_dataset="none", max_len=600, max_pixels=COLUMNS.max_pixels)
-        return Probe(
+        return AdapterCheck(
             engines=self,
             learner=self,
-            question=partial(question, processor=self.trainer.tools, data=data),
+            prompt=partial(prompt_of, processor=self.trainer.tools, data=data),
             sampling=sampling_of(settings, seed=0),
             bound=1e-3,
             floor=1e-6,
@@ -89,8 +89,8 @@ class Both:
     def responses(self) -> list[Group]:
         settings = RolloutSettings(temperature=TEMPERATURE, max_new_tokens=16)
         data = Data(prompt_dataset="none", max_len=100, max_pixels=COLUMNS.max_pixels)
-        prompts = [question(lead, processor=self.trainer.tools, data=data) for lead in ("", "and ")]
-        asked = [self.answer_each(prompt, sampling_of(settings, seed=1)) for prompt in prompts]
+        prompts = [prompt_of(lead, processor=self.trainer.tools, data=data) for lead in ("", "and ")]
+        asked = [self.respond_each(prompt, sampling_of(settings, seed=1)) for prompt in prompts]
         return [group for ((group,),) in asked]
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
@@ -104,7 +104,7 @@ class Both:
 
 def _answer(sample: Sample) -> tuple[Group, Rollout]:
     tokens = sample.tokens[: sample.prompt_length]
-    group = Group(Prompt(0, "probe", "", tokens, tokens, label=None), ())
+    group = Group(Prompt(0, "adapter check", "", tokens, tokens, label=None), ())
     return group, Rollout(sample.tokens, sample.sampled, sample.sampled.astype("float32"), "", "stop", 0)
 
 
@@ -122,14 +122,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def test_a_sound_engine_passes_from_the_zeros_on(both: Both) -> None:
-    probe = both.probe()
-    found = [probe.check(both.send())]
+    check = both.check()
+    found = [check.check(both.send())]
     for _ in range(2):
         both.learn()
-        found.append(probe.check(both.send()))
-    assert [line["sync/probe_change"] > 1e-3 for line in found] == [False, True, True]
-    assert max(line["sync/probe_gap"] for line in found) < 5e-5
-    assert max(line["sync/base_gap"] for line in found) < 5e-5
+        found.append(check.check(both.send()))
+    assert [line["verify/adapters/effect"] > 1e-3 for line in found] == [False, True, True]
+    assert max(line["verify/adapters/gap"] for line in found) < 5e-5
+    assert max(line["verify/adapters/base_gap"] for line in found) < 5e-5
 
 
 @pytest.mark.parametrize(
@@ -142,31 +142,31 @@ def test_a_sound_engine_passes_from_the_zeros_on(both: Both) -> None:
     ],
 )
 def test_what_goes_wrong_after_the_proof_is_named_by_the_probe(both: Both, fault: str, cause: str) -> None:
-    probe = both.probe()
+    check = both.check()
     both.plant("Late")
     both.learn()
-    probe.check(both.send())
+    check.check(both.send())
     both.plant(fault)
     both.learn()
-    with pytest.raises(SyncError, match=f"probe: engine 0 {cause}"):
-        probe.check(both.send())
+    with pytest.raises(SyncError, match=f"adapter check: engine 0 {cause}"):
+        check.check(both.send())
 
 
 def test_a_stale_prefix_cache_is_named_by_the_probe(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     async def forget() -> None:
         """Nothing is thrown away."""
 
-    probe = both.probe()
+    check = both.check()
     both.plant("Late")
     both.learn()
     both.send()
     always = both.engine._lora_request()
     monkeypatch.setattr(both.engine, "_lora_request", lambda: always)
     monkeypatch.setattr(both.engine, "_reset_prefix_cache", forget)
-    probe.check(both.engine.version)
+    check.check(both.engine.version)
     both.learn()
-    with pytest.raises(SyncError, match="probe: engine 0 answers from a stale prefix cache"):
-        probe.check(both.send())
+    with pytest.raises(SyncError, match="adapter check: engine 0 responds from a stale prefix cache"):
+        check.check(both.send())
 
 
 def test_a_layer_that_is_scaled_after_its_digest_was_taken_is_found_by_the_measured_bound(both: Both) -> None:
@@ -180,8 +180,10 @@ def test_a_layer_that_is_scaled_after_its_digest_was_taken_is_found_by_the_measu
     paths = Paths(prefill=both.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
     found = check.check(1, both.responses())
-    assert found["sync/gap"] < 5 * found["sync/noise"]
-    assert found["sync/decode_gap"] < 1e-5, "what is read is scored as it was sampled: tempered, without the banned"
+    assert found["verify/noise/gap"] < 5 * found["verify/noise/level"]
+    assert found["verify/noise/decode_gap"] < 1e-5, (
+        "what is read is scored as it was sampled: tempered, without the banned"
+    )
     both.runner.run(both.engine._call("vlmrl_scale_layer", 1.01))
     try:
         with pytest.raises(SyncError, match="engine and trainer disagree"):

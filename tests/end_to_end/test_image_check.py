@@ -1,4 +1,4 @@
-"""The sight check with a real vLLM on CPU: a healthy run passes by every path, a blind engine does not."""
+"""The image check with a real vLLM on CPU: a healthy run passes by every path, a blind engine does not."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_an_engine_scores_answers_as_it_did_when_it_made_them(engine: Engine) ->
         for rollout in group.rollouts:
             np.testing.assert_allclose(next(rows), rollout.logprobs, atol=5e-5)
     found = check(groups, paths={"engine": engine.score}, bound=BOUND)
-    assert found["sight/engine_care"] > 0.05
-    assert found["sight/engine_gap"] < 5e-5
+    assert found["verify/images/engine_effect"] > 0.05
+    assert found["verify/images/engine_gap"] < 5e-5
 
 
 def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypat
         return sound(replace(prompt, media=grey), engine_kwargs)
 
     monkeypatch.setattr(requests, "engine_prompt", blinded)
-    with pytest.raises(SyncError, match="path engine is blind"):
+    with pytest.raises(SyncError, match="path engine ignores the images"):
         check(engine.answers(), paths={"engine": engine.score}, bound=BOUND)
 
 
@@ -122,7 +122,7 @@ def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: En
     paths = Paths(prefill=engine.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
     groups = engine.answers()
-    assert check.check(1, groups)["sync/gap"] < 1e-5
+    assert check.check(1, groups)["verify/noise/gap"] < 1e-5
     assert trainer.change("vision", by=0.02)
     with pytest.raises(SyncError, match="engine and trainer disagree"):
         check.check(2, groups)
@@ -148,16 +148,16 @@ def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, 
     first, second = (line for line in lines if "policy/loss" in line)
     # What the engine reads it scores as it samples: at this temperature, without the banned tokens.
     alike = ("engine", "old", "old_again", "padded", "update")
-    assert all(first[f"sight/{name}_care"] > 0.01 for name in (*alike, "reference")), first
-    assert all(first[f"sight/{name}_gap"] < 1e-4 for name in alike), first
-    assert first["time/sight_s"] > 0
+    assert all(first[f"verify/images/{name}_effect"] > 0.01 for name in (*alike, "reference")), first
+    assert all(first[f"verify/images/{name}_gap"] < 1e-4 for name in alike), first
+    assert first["time/verify_images_s"] > 0
     # Layouts are equal in fp32; engine, layouts and the engine's own two ways are within what rounding does.
-    assert max(first["layout/values_gap"], first["layout/gradients_gap"]) < 5e-6, first
+    assert max(first["verify/layouts/values_gap"], first["verify/layouts/gradients_gap"]) < 5e-6, first
     assert not [name for name in second if name.startswith("layout/")]
     gaps = {
-        "first": max(first[f"sync/{name}"] for name in ("gap", "layout_gap", "decode_gap")),
-        "second": second["sync/gap"],
+        "first": max(first[f"verify/noise/{name}"] for name in ("gap", "layout_gap", "decode_gap")),
+        "second": second["verify/noise/gap"],
     }
-    assert max(gaps.values()) < 5 * first["sync/noise"], gaps
-    assert "sync/noise" not in second, "measured again every tenth step"
-    assert not [name for name in second if name.startswith("sight/")]
+    assert max(gaps.values()) < 5 * first["verify/noise/level"], gaps
+    assert "verify/noise/level" not in second, "measured again every tenth step"
+    assert not [name for name in second if name.startswith("verify/images/")]
