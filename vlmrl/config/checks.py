@@ -48,24 +48,24 @@ def _is_switched_off(config: Section, reason: str) -> bool:
 
 def unread_of_optimized(role: str, optimized: Optimized) -> Unread:
     """Of the optimizer of the actor or of the critic."""
-    found: Unread = {}
+    unread: Unread = {}
     if optimized.lr_scheduler != "cosine_with_min_lr":
-        found[f"{role}.min_lr_ratio"] = f"{role}.lr_scheduler cosine_with_min_lr alone has a floor"
+        unread[f"{role}.min_lr_ratio"] = f"{role}.lr_scheduler cosine_with_min_lr alone has a floor"
     if optimized.lr_scheduler == "constant":
         reason = f"{role}.lr_scheduler constant does not warm up (constant_with_warmup does)"
-        found[f"{role}.lr_warmup_ratio"] = reason
+        unread[f"{role}.lr_warmup_ratio"] = reason
     if optimized.optim != "muon":
-        found |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimized.optim}")
+        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimized.optim}")
     else:
-        found[f"{role}.max_norm"] = f"{role}.optim muon takes steps of one size, whatever the gradient's norm"
-    return found
+        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of one size, whatever the gradient's norm"
+    return unread
 
 
 def unread_of_model(model: Model) -> Unread:
-    found = unread_of_optimized("actor", model)
+    unread = unread_of_optimized("actor", model)
     if not model.gradient_checkpointing_enable:
-        found["actor.gradient_checkpointing_reentrant"] = "actor.gradient_checkpointing_enable is off"
-    return found
+        unread["actor.gradient_checkpointing_reentrant"] = "actor.gradient_checkpointing_enable is off"
+    return unread
 
 
 def unread_of_columns(columns: Columns) -> Unread:
@@ -88,17 +88,17 @@ def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
     n = evaluation.n_samples_per_prompt
     if not evaluates or evaluation.temperature > 0 or n == 1:
         return []
-    return [f"eval.temperature 0 gives {n} times the same answer: set eval.n_samples_per_prompt to 1, or raise it"]
+    return [f"eval.temperature 0 gives {n} times the same response: set eval.n_samples_per_prompt to 1, or raise it"]
 
 
 def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if ckpt.save_steps == -1 and not ckpt.saves_on_stop:
-        found["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
+        unread["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
     if logger.wandb.project is None:
         names = ("logger.wandb.org", "logger.wandb.group", "logger.wandb.run_name")
-        found |= dict.fromkeys(names, "W&B is off without logger.wandb.project")
-    return found
+        unread |= dict.fromkeys(names, "W&B is off without logger.wandb.project")
+    return unread
 
 
 def unread_of_vision(model: Model, *, reached_by_adapters: bool | None, has_frozen_tower_beside: bool) -> Unread:
@@ -118,32 +118,32 @@ def unread_of_ds(ds: Ds) -> Unread:
 
 
 def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
-    found = []
+    conflicts = []
     if ds.adam_offload and ds.zero_stage == 0:
-        found.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
+        conflicts.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
     packs = train.layout != "padded"
     if is_given(train, "layout") and ds.packing_samples not in (None, packs):
         flag, meant = str(ds.packing_samples).lower(), layout(not packs)
-        found.append(
+        conflicts.append(
             f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
         )
     if train.layout == "shared" and ds.packing_samples is not False and ds.attn_implementation in ("sdpa", "eager"):
-        found.append(
-            f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that answers share: set "
+        conflicts.append(
+            f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that responses share: set "
             "train.layout packed or padded, or ds.attn_implementation auto"
         )
-    return found
+    return conflicts
 
 
 def conflicts_of_optimizer(role: str, optimized: Optimized, ds: Ds) -> list[str]:
     """Of the actor's or of the critic's."""
-    found = []
+    conflicts = []
     if ds.adam_offload and optimized.optim != "adam":
-        found.append(
+        conflicts.append(
             f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimized.optim} has "
             "one of its own: leave one of them out"
         )
-    return found
+    return conflicts
 
 
 def conflicts_of_data(data: Data) -> list[str]:

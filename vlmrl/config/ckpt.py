@@ -44,7 +44,7 @@ class Logger(Section):
     logging_steps: PositiveInt = 1
     """Write metrics every so many steps."""
     rollouts: bool = True
-    """Write every prompt, answer and reward under `rollouts/`."""
+    """Write every prompt, response and reward under `rollouts/`."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; by default `tensorboard/` in the output folder."""
     wandb: Wandb = Wandb()

@@ -29,7 +29,7 @@ class Columns(Section):
     """System message in front of every question that has none."""
     max_len: PositiveInt = 2048
     """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For `serve-rm`, of prompt
-    and answer together."""
+    and response together."""
     max_images_per_prompt: PositiveInt = 8
     """Most images in one prompt; a row with more is dropped and counted."""
     min_pixels: PositiveInt = 3136

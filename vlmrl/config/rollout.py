@@ -1,4 +1,4 @@
-"""How answers are sampled."""
+"""How responses are sampled."""
 
 from pydantic import Field
 
@@ -6,14 +6,14 @@ from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveIn
 
 
 class Rollout(Section):
-    """Sampling of answers for training."""
+    """Sampling of responses for training."""
 
     batch_size: PositiveInt = 128
     """Prompts per step."""
     n_samples_per_prompt: PositiveInt = 8
-    """Answers per prompt."""
+    """Responses per prompt."""
     max_new_tokens: PositiveInt = 1024
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs are of the same tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -32,7 +32,7 @@ class Held(Section):
     temperature: NonNegativeFloat = 0.6
     """Sampling temperature of evaluation; 0 is greedy."""
     n_samples_per_prompt: PositiveInt = 1
-    """Answers per evaluation prompt, for pass@k."""
+    """Responses per evaluation prompt, for pass@k."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each evaluation set."""
     breakdown_key: str | None = "family"

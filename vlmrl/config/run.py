@@ -88,7 +88,7 @@ class Training(Run):
 
 
 class RlConfig(Training):
-    """Reinforcement learning: sample answers, score them, learn from the better ones."""
+    """Reinforcement learning: sample responses, score them, learn from the better ones."""
 
     verb: ClassVar[str] = "rl"
     omits: ClassVar[frozenset[str]] = frozenset({"data.output_key"})
@@ -211,7 +211,7 @@ class RlConfig(Training):
 
 
 class SftConfig(Training):
-    """Supervised fine-tuning on the answers of a dataset."""
+    """Supervised fine-tuning on the responses of a dataset."""
 
     verb: ClassVar[str] = "sft"
     omits: ClassVar[frozenset[str]] = frozenset(
@@ -220,7 +220,7 @@ class SftConfig(Training):
 
 
 class EvalConfig(Run):
-    """Evaluation: answers to held-out prompts, scored by the reward functions."""
+    """Evaluation: responses to held-out prompts, scored by the reward functions."""
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
@@ -273,7 +273,7 @@ class PublishBench(Run):
 
 
 class RolloutBench(Run):
-    """How fast the engines answer and how many bytes move, for several numbers of answers. Prints JSON lines."""
+    """How fast the engines answer and how many bytes move, for several numbers of responses. Prints JSON lines."""
 
     verb: ClassVar[str] = "bench rollout"
     omits: ClassVar[frozenset[str]] = (
@@ -328,7 +328,7 @@ class StepBench(Run):
             found.append("ds.zero_stage 3 shards weights over ranks, and bench step runs in one process: use 0, 1 or 2")
         if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
             found.append(
-                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that answers share: "
+                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that responses share: "
                 "use auto, or leave shared out of bench.layouts"
             )
         if len(set(self.bench.layouts)) < len(self.bench.layouts):
@@ -344,7 +344,7 @@ class StepBench(Run):
 
 
 class ServeConfig(Run):
-    """Reward server: scores answers over HTTP, by a reward model or by your own function."""
+    """Reward server: scores responses over HTTP, by a reward model or by your own function."""
 
     verb: ClassVar[str] = "serve-rm"
     omits: ClassVar[frozenset[str]] = (
