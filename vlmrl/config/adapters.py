@@ -1,10 +1,9 @@
 """Checks of adapters and 4 bits, against each other and against the rest of a run, and the properties that follow."""
 
-from vlmrl.config import checks
 from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
-from vlmrl.config.ds import Ds
+from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
@@ -49,7 +48,7 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
             f"ds.lora.target_modules vision would change what actor.{flag} keeps as it is: leave one of them out"
             for flag in frozen
         ]
-    conflicts += checks.conflicts_of_optimizer("actor", model, ds)
+    conflicts += conflicts_of_optimizer("actor", model, ds)
     return [*conflicts, *conflicts_of_storage(ds, flag="ds.zero_stage", stage=ds.zero_stage)]
 
 

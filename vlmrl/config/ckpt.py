@@ -1,6 +1,6 @@
 """What a run leaves behind."""
 
-from vlmrl.config.base import Every, PositiveInt, Section, Text
+from vlmrl.config.base import Every, PositiveInt, Section, Text, Unread
 
 
 class Ckpt(Section):
@@ -49,3 +49,13 @@ class Logger(Section):
     """TensorBoard folder; by default `tensorboard/` in the output folder."""
     wandb: Wandb = Wandb()
     """Weights & Biases."""
+
+
+def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
+    unread: Unread = {}
+    if ckpt.save_steps == -1 and not ckpt.saves_on_stop:
+        unread["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
+    if logger.wandb.project is None:
+        names = ("logger.wandb.org", "logger.wandb.group", "logger.wandb.run_name")
+        unread |= dict.fromkeys(names, "W&B is off without logger.wandb.project")
+    return unread

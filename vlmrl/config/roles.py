@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from vlmrl.config.adapters import conflicts_of_storage
 from vlmrl.config.base import Unread
 from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
-from vlmrl.config.checks import conflicts_of_optimizer, unread_of_optimized
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
-from vlmrl.config.ds import Ds
+from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
+from vlmrl.config.optimizer import unread_of_optimized
 from vlmrl.config.rollout import Eval
 from vlmrl.config.train import TrainRl
 from vlmrl.config.vllm import Vllm

@@ -2,7 +2,8 @@
 
 from pydantic import Field
 
-from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text
+from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, Unread
+from vlmrl.config.names import settings
 
 
 class Rollout(Section):
@@ -51,3 +52,20 @@ class HeldOut(Held):
 
     dataset: Text
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas."""
+
+
+def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
+    """`holds_out`: rows of the training data are evaluated."""
+    if evaluation.dataset is not None:
+        return {}
+    if holds_out:
+        return {"eval.split": "data.eval_fraction holds rows of data.prompt_split out, and there is no eval.dataset"}
+    names = [name for name in settings(Eval, "eval.") if name != "eval.dataset"]
+    return dict.fromkeys(names, "nothing is evaluated without eval.dataset or data.eval_fraction")
+
+
+def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
+    n = evaluation.n_samples_per_prompt
+    if not evaluates or evaluation.temperature > 0 or n == 1:
+        return []
+    return [f"eval.temperature 0 gives {n} times the same response: set eval.n_samples_per_prompt to 1, or raise it"]
