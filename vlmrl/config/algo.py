@@ -27,7 +27,7 @@ from vlmrl.config.built_in import (
     GROUP_ESTIMATORS,
     POLICY_LOSSES,
     Aggregation,
-    Estimator,
+    EstimatorRow,
     quoted,
 )
 from vlmrl.config.names import settings
@@ -83,7 +83,7 @@ class Advantage(Section):
         return known_or_own(estimator, ESTIMATORS, "estimator")
 
     @property
-    def built_in(self) -> Estimator | None:
+    def built_in(self) -> EstimatorRow | None:
         """The estimator's row; None for the user's own function."""
         return ESTIMATORS.get(self.estimator)
 
