@@ -22,14 +22,14 @@ usage: vlmrl VERB [--config FILE.yaml ...] [--section.setting VALUE ...]
 
 Reinforcement learning of language and vision-language models.
 
-  rl             reinforcement learning: sample answers, score them, learn from the better ones
+  rl             reinforcement learning: sample responses, score them, learn from the better ones
   sft            supervised fine-tuning on the labels of a dataset
-  eval           answers to held-out prompts, scored by the reward functions
+  eval           responses to held-out prompts, scored by the reward functions
   bench publish  how long weights take from the trainer to the engines
   bench rollout  how fast the engines answer
   bench step     what one optimizer step costs in each layout
   bench logprobs what scoring tokens costs with and without [T, V] logits
-  serve-rm       reward server: scores answers over HTTP, by a reward model or by your own function
+  serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
   merge          adapter and base to a model that loads by itself
   doctor         what this machine has, what works on it, and how to mend what does not;
                  with --self-test: proves it, with tiny models, in about two minutes;

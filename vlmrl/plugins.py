@@ -39,7 +39,7 @@ class Processor(Protocol):
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     eos_token_ids: tuple[int, ...]
-    """Where an answer ends; the first one is what a taught answer is closed with."""
+    """Where a response ends; the first one is what a taught response is closed with."""
     banned_tokens: tuple[int, ...]
     """Tokens that sampling must never choose, because the model's forward would look for an image behind them."""
     resize_factor: int | None
@@ -133,7 +133,7 @@ def check_reads_alike(reader: Processor, actors: Processor, *, what: str, actor:
         return
     thing = "images" if is_alike else "tokens"
     raise ConfigError(
-        f"{what} reads other {thing} than {actor}, whose answers it is to judge: use a model of the same family (a "
+        f"{what} reads other {thing} than {actor}, whose responses it is to judge: use a model of the same family (a "
         "reward model of another one can be served by vlmrl serve-rm, for reward.remote_url)"
     )
 

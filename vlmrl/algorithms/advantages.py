@@ -123,8 +123,8 @@ def _own(
     }
     shapes = [tuple(rewards.shape), tuple(sampled.shape)]
     found = call(estimator, offered, shapes=shapes, flag=FLAG).double()
-    by_answer = found.shape == rewards.shape
-    on_tokens = found.reshape(-1, 1).expand(sampled.shape) if by_answer else found
+    by_response = found.shape == rewards.shape
+    on_tokens = found.reshape(-1, 1).expand(sampled.shape) if by_response else found
     on_tokens = torch.where(sampled, on_tokens, 0.0)
     if not bool(on_tokens.isfinite().all()):
         raise ConfigError(f"{FLAG}: an advantage of the estimator {name_of(estimator)} is not a finite number")
@@ -144,7 +144,7 @@ def _own(
 
 def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) -> None:
     if rewards.dim() != 2 or sampled.dim() != 2 or rewards.numel() != len(sampled):
-        raise ValueError(f"rewards {list(rewards.shape)} and tokens {list(sampled.shape)} are not N * G answers")
+        raise ValueError(f"rewards {list(rewards.shape)} and tokens {list(sampled.shape)} are not N * G responses")
     for name, given in per_token.items():
         if given is not None and given.shape != sampled.shape:
             raise ValueError(f"{name} {list(given.shape)} does not line up with the tokens {list(sampled.shape)}")

@@ -23,7 +23,7 @@ class Correction:
     `tis` clips them (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025); a
     lower bound above 0 raises the weight of tokens that the trainer finds improbable, and is no truncation. `icepop`
     leaves out the tokens whose weight is outside (arXiv:2510.18855). `seq-mask-tis` clips them, and leaves out the
-    answers whose mean weight, the geometric one, is outside.
+    responses whose mean weight, the geometric one, is outside.
     """
 
     kind: CorrectionKind
@@ -47,8 +47,8 @@ def correct(
 ) -> Float[Tensor, "B T"]:
     """What the loss of each token is multiplied by; 0 where not sampled. Without a gradient.
 
-    `old` are the trainer's log-probs when the experience was made, `rollout` the engine's. `owner` says which answer a
-    position belongs to (any numbers from 0 up).
+    `old` are the trainer's log-probs when the experience was made, `rollout` the engine's. `owner` says which response
+    a position belongs to (any numbers from 0 up).
     """
     low, high = correction.low, correction.high
     gap = torch.where(sampled, old - rollout, 0.0).detach()

@@ -91,7 +91,7 @@ def policy_loss(
 
     Only `logprobs` and `entropy` have a gradient: of the policy now, of the distribution that was sampled from. `old`
     are the log-probs of the policy that made the experience, `rollout` those of the engine that sampled. `owner` says
-    which answer a position belongs to (any numbers from 0 up). Nothing is promised of what stands where not sampled.
+    which response a position belongs to (any numbers from 0 up). Nothing is promised of what stands where not sampled.
 
     A user's own loss is called with what it declares of `OFFERED`, its log-probs 0 where not sampled; `rollout` is None
     where there is none. It returns the losses [B, T].

@@ -1,4 +1,4 @@
-"""What pairs of answers teach, one of which is preferred: DPO and its kin, and rewards by Bradley and Terry's model."""
+"""Losses of pairs of responses, one of which is preferred: DPO and its kin, and the Bradley-Terry model of rewards."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
-def answer_sums(
-    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_answers: int
+def response_sums(
+    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_responses: int
 ) -> Float[Tensor, " N"]:
-    """The sum over the sampled tokens of each answer; 0 for one without any.
+    """The sum over the sampled tokens of each response; 0 for one without any.
 
-    `owner` says which answer a position belongs to, from 0 to `num_answers` - 1: a row of a pack holds several.
+    `owner` says which response a position belongs to, from 0 to `num_responses` - 1: a row of a pack holds several.
     """
-    sums = torch.zeros(num_answers, dtype=values.dtype, device=values.device)
+    sums = torch.zeros(num_responses, dtype=values.dtype, device=values.device)
     return sums.index_add(0, owner[sampled], values[sampled])
 
 
-def answer_means(
-    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_answers: int
+def response_means(
+    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_responses: int
 ) -> Float[Tensor, " N"]:
-    """The mean over the sampled tokens of each answer; 0 for one without any."""
-    counts = answer_sums(torch.ones_like(values), sampled, owner, num_answers=num_answers)
-    return answer_sums(values, sampled, owner, num_answers=num_answers) / counts.clamp(min=1)
+    """The mean over the sampled tokens of each response; 0 for one without any."""
+    counts = response_sums(torch.ones_like(values), sampled, owner, num_responses=num_responses)
+    return response_sums(values, sampled, owner, num_responses=num_responses) / counts.clamp(min=1)
 
 
 def dpo_loss(
@@ -42,8 +42,8 @@ def dpo_loss(
 ) -> Float[Tensor, " P"]:
     """`-log sigmoid(beta h)` with `h = (chosen - rejected) - (ref_chosen - ref_rejected)` (DPO, arXiv:2305.18290).
 
-    All four are log-probs of answers, summed over their tokens. With `label_smoothing` s, a pair is taken for the wrong
-    way round with probability s: `-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)` (cDPO,
+    All four are log-probs of responses, summed over their tokens. With `label_smoothing` s, a pair is the wrong way
+    round with probability s: `-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)` (cDPO,
     ericmitchell.ai/cdpo.pdf).
 
     Raises:
@@ -65,7 +65,7 @@ def ipo_loss(
 ) -> Float[Tensor, " P"]:
     """`(h - 1 / (2 beta))^2` (IPO, arXiv:2310.12036), `h` as in `dpo_loss`.
 
-    All four are log-probs of answers, **averaged** over their tokens, so that long answers weigh as much as short ones.
+    All four are log-probs of responses, **averaged** over their tokens: long responses weigh as much as short ones.
     """
     gap = (chosen - rejected) - (ref_chosen - ref_rejected)
     return (gap - 1 / (2 * beta)).square()
@@ -74,8 +74,8 @@ def ipo_loss(
 def bradley_terry_loss(
     chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], *, margin: Float[Tensor, " P"] | float = 0.0
 ) -> Float[Tensor, " P"]:
-    """`-log sigmoid(chosen - rejected - margin)` of the rewards of two answers (arXiv:1706.03741, section 2.2.3).
+    """`-log sigmoid(chosen - rejected - margin)` of the rewards of two responses (arXiv:1706.03741, section 2.2.3).
 
-    A `margin` is by how much the preferred answer is better, where people said so (arXiv:2307.09288, section 3.2.2).
+    A `margin` is by how much the preferred response is better, where people said so (arXiv:2307.09288, section 3.2.2).
     """
     return -F.logsigmoid(chosen - rejected - margin)

@@ -35,8 +35,8 @@ def payments(
     penalty: Float[Tensor, "B T"] | None = None,
     token_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """The reward of each token, in double precision: `terminal` on an answer's last sampled one, `token_rewards -
-    penalty` on all sampled ones, 0 elsewhere. An answer without a sampled token is paid nothing.
+    """The reward of each token, in double precision: `terminal` on a response's last sampled one, `token_rewards -
+    penalty` on all sampled ones, 0 elsewhere. A response without a sampled token is paid nothing.
 
     Raises:
         ValueError: a token reward stands on a token that the policy did not choose, so nobody would earn it.

@@ -2,9 +2,9 @@
 
 from pydantic import Field, field_validator
 
-from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, known_or_own
-from vlmrl.config.built_in import DUAL_CLIP_LOSSES, POLICY_LOSSES, PolicyLoss, quoted
-from vlmrl.config.optimizer import Optimized
+from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, Unread, known_or_own
+from vlmrl.config.built_in import DUAL_CLIP_LOSSES, POLICY_LOSSES, PolicyLossRow, quoted
+from vlmrl.config.optimizer import Optimized, unread_of_optimized
 
 _TITLES = "; ".join(f"`{name}`: {row.title}" for name, row in POLICY_LOSSES.items())
 _PAPER_CLIPS = "; ".join(
@@ -63,7 +63,7 @@ class Actor(Model):
         return known_or_own(loss, POLICY_LOSSES, "policy loss")
 
     @property
-    def built_in_loss(self) -> PolicyLoss | None:
+    def built_in_loss(self) -> PolicyLossRow | None:
         """The loss's row; None for the user's own function."""
         return POLICY_LOSSES.get(self.policy_loss_type)
 
@@ -89,3 +89,10 @@ class Ref(Section):
     """Machines the reference runs on."""
     num_gpus_per_node: PositiveInt = 1
     """Ranks per machine."""
+
+
+def unread_of_model(model: Model) -> Unread:
+    unread = unread_of_optimized("actor", model)
+    if not model.gradient_checkpointing_enable:
+        unread["actor.gradient_checkpointing_reentrant"] = "actor.gradient_checkpointing_enable is off"
+    return unread

@@ -1,10 +1,9 @@
 """Checks of adapters and 4 bits, against each other and against the rest of a run, and the properties that follow."""
 
-from vlmrl.config import checks
 from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
-from vlmrl.config.ds import Ds
+from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
@@ -13,14 +12,14 @@ from vlmrl.config.vllm import Vllm
 
 
 def unread_of_adapters(ds: Ds) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if ds.lora.rank == 0:
         names = [name for name in settings(Lora, "ds.lora.") if name != "ds.lora.rank"]
         reason = "ds.lora.rank is 0, so there are no adapters"
-        found |= dict.fromkeys((*names, "actor.adapter_name_or_path"), reason)
+        unread |= dict.fromkeys((*names, "actor.adapter_name_or_path"), reason)
     if not ds.load_in_4bit:
-        found["ds.quant_storage"] = "ds.load_in_4bit is off"
-    return found
+        unread["ds.quant_storage"] = "ds.load_in_4bit is off"
+    return unread
 
 
 def unread_of_engine_base(vllm: Vllm, ds: Ds) -> Unread:
@@ -38,58 +37,58 @@ def unread_of_adapter_reference() -> Unread:
 
 
 def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
-    lora, found = ds.lora, []
+    lora, conflicts = ds.lora, []
     if ds.load_in_4bit and lora.rank == 0:
-        found.append("ds.load_in_4bit freezes the base, which leaves nothing to train: set ds.lora.rank above 0")
+        conflicts.append("ds.load_in_4bit freezes the base, which leaves nothing to train: set ds.lora.rank above 0")
     if lora.rank > LARGEST_RANK:
-        found.append(f"ds.lora.rank {lora.rank} is above {LARGEST_RANK}, the largest that vLLM serves: lower it")
+        conflicts.append(f"ds.lora.rank {lora.rank} is above {LARGEST_RANK}, the largest that vLLM serves: lower it")
     if "vision" in lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(model, flag)]
-        found += [
+        conflicts += [
             f"ds.lora.target_modules vision would change what actor.{flag} keeps as it is: leave one of them out"
             for flag in frozen
         ]
-    found += checks.conflicts_of_optimizer("actor", model, ds)
-    return [*found, *conflicts_of_storage(ds, flag="ds.zero_stage", stage=ds.zero_stage)]
+    conflicts += conflicts_of_optimizer("actor", model, ds)
+    return [*conflicts, *conflicts_of_storage(ds, flag="ds.zero_stage", stage=ds.zero_stage)]
 
 
 def conflicts_of_storage(ds: Ds, *, flag: str, stage: int) -> list[str]:
     """`flag` is the setting that `stage`, ZeRO's, comes from."""
     if not ds.load_in_4bit or ds.quant_storage in ("auto", ds.param_dtype):
         return []
-    found = []
+    conflicts = []
     if stage == 3:
-        found.append(
+        conflicts.append(
             f"ds.quant_storage {ds.quant_storage} cannot be sharded by {flag} 3, which takes weights of "
             f"ds.param_dtype alone: use {ds.param_dtype}, or auto"
         )
     elif ds.quant_storage != "uint8":
-        found.append(
+        conflicts.append(
             f"ds.quant_storage {ds.quant_storage} would not survive ds.param_dtype {ds.param_dtype}, to which "
             "DeepSpeed casts every float: use uint8, or auto"
         )
-    return found
+    return conflicts
 
 
 def conflicts_of_dropout(lora: Lora, rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
-    found = []
+    conflicts = []
     if lora.rank > 0 and lora.dropout > 0 and is_one_pass(rollout, train, algo):
-        found.append(
+        conflicts.append(
             f"ds.lora.dropout {lora.dropout:g} makes an update another function than the engines', and with one "
-            "optimizer step per batch of answers the update's own log-probs are what is compared with the engines': "
+            "optimizer step per batch of responses the update's own log-probs are what is compared with the engines': "
             "set it to 0, or lower train.batch_size"
         )
-    return found
+    return conflicts
 
 
 def is_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
-    """Whether the one optimizer step of a batch of answers is taken by the very policy that gave them.
+    """Whether the one optimizer step of a batch of responses is taken by the very policy that gave them.
 
     Then the log-probs of its own pass are the old ones, and a pass less is made. A reference is compared with the old
     ones before the step, so with a reference there are two passes.
     """
-    answers = rollout.batch_size * rollout.n_samples_per_prompt
-    return train.max_epochs == 1 and train.batch_size == answers and algo.kl.init_coef == 0
+    responses = rollout.batch_size * rollout.n_samples_per_prompt
+    return train.max_epochs == 1 and train.batch_size == responses and algo.kl.init_coef == 0
 
 
 def reaches_vision(model: Model, lora: Lora) -> bool:

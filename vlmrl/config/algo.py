@@ -27,7 +27,7 @@ from vlmrl.config.built_in import (
     GROUP_ESTIMATORS,
     POLICY_LOSSES,
     Aggregation,
-    Estimator,
+    EstimatorRow,
     quoted,
 )
 from vlmrl.config.names import settings
@@ -83,7 +83,7 @@ class Advantage(Section):
         return known_or_own(estimator, ESTIMATORS, "estimator")
 
     @property
-    def built_in(self) -> Estimator | None:
+    def built_in(self) -> EstimatorRow | None:
         """The estimator's row; None for the user's own function."""
         return ESTIMATORS.get(self.estimator)
 
@@ -114,7 +114,7 @@ class Kl(Section):
     target: PositiveFloat | None = None
     """Let the coefficient follow the KL to this value (arXiv:1909.08593); by default it stays as it is."""
     horizon: PositiveInt = 10_000
-    """Answers over which the coefficient follows `target`."""
+    """Responses over which the coefficient follows `target`."""
     early_stop: PositiveFloat | None = None
     """Leave out the rest of an update once the samples of its next optimizer step show the policy further than this
     from the one that made the experience (k3, mean over tokens). It takes each step but the first one pass more."""
@@ -163,30 +163,30 @@ class Algo(Section):
 
 
 def unread_of_loss(actor: Actor) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if actor.eps_clip_low_high is not None:
-        found["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
+        unread["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
     elif actor.paper_clip is not None:
-        found["actor.eps_clip"] = (
+        unread["actor.eps_clip"] = (
             f"actor.policy_loss_type {actor.policy_loss_type} clips in its paper's range unless one is given"
         )
     if actor.policy_loss_type not in DUAL_CLIP_LOSSES:
-        found["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
-    return found
+        unread["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
+    return unread
 
 
 def unread_of_advantage(advantage: Advantage) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     setting, estimator = "algo.advantage.estimator", advantage.estimator
     if estimator not in CRITIC_ESTIMATORS:
-        found["algo.advantage.lambd"] = _read_by_alone(setting, CRITIC_ESTIMATORS, estimator)
+        unread["algo.advantage.lambd"] = _read_by_alone(setting, CRITIC_ESTIMATORS, estimator)
     if estimator not in DISCOUNTING_ESTIMATORS:
         reason = _read_by_alone(setting, DISCOUNTING_ESTIMATORS, estimator)
-        found |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
+        unread |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
     if not advantage.is_correction_enable:
         names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
-        found |= dict.fromkeys(names, "algo.advantage.is_correction_enable is off")
-    return found
+        unread |= dict.fromkeys(names, "algo.advantage.is_correction_enable is off")
+    return unread
 
 
 def unread_of_kl(algo: Algo) -> Unread:
@@ -207,10 +207,10 @@ def unread_of_filtering(algo: Algo) -> Unread:
 
 
 def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
-    """Settings that act between the optimizer steps of one batch of answers."""
+    """Settings that act between the optimizer steps of one batch of responses."""
     if steps_per_batch(rollout, train) > 1:
         return {}
-    reason = "one optimizer step per batch of answers leaves no rest of an update: lower train.batch_size"
+    reason = "one optimizer step per batch of responses leaves no rest of an update: lower train.batch_size"
     return {"algo.kl.early_stop": reason}
 
 
@@ -226,43 +226,43 @@ def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
 
 
 def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
-    n, found = rollout.n_samples_per_prompt, []
+    n, conflicts = rollout.n_samples_per_prompt, []
     estimator = algo.advantage.built_in
     if n < 2 and estimator is not None and estimator.compares_group:
-        found.append(
+        conflicts.append(
             f"rollout.n_samples_per_prompt {n} leaves algo.advantage.estimator {algo.advantage.estimator} "
             "without a group to compare a response with: use 2 or more"
         )
     if n < 2 and algo.dynamic_filtering_enable and estimator is None:
-        found.append(
+        conflicts.append(
             f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one response to judge a prompt by: "
             "use 2 or more"
         )
     if algo.dynamic_filtering_enable and estimator is not None and not estimator.compares_group:
-        found.append(
+        conflicts.append(
             f"algo.dynamic_filtering_enable drops groups without a difference, and algo.advantage.estimator "
             f"{algo.advantage.estimator} does not compare within groups, so that they would teach: leave it out, or "
             f"use {', '.join(GROUP_ESTIMATORS)}"
         )
-    num_answers = rollout.batch_size * n
-    if num_answers % train.batch_size:
-        found.append(
-            f"train.batch_size {train.batch_size} does not divide the {num_answers} responses of a step "
+    num_responses = rollout.batch_size * n
+    if num_responses % train.batch_size:
+        conflicts.append(
+            f"train.batch_size {train.batch_size} does not divide the {num_responses} responses of a step "
             f"(rollout.batch_size {rollout.batch_size} x rollout.n_samples_per_prompt {n}): "
             f"{_nearest_sizes(train.batch_size, rollout)}"
         )
     elif train.batch_size % n:
-        found.append(
+        conflicts.append(
             f"train.batch_size {train.batch_size} is not a multiple of rollout.n_samples_per_prompt {n}, and an "
             f"optimizer step takes whole groups: {_nearest_sizes(train.batch_size, rollout)}"
         )
-    if algo.kl.init_coef > 0 and algo.kl.target is not None and num_answers >= 5 * algo.kl.horizon:
-        # One step could take the coefficient by 0.2 * answers / horizon: to nothing, or below.
-        found.append(
-            f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_answers} answers of a step: one step could "
-            f"take algo.kl.init_coef to 0 and leave it there; give more than {num_answers // 5}"
+    if algo.kl.init_coef > 0 and algo.kl.target is not None and num_responses >= 5 * algo.kl.horizon:
+        # One step could take the coefficient by 0.2 * responses / horizon: to nothing, or below.
+        conflicts.append(
+            f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_responses} responses of a step: one step "
+            f"could take algo.kl.init_coef to 0 and leave it there; give more than {num_responses // 5}"
         )
-    return found
+    return conflicts
 
 
 def _nearest_sizes(size: int, rollout: Rollout) -> str:
@@ -276,7 +276,7 @@ def _nearest_sizes(size: int, rollout: Rollout) -> str:
 
 
 def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
-    """Optimizer steps that a batch of answers is learned from."""
+    """Optimizer steps that a batch of responses is learned from."""
     return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
 
 

@@ -16,10 +16,10 @@ class Repeats(Section):
 
 
 class Widths(Section):
-    """Repetitions and the numbers of answers to compare."""
+    """Repetitions and the numbers of responses to compare."""
 
     n_samples_per_prompt: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 16)
-    """Answers per prompt; each number is measured by itself."""
+    """Responses per prompt; each number is measured by itself."""
     repeats: PositiveInt = 3
     """Measurements of each, after one that is thrown away."""
 
@@ -32,11 +32,11 @@ class Samples(Section):
     groups: PositiveInt = 2
     """Prompts, each with images of its own."""
     n_samples_per_prompt: PositiveInt = 8
-    """Answers per prompt."""
+    """Responses per prompt."""
     prompt_tokens: PositiveInt = 768
     """Tokens of a prompt, those of its images included."""
     response_tokens: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (128,)
-    """Tokens of an answer. Several numbers are dealt out in turn: a ragged mix."""
+    """Tokens of a response. Several numbers are dealt out in turn: a ragged mix."""
     image_size: Annotated[int, Field(ge=0)] = 0
     """Pixels a side of each image, rounded to whole patches; 0: text only."""
     images_per_prompt: PositiveInt = 1

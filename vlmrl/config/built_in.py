@@ -12,7 +12,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimator:
+class EstimatorRow:
     """An advantage estimator."""
 
     title: str
@@ -27,7 +27,7 @@ class Estimator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
+class PolicyLossRow:
     """A policy loss."""
 
     title: str
@@ -41,7 +41,7 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFunction:
+class RewardFunctionRow:
     """A reward function."""
 
     wants_label: bool
@@ -50,29 +50,29 @@ class RewardFunction:
 
 
 ESTIMATORS = {
-    "gae": Estimator(title="PPO with a critic", needs_critic=True, discounts=True),
-    "reinforce": Estimator(title="REINFORCE++", discounts=True),
-    "reinforce_baseline": Estimator(title="REINFORCE++ with a group baseline", discounts=True, compares_group=True),
-    "rloo": Estimator(title="RLOO", compares_group=True),
-    "group_norm": Estimator(title="GRPO", compares_group=True),
-    "dr_grpo": Estimator(title="Dr. GRPO", compares_group=True, aggregation="constant"),
+    "gae": EstimatorRow(title="PPO with a critic", needs_critic=True, discounts=True),
+    "reinforce": EstimatorRow(title="REINFORCE++", discounts=True),
+    "reinforce_baseline": EstimatorRow(title="REINFORCE++ with a group baseline", discounts=True, compares_group=True),
+    "rloo": EstimatorRow(title="RLOO", compares_group=True),
+    "group_norm": EstimatorRow(title="GRPO", compares_group=True),
+    "dr_grpo": EstimatorRow(title="Dr. GRPO", compares_group=True, aggregation="constant"),
 }
 
 POLICY_LOSSES = {
-    "ppo": PolicyLoss(title="the clipped surrogate, arXiv:1707.06347", has_dual_clip=True),
-    "gspo": PolicyLoss(
+    "ppo": PolicyLossRow(title="the clipped surrogate, arXiv:1707.06347", has_dual_clip=True),
+    "gspo": PolicyLossRow(
         title="one ratio per response, arXiv:2507.18071",
         clip_range=(3e-4, 4e-4),  # of the experiments in its section 5.1
         weighs_responses=True,
         aggregation="sequence",
     ),
-    "cispo": PolicyLoss(title="clips weights and no gradient, arXiv:2506.13585"),
+    "cispo": PolicyLossRow(title="clips weights and no gradient, arXiv:2506.13585"),
 }
 
 REWARD_FUNCTIONS = {
-    "math": RewardFunction(wants_label=True, checks_response=True),
-    "exact": RewardFunction(wants_label=True, checks_response=True),
-    "format": RewardFunction(wants_label=False, checks_response=False),
+    "math": RewardFunctionRow(wants_label=True, checks_response=True),
+    "exact": RewardFunctionRow(wants_label=True, checks_response=True),
+    "format": RewardFunctionRow(wants_label=False, checks_response=False),
 }
 
 CRITIC_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.needs_critic)

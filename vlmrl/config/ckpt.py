@@ -1,6 +1,6 @@
 """What a run leaves behind."""
 
-from vlmrl.config.base import Every, PositiveInt, Section, Text
+from vlmrl.config.base import Every, PositiveInt, Section, Text, Unread
 
 
 class Ckpt(Section):
@@ -44,8 +44,18 @@ class Logger(Section):
     logging_steps: PositiveInt = 1
     """Write metrics every so many steps."""
     rollouts: bool = True
-    """Write every prompt, answer and reward under `rollouts/`."""
+    """Write every prompt, response and reward under `rollouts/`."""
     tensorboard_dir: str | None = None
     """TensorBoard folder; by default `tensorboard/` in the output folder."""
     wandb: Wandb = Wandb()
     """Weights & Biases."""
+
+
+def unread_of_output(ckpt: Ckpt, logger: Logger) -> Unread:
+    unread: Unread = {}
+    if ckpt.save_steps == -1 and not ckpt.saves_on_stop:
+        unread["ckpt.max_num"] = "no checkpoint is written while ckpt.save_steps is -1"
+    if logger.wandb.project is None:
+        names = ("logger.wandb.org", "logger.wandb.group", "logger.wandb.run_name")
+        unread |= dict.fromkeys(names, "W&B is off without logger.wandb.project")
+    return unread

@@ -1,4 +1,4 @@
-"""The critic: a model that predicts what an answer will be worth."""
+"""The critic: a model that predicts what a response will be worth."""
 
 from typing import Literal
 

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text
+from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Text, Unread
 
 
 class Columns(Section):
@@ -29,7 +29,7 @@ class Columns(Section):
     """System message in front of every question that has none."""
     max_len: PositiveInt = 2048
     """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For `serve-rm`, of prompt
-    and answer together."""
+    and response together."""
     max_images_per_prompt: PositiveInt = 8
     """Most images in one prompt; a row with more is dropped and counted."""
     min_pixels: PositiveInt = 3136
@@ -87,3 +87,18 @@ class Data(Columns):
     eval_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the rows of each dataset that is held out of training, chosen by `train.seed`, and evaluated like
     `eval.dataset`."""
+
+
+def unread_of_columns(columns: Columns) -> Unread:
+    if not columns.apply_chat_template:
+        return {}
+    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template takes its place"}
+
+
+def conflicts_of_data(data: Data) -> list[str]:
+    if data.prompt_probs is None:
+        return []
+    num_datasets = sum(bool(part.strip()) for part in data.prompt_dataset.split(","))
+    if len(data.prompt_probs) == num_datasets:
+        return []
+    return [f"data.prompt_probs has {len(data.prompt_probs)} shares for the {num_datasets} of data.prompt_dataset"]

@@ -4,8 +4,11 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from vlmrl.config.base import Section
+from vlmrl.config.base import Section, Unread
 from vlmrl.config.lora import Lora
+from vlmrl.config.names import is_given
+from vlmrl.config.optimizer import Optimized
+from vlmrl.config.train import Layout, Loop
 from vlmrl.startup.driver import shows_gpu
 
 
@@ -44,3 +47,41 @@ class Ds(Section):
             # Frozen is for those who read the settings; here they are still being made.
             self.__dict__["param_dtype"] = "bf16" if shows_gpu() else "fp32"
         return self
+
+
+def unread_of_ds(ds: Ds) -> Unread:
+    return {} if ds.zero_stage else {"ds.overlap_comm": "ds.zero_stage 0 communicates once, after the backward pass"}
+
+
+def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
+    conflicts = []
+    if ds.adam_offload and ds.zero_stage == 0:
+        conflicts.append("ds.adam_offload needs a sharded optimizer: set ds.zero_stage to 1, 2 or 3")
+    packs = train.layout != "padded"
+    if is_given(train, "layout") and ds.packing_samples not in (None, packs):
+        flag, meant = str(ds.packing_samples).lower(), layout(not packs)
+        conflicts.append(
+            f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
+        )
+    if train.layout == "shared" and ds.packing_samples is not False and ds.attn_implementation in ("sdpa", "eager"):
+        conflicts.append(
+            f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that responses share: set "
+            "train.layout packed or padded, or ds.attn_implementation auto"
+        )
+    return conflicts
+
+
+def conflicts_of_optimizer(role: str, optimized: Optimized, ds: Ds) -> list[str]:
+    """Of the actor's or of the critic's."""
+    conflicts = []
+    if ds.adam_offload and optimized.optim != "adam":
+        conflicts.append(
+            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimized.optim} has "
+            "one of its own: leave one of them out"
+        )
+    return conflicts
+
+
+def layout(packing_samples: bool) -> Layout:
+    """What OpenRLHF's `ds.packing_samples` says in `train.layout`."""
+    return "shared" if packing_samples else "padded"

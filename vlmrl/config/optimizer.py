@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+from vlmrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section, Unread
+from vlmrl.config.names import settings
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -49,3 +50,18 @@ class Optimized(Section):
     """Floor of the cosine schedule, as a share of the peak."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
+
+
+def unread_of_optimized(role: str, optimized: Optimized) -> Unread:
+    """Of the optimizer of the actor or of the critic."""
+    unread: Unread = {}
+    if optimized.lr_scheduler != "cosine_with_min_lr":
+        unread[f"{role}.min_lr_ratio"] = f"{role}.lr_scheduler cosine_with_min_lr alone has a floor"
+    if optimized.lr_scheduler == "constant":
+        reason = f"{role}.lr_scheduler constant does not warm up (constant_with_warmup does)"
+        unread[f"{role}.lr_warmup_ratio"] = reason
+    if optimized.optim != "muon":
+        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimized.optim}")
+    else:
+        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of one size, whatever the gradient's norm"
+    return unread

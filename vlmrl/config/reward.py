@@ -39,24 +39,24 @@ class Scoring(Section):
     remote_timeout_s: PositiveFloat = 60.0
     """A reward server that takes longer for one request is asked again."""
     remote_retries: Annotated[int, Field(ge=0)] = 4
-    """How often a request is repeated, with growing pauses, before its answers score as failed."""
+    """How often a request is repeated, with growing pauses, before its responses score as failed."""
     remote_batch_size: PositiveInt = 64
-    """Most answers in one request."""
+    """Most responses in one request."""
     remote_images: Literal["none", "data", "hash"] = "none"
     """What a reward server is sent of the images: nothing, the images as the model saw them (`data`), or the hashes of
     their content."""
     time_limit_s: PositiveFloat = 10.0
-    """A reward function that takes longer for one answer is stopped and called once more, alone in a fresh process; if
-    that takes as long, the answer scores as failed. A batch has the time of all its answers."""
+    """A reward function that takes longer for one response is stopped and called once more, alone in a fresh process;
+    if that takes as long, the response scores as failed. A batch has the time of all its responses."""
     num_workers: PositiveInt = 1
-    """Processes that score answers."""
+    """Processes that score responses."""
     pass_env: tuple[Text, ...] = ()
     """Environment variables with tokens or keys that your own reward function needs, as OPENAI_API_KEY. Reward
     functions see no other variable whose name says that it holds a secret."""
     max_failed_fraction: Fraction = 0.1
     """The run stops when the infrastructure (servers, network, machine) failed more than this share of a step's
-    answers. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no answer at
-    all. 1: neither stops it."""
+    responses. What a response does to its scorer is counted, and stops nothing unless `remote_url` scores no response
+    at all. 1: neither stops it."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -108,7 +108,7 @@ class Scoring(Section):
 
     @property
     def has_own_source(self) -> bool:
-        """Something beside the built-in functions scores answers."""
+        """Something beside the built-in functions scores responses."""
         return self.remote_url is not None
 
     @model_validator(mode="after")
@@ -123,7 +123,7 @@ class Scoring(Section):
     def check_anything_scores(self) -> Self:
         if not self.functions and not self.has_own_source:
             raise ConflictError(
-                ["reward.functions is empty and reward.remote_url is not given: nothing would score the answers"]
+                ["reward.functions is empty and reward.remote_url is not given: nothing would score the responses"]
             )
         return self
 
@@ -136,11 +136,11 @@ class Reward(Scoring):
     model_weight: float = 1.0
     """Weight of the reward model beside the other sources."""
     process_model_name_or_path: Text | None = None
-    """Local folder or Hub id of a process reward model, which scores every step of an answer."""
+    """Local folder or Hub id of a process reward model, which scores every step of a response."""
     process_weight: float = 1.0
     """Weight of the step scores, which are rewards of the tokens that end a step."""
     process_separator: Annotated[str, Field(min_length=1)] = "\n\n"
-    """A step of an answer ends with this text, the last one with the answer."""
+    """A step of a response ends with this text, the last one with the response."""
     num_nodes: PositiveInt = 1
     """Machines the reward models run on."""
     num_gpus_per_node: PositiveInt = 1
@@ -161,7 +161,7 @@ class Reward(Scoring):
 
     @property
     def has_model(self) -> bool:
-        """A reward model runs beside the trainer, of answers or of their steps."""
+        """A reward model runs beside the trainer, of responses or of their steps."""
         return self.model_name_or_path is not None or self.process_model_name_or_path is not None
 
     @property
@@ -176,29 +176,29 @@ class Reward(Scoring):
 
 
 def unread_of_sources(reward: Scoring) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if reward.remote_url is None:
-        found["reward.remote_weight"] = "there is no reward.remote_url"
+        unread["reward.remote_weight"] = "there is no reward.remote_url"
     if not reward.servers:
-        found |= _all(_OF_SERVERS, "reward.remote_url names no reward server")
+        unread |= _all(_OF_SERVERS, "reward.remote_url names no reward server")
     if not reward.functions and reward.user_function is None:
-        found |= _all(_OF_FUNCTIONS, "no reward function scores answers")
+        unread |= _all(_OF_FUNCTIONS, "no reward function scores responses")
     if reward.user_function is None:
-        found |= _NOT_PASSED
+        unread |= _NOT_PASSED
     if not reward.functions and reward.remote_url is None:
-        found |= _all(("max_failed_fraction",), "a reward model scores every answer")
-    return found
+        unread |= _all(("max_failed_fraction",), "a reward model scores every response")
+    return unread
 
 
 def unread_of_models(reward: Reward) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if reward.model_name_or_path is None:
-        found |= _all(("model_weight", "normalize_enable"), "there is no reward.model_name_or_path")
+        unread |= _all(("model_weight", "normalize_enable"), "there is no reward.model_name_or_path")
     if reward.process_model_name_or_path is None:
-        found |= _all(_OF_PROCESS, "there is no reward.process_model_name_or_path")
+        unread |= _all(_OF_PROCESS, "there is no reward.process_model_name_or_path")
     if not reward.has_model:
-        found |= _all(_OF_MODELS, "there is no reward model (reward.model_name_or_path)")
-    return found
+        unread |= _all(_OF_MODELS, "there is no reward model (reward.model_name_or_path)")
+    return unread
 
 
 def unread_of_shaping(reward: Reward) -> Unread:
@@ -208,19 +208,19 @@ def unread_of_shaping(reward: Reward) -> Unread:
 
 
 def conflicts_of_sampling(rollout: Rollout, reward: Reward) -> list[str]:
-    found = []
+    conflicts = []
     if rollout.top_p < 1 and rollout.temperature != 1:
-        found.append(
+        conflicts.append(
             f"rollout.top_p {rollout.top_p:g} needs rollout.temperature 1, not {rollout.temperature:g}: "
             "below top_p 1 the engine knows the log-probs of the untempered model alone"
         )
     buffer = reward.overlong_buffer_len
     if buffer is not None and buffer > rollout.max_new_tokens:
-        found.append(
-            f"reward.overlong_buffer_len {buffer} is longer than the longest answer, rollout.max_new_tokens "
+        conflicts.append(
+            f"reward.overlong_buffer_len {buffer} is longer than the longest response, rollout.max_new_tokens "
             f"{rollout.max_new_tokens}"
         )
-    return found
+    return conflicts
 
 
 def conflicts_of_sources(reward: Reward) -> list[str]:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from vlmrl.config.adapters import conflicts_of_storage
 from vlmrl.config.base import Unread
 from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
-from vlmrl.config.checks import conflicts_of_optimizer, unread_of_optimized
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
-from vlmrl.config.ds import Ds
+from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
+from vlmrl.config.optimizer import unread_of_optimized
 from vlmrl.config.rollout import Eval
 from vlmrl.config.train import TrainRl
 from vlmrl.config.vllm import Vllm
@@ -37,21 +37,21 @@ def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_ac
         if estimator in ESTIMATORS:
             has = f"{', '.join(CRITIC_ESTIMATORS)} has"
         return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {has}")
-    found = unread_of_optimized("critic", critic)
+    unread = unread_of_optimized("critic", critic)
     if is_with_actor:
         reason = "the critic lives in the actor's processes (train.colocate_actor_critic, train.colocate_all)"
-        found |= {"critic.num_nodes": reason, "critic.num_gpus_per_node": reason}
-    return found
+        unread |= {"critic.num_nodes": reason, "critic.num_gpus_per_node": reason}
+    return unread
 
 
 def unread_of_sharing(train: TrainRl, *, has_reward_model: bool) -> Unread:
-    found: Unread = {}
+    unread: Unread = {}
     if not has_reward_model:
-        found["train.colocate_critic_reward"] = "there is no reward model"
+        unread["train.colocate_critic_reward"] = "there is no reward model"
     if train.colocate_all:
         names = ("colocate_actor_ref", "colocate_actor_critic", "colocate_critic_reward")
-        found |= dict.fromkeys((f"train.{name}" for name in names), "train.colocate_all includes it")
-    return found
+        unread |= dict.fromkeys((f"train.{name}" for name in names), "train.colocate_all includes it")
+    return unread
 
 
 def unread_of_average(train: TrainRl) -> Unread:
@@ -70,59 +70,59 @@ def conflicts_of_best(ckpt: Ckpt, evaluation: Eval, *, evaluates: bool) -> list[
 
 
 def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
-    found = []
+    conflicts = []
     if train.max_steps is not None and critic.freezing_steps >= train.max_steps:
-        found.append(
+        conflicts.append(
             f"critic.freezing_steps {critic.freezing_steps} leaves the actor nothing of train.max_steps "
             f"{train.max_steps}: lower it"
         )
     if ds.adam_offload and critic.zero_stage == 0:
-        found.append("ds.adam_offload needs a sharded optimizer: set critic.zero_stage to 1, 2 or 3")
+        conflicts.append("ds.adam_offload needs a sharded optimizer: set critic.zero_stage to 1, 2 or 3")
     if ds.lora.rank and "vision" in ds.lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(critic, flag)]
-        found += [
+        conflicts += [
             f"ds.lora.target_modules vision would change what critic.{flag} keeps as it is: leave one of them out"
             for flag in frozen
         ]
     if critic.zero_stage not in (None, ds.zero_stage):
-        found += conflicts_of_storage(ds, flag="critic.zero_stage", stage=critic.zero_stage)
-    return [*found, *conflicts_of_optimizer("critic", critic, ds)]
+        conflicts += conflicts_of_storage(ds, flag="critic.zero_stage", stage=critic.zero_stage)
+    return [*conflicts, *conflicts_of_optimizer("critic", critic, ds)]
 
 
 def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int | None, str]]) -> list[str]:
     """`trained`: the setting of each trained model's ZeRO stage -> that stage, and its optimizer."""
     if not ds.enable_sleep:
         return []
-    found = []
+    conflicts = []
     if not train.colocate_all:
-        found.append("ds.enable_sleep frees memory for engines on the same GPUs: it needs train.colocate_all")
+        conflicts.append("ds.enable_sleep frees memory for engines on the same GPUs: it needs train.colocate_all")
     if ds.adam_offload:
-        found.append(
+        conflicts.append(
             "ds.adam_offload keeps the optimizer's state in CPU memory always: leave it or ds.enable_sleep out"
         )
     for flag, (stage, optim) in trained.items():
         if stage != 2:
-            found.append(
+            conflicts.append(
                 f"ds.enable_sleep moves the optimizer with DeepSpeed, which cannot with {flag} {stage}: set it to 2"
             )
         if "paged" in optim:
-            found.append(
+            conflicts.append(
                 f"ds.enable_sleep cannot move {optim}, whose pages CUDA moves by itself: leave one of them out"
             )
-    return found
+    return conflicts
 
 
 def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:
-    found = []
+    conflicts = []
     if vllm.enable_sleep and not train.colocate_all:
-        found.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
+        conflicts.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
     if vllm.sync_backend == "ipc" and not train.colocate_all:
-        found.append(
+        conflicts.append(
             "vllm.sync_backend ipc hands weights over within a GPU: it needs train.colocate_all (or use nccl, or shm)"
         )
     if vllm.sync_backend == "nccl" and train.colocate_all:
-        found.append(
+        conflicts.append(
             "vllm.sync_backend nccl cannot join trainer and engines on the same GPU, where train.colocate_all puts "
             "them: use ipc or shm"
         )
-    return found
+    return conflicts

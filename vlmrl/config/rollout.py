@@ -1,19 +1,20 @@
-"""How answers are sampled."""
+"""How responses are sampled."""
 
 from pydantic import Field
 
-from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text
+from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, Unread
+from vlmrl.config.names import settings
 
 
 class Rollout(Section):
-    """Sampling of answers for training."""
+    """Sampling of responses for training."""
 
     batch_size: PositiveInt = 128
     """Prompts per step."""
     n_samples_per_prompt: PositiveInt = 8
-    """Answers per prompt."""
+    """Responses per prompt."""
     max_new_tokens: PositiveInt = 1024
-    """Longest answer, in tokens."""
+    """Longest response, in tokens."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs are of the same tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -32,7 +33,7 @@ class Held(Section):
     temperature: NonNegativeFloat = 0.6
     """Sampling temperature of evaluation; 0 is greedy."""
     n_samples_per_prompt: PositiveInt = 1
-    """Answers per evaluation prompt, for pass@k."""
+    """Responses per evaluation prompt, for pass@k."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each evaluation set."""
     breakdown_key: str | None = "family"
@@ -51,3 +52,20 @@ class HeldOut(Held):
 
     dataset: Text
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas."""
+
+
+def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
+    """`holds_out`: rows of the training data are evaluated."""
+    if evaluation.dataset is not None:
+        return {}
+    if holds_out:
+        return {"eval.split": "data.eval_fraction holds rows of data.prompt_split out, and there is no eval.dataset"}
+    names = [name for name in settings(Eval, "eval.") if name != "eval.dataset"]
+    return dict.fromkeys(names, "nothing is evaluated without eval.dataset or data.eval_fraction")
+
+
+def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
+    n = evaluation.n_samples_per_prompt
+    if not evaluates or evaluation.temperature > 0 or n == 1:
+        return []
+    return [f"eval.temperature 0 gives {n} times the same response: set eval.n_samples_per_prompt to 1, or raise it"]

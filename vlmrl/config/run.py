@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import adapters, algo, checks, reward, roles
+from vlmrl.config import actor, adapters, algo, ckpt, data, ds, optimizer, reward, roles, rollout, vision
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
@@ -46,12 +46,12 @@ class Training(Run):
     def unread(self) -> Unread:
         lora = self.ds.lora
         return (
-            checks.unread_of_model(self.actor)
-            | checks.unread_of_columns(self.data)
-            | checks.unread_of_output(self.ckpt, self.logger)
-            | checks.unread_of_ds(self.ds)
+            actor.unread_of_model(self.actor)
+            | data.unread_of_columns(self.data)
+            | ckpt.unread_of_output(self.ckpt, self.logger)
+            | ds.unread_of_ds(self.ds)
             | adapters.unread_of_adapters(self.ds)
-            | checks.unread_of_vision(
+            | vision.unread_of_vision(
                 self.actor,
                 reached_by_adapters=adapters.reaches_vision(self.actor, lora) if lora.rank else None,
                 has_frozen_tower_beside=self.has_frozen_tower_beside,
@@ -65,8 +65,8 @@ class Training(Run):
 
     def conflicts(self) -> list[str]:
         return [
-            *checks.conflicts_of_data(self.data),
-            *checks.conflicts_of_ds(self.ds, self.train),
+            *data.conflicts_of_data(self.data),
+            *ds.conflicts_of_ds(self.ds, self.train),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
@@ -75,7 +75,7 @@ class Training(Run):
         """Let `train.layout` alone say what `ds.packing_samples` may have said."""
         if self.ds.packing_samples is not None and not is_given(self.train, "layout"):
             # Frozen is for those who read the settings; here they are still being made.
-            self.__dict__["train"] = self.train.model_copy(update={"layout": checks.layout(self.ds.packing_samples)})
+            self.__dict__["train"] = self.train.model_copy(update={"layout": ds.layout(self.ds.packing_samples)})
         return self
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class Training(Run):
 
 
 class RlConfig(Training):
-    """Reinforcement learning: sample answers, score them, learn from the better ones."""
+    """Reinforcement learning: sample responses, score them, learn from the better ones."""
 
     verb: ClassVar[str] = "rl"
     omits: ClassVar[frozenset[str]] = frozenset({"data.output_key"})
@@ -124,7 +124,7 @@ class RlConfig(Training):
                 is_with_actor=self.critic_is_with_actor,
             )
             | algo.unread_of_kl(self.algo)
-            | checks.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
+            | rollout.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
             | adapters.unread_of_engine_base(self.vllm, self.ds)
             | (adapters.unread_of_adapter_reference() if self.reference_is_base else {})
         )
@@ -200,7 +200,7 @@ class RlConfig(Training):
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
             *reward.conflicts_of_sampling(self.rollout, self.reward),
             *reward.conflicts_of_sources(self.reward),
-            *checks.conflicts_of_eval(self.eval, evaluates=self.evaluates),
+            *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
             *roles.conflicts_of_devices(self.vllm, self.train),
             *roles.conflicts_of_sleep(self.ds, self.train, self._stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
@@ -211,7 +211,7 @@ class RlConfig(Training):
 
 
 class SftConfig(Training):
-    """Supervised fine-tuning on the answers of a dataset."""
+    """Supervised fine-tuning on the responses of a dataset."""
 
     verb: ClassVar[str] = "sft"
     omits: ClassVar[frozenset[str]] = frozenset(
@@ -220,7 +220,7 @@ class SftConfig(Training):
 
 
 class EvalConfig(Run):
-    """Evaluation: answers to held-out prompts, scored by the reward functions."""
+    """Evaluation: responses to held-out prompts, scored by the reward functions."""
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
@@ -244,10 +244,10 @@ class EvalConfig(Run):
     ckpt: Ckpt = Ckpt()
 
     def unread(self) -> Unread:
-        return checks.unread_of_columns(self.data) | reward.unread_of_sources(self.reward)
+        return data.unread_of_columns(self.data) | reward.unread_of_sources(self.reward)
 
     def conflicts(self) -> list[str]:
-        return checks.conflicts_of_eval(self.eval)
+        return rollout.conflicts_of_eval(self.eval)
 
 
 class PublishBench(Run):
@@ -273,7 +273,7 @@ class PublishBench(Run):
 
 
 class RolloutBench(Run):
-    """How fast the engines answer and how many bytes move, for several numbers of answers. Prints JSON lines."""
+    """How fast the engines answer and how many bytes move, for several numbers of responses. Prints JSON lines."""
 
     verb: ClassVar[str] = "bench rollout"
     omits: ClassVar[frozenset[str]] = (
@@ -294,10 +294,10 @@ class RolloutBench(Run):
     bench: Widths = Widths()
 
     def unread(self) -> Unread:
-        return checks.unread_of_columns(self.data)
+        return data.unread_of_columns(self.data)
 
     def conflicts(self) -> list[str]:
-        return checks.conflicts_of_data(self.data)
+        return data.conflicts_of_data(self.data)
 
 
 class StepBench(Run):
@@ -317,7 +317,7 @@ class StepBench(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        found = checks.unread_of_optimized("actor", self.actor) | adapters.unread_of_adapters(self.ds)
+        found = optimizer.unread_of_optimized("actor", self.actor) | adapters.unread_of_adapters(self.ds)
         if not self.bench.image_size:
             found["bench.images_per_prompt"] = "bench.image_size 0 means no images"
         return found
@@ -328,7 +328,7 @@ class StepBench(Run):
             found.append("ds.zero_stage 3 shards weights over ranks, and bench step runs in one process: use 0, 1 or 2")
         if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
             found.append(
-                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that answers share: "
+                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that responses share: "
                 "use auto, or leave shared out of bench.layouts"
             )
         if len(set(self.bench.layouts)) < len(self.bench.layouts):
@@ -338,13 +338,13 @@ class StepBench(Run):
         loop = self.train.model_copy(update={"layout": "padded"})
         return [
             *found,
-            *checks.conflicts_of_ds(self.ds, loop),
+            *ds.conflicts_of_ds(self.ds, loop),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
 
 class ServeConfig(Run):
-    """Reward server: scores answers over HTTP, by a reward model or by your own function."""
+    """Reward server: scores responses over HTTP, by a reward model or by your own function."""
 
     verb: ClassVar[str] = "serve-rm"
     omits: ClassVar[frozenset[str]] = (

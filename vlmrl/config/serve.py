@@ -15,11 +15,11 @@ class Serve(Section):
     port: int = Field(default=5000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     max_batch: PositiveInt = 64
-    """Most answers scored at once."""
+    """Most responses scored at once."""
     max_wait_ms: NonNegativeFloat = 10.0
-    """How long an answer waits for others to be scored with."""
+    """How long a response waits for others to be scored with."""
     max_queue: PositiveInt = 1024
-    """Answers that may wait; a request beyond is told to come back later (503)."""
+    """Responses that may wait; a request beyond is told to come back later (503)."""
     body_timeout_s: PositiveFloat = 60.0
     """A request must have arrived whole after so long; else it is given up (408)."""
     stop_grace_s: PositiveFloat = 60.0

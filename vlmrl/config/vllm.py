@@ -31,7 +31,7 @@ class Vllm(Section):
     start_timeout_s: PositiveFloat = 600.0
     """An engine that has not started after so many seconds is an error."""
     generate_timeout_s: PositiveFloat = 3600.0
-    """A batch of answers that takes longer than this is an error."""
+    """A batch of responses that takes longer than this is an error."""
     sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
     """How weights reach the engines: shared memory (shm) is proven on CPU; nccl, between GPUs, and ipc, within a GPU
     (train.colocate_all), need CUDA and have not run on a GPU yet."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmrl.algorithms.aggregation import reduce
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
-from vlmrl.algorithms.preferences import answer_means, answer_sums, dpo_loss, ipo_loss
+from vlmrl.algorithms.preferences import dpo_loss, ipo_loss, response_means, response_sums
 from vlmrl.types import Totals
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs TRL: pip install trl")
@@ -210,10 +210,10 @@ def pairs_of_trl(batch: Batch, *, ref: Tensor, num_pairs: int, **settings: Any) 
 
 
 PAIRS = {
-    "dpo": (dpo_loss, answer_sums, {}, {"loss_types": ["sigmoid"]}),
-    "ipo": (ipo_loss, answer_means, {}, {"loss_types": ["ipo"]}),
+    "dpo": (dpo_loss, response_sums, {}, {"loss_types": ["sigmoid"]}),
+    "ipo": (ipo_loss, response_means, {}, {"loss_types": ["ipo"]}),
     # TRL's own cDPO is gone; of a single pair, the loss of AOT is the same.
-    "cdpo": (dpo_loss, answer_sums, {"label_smoothing": 0.2}, {"loss_types": ["aot"], "label_smoothing": 0.2}),
+    "cdpo": (dpo_loss, response_sums, {"label_smoothing": 0.2}, {"loss_types": ["aot"], "label_smoothing": 0.2}),
 }
 
 
@@ -228,7 +228,7 @@ def test_the_loss_of_pairs_and_its_gradient_are_those_of_trl(case: str, seed: in
     sampled = batch.sampled[: 2 * num_pairs].reshape(shape)
 
     def of_answers(values: Tensor) -> tuple[Tensor, Tensor]:
-        found = combine(values[: 2 * num_pairs].reshape(shape), sampled, owner, num_answers=2 * num_pairs)
+        found = combine(values[: 2 * num_pairs].reshape(shape), sampled, owner, num_responses=2 * num_pairs)
         return found[:num_pairs], found[num_pairs:]
 
     logprobs = batch.logprobs[: 2 * num_pairs].clone().requires_grad_()
@@ -236,6 +236,6 @@ def test_the_loss_of_pairs_and_its_gradient_are_those_of_trl(case: str, seed: in
     ours = loss(chosen, rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, beta=0.3, **knobs).mean()
     ours.backward()
     # TRL is given sums in every case, and averages them itself.
-    ref = answer_sums(batch.reference[: 2 * num_pairs].reshape(shape), sampled, owner, num_answers=2 * num_pairs)
+    ref = response_sums(batch.reference[: 2 * num_pairs].reshape(shape), sampled, owner, num_responses=2 * num_pairs)
     theirs = pairs_of_trl(batch, ref=ref, num_pairs=num_pairs, **settings)
     torch.testing.assert_close((ours.detach(), logprobs.grad), theirs)

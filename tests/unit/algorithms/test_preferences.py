@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vlmrl.algorithms.preferences import answer_means, answer_sums, bradley_terry_loss, dpo_loss, ipo_loss
+from vlmrl.algorithms.preferences import bradley_terry_loss, dpo_loss, ipo_loss, response_means, response_sums
 
 # Two rows: the first holds answers 0 and 1 with a gap in each, the second answer 3; answer 2 has no token.
 VALUES = torch.tensor([[9.0, -1.0, 9.0, -2.0, -4.0, -8.0], [-3.0, 9.0, -5.0, -7.0, 9.0, 9.0]])
@@ -14,15 +14,15 @@ OWNER = torch.tensor([[0, 0, 0, 0, 1, 1], [3, 3, 3, 3, 3, 3]])
 
 
 def test_sums_and_means_leave_out_gaps_and_padding_and_take_empty_answers() -> None:
-    sums = answer_sums(VALUES, SAMPLED, OWNER, num_answers=4)
+    sums = response_sums(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(sums, torch.tensor([-3.0, -12.0, 0.0, -15.0]))
-    means = answer_means(VALUES, SAMPLED, OWNER, num_answers=4)
+    means = response_means(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(means, torch.tensor([-1.5, -6.0, 0.0, -5.0]))
 
 
 def test_a_sum_teaches_each_of_its_tokens_alike() -> None:
     values = VALUES.clone().requires_grad_()
-    answer_sums(values, SAMPLED, OWNER, num_answers=4)[1].backward()
+    response_sums(values, SAMPLED, OWNER, num_responses=4)[1].backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]]
 

@@ -51,10 +51,10 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
         (f"{KL} --algo.kl.target 0", "greater than 0"),
         (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
-        # 128 prompts with 8 answers each: the coefficient would fall by 0.2 * 1024 / 204, to less than nothing.
+        # 128 prompts with 8 responses each: the coefficient would fall by 0.2 * 1024 / 204, to less than nothing.
         (
             f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 204",
-            "algo.kl.horizon 204 is too short for the 1024 answers of a step",
+            "algo.kl.horizon 204 is too short for the 1024 responses of a step",
         ),
         ("--algo.kl.early_stop 0", "greater than 0"),
         # Corrections.
@@ -136,7 +136,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         (
             f"{ONE} {REINFORCE} --algo.kl.early_stop 0.1",
             "algo.kl.early_stop",
-            "one optimizer step per batch of answers leaves no rest of an update: lower train.batch_size",
+            "one optimizer step per batch of responses leaves no rest of an update: lower train.batch_size",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def rl(line: str = "") -> RlConfig:
         ("--train.enable_ema --train.ema_beta 0", "greater than 0"),
         (
             "--eval.dataset d --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same answer",
+            "eval.temperature 0 gives 4 times the same response",
         ),
         (
             f"{JUDGE} --reward.remote_url mine.py:model",
@@ -58,7 +58,7 @@ def rl(line: str = "") -> RlConfig:
         ("--data.eval_fraction 0.1 --ckpt.best_metric_key eval/d/pass@1", "makes none during training"),
         (
             "--data.eval_fraction 0.1 --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same answer",
+            "eval.temperature 0 gives 4 times the same response",
         ),
         ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
