@@ -23,7 +23,7 @@ def call(function: OwnFunction, offered: Mapping[str, Any], *, shapes: Sequence[
     """
     names = declared(function, offered, flag=flag)
     try:
-        returned = function(**{name: offered[name] for name in names})
+        returned: object = function(**{name: offered[name] for name in names})
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{flag}: {name_of(function)} failed: {reason(error)}") from error
     wanted = " or ".join(str(list(shape)) for shape in shapes)

@@ -441,10 +441,12 @@ def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(
 def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.yaml").write_text("# vlmrl rl --config config.yaml\n")
+    (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
     (tmp_path / "best").mkdir()
     (tmp_path / "best/best.json").write_text('{"metric": "eval/visual_math/reward", "value": 1.0, "step": 2}')
     flags = ["--eval.dataset", COUNTING, "--eval.steps", "1", "--ckpt.best_metric_key", "eval/visual_math/pass@1"]
-    assert dry_run("rl", model, tmp_path, *flags) == 2
+    assert dry_run("rl", model, tmp_path, *flags, "--ckpt.load_enable") == 2
     assert "was chosen by eval/visual_math/reward" in capsys.readouterr().err
 
 
