@@ -28,8 +28,9 @@ def call(function: OwnFunction, offered: Mapping[str, Any], *, shapes: Sequence[
         raise ConfigError(f"{flag}: {name_of(function)} failed: {reason(error)}") from error
     wanted = " or ".join(str(list(shape)) for shape in shapes)
     if not isinstance(returned, Tensor):
-        kind = type(returned).__name__
-        raise ConfigError(f"{flag}: {name_of(function)} returned a {kind}; a tensor {wanted} is wanted")
+        raise ConfigError(
+            f"{flag}: {name_of(function)} returned a {type(returned).__name__}; a tensor {wanted} is wanted"
+        )
     if tuple(returned.shape) not in shapes or returned.dtype is torch.bool:
         kind = str(returned.dtype).removeprefix("torch.")
         raise ConfigError(
