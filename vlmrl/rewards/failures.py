@@ -26,7 +26,7 @@ _NETWORK = {
 _UNFIT = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
 """Errors of the operating system about what it was given: a text as the name of a file, or as a command's argument."""
 _REFUSALS = frozenset({400, 413, 422})
-"""Statuses of a server that works and refuses what it was sent: too long for the judge, or not what it reads."""
+"""Statuses of a server that works and refuses what it was sent: too long for the scorer, or not what it reads."""
 _MOST_CAUSES = 10
 _MOST_KINDS = 20
 """Kinds of failures that are shown: a run of weeks must not fill its log with them."""
@@ -39,7 +39,7 @@ class TooHardError(Exception):
 def doing_of(error: BaseException) -> Failure:
     """`infrastructure` for errors of the network and the operating system, also where they are the cause (`raise ...
     from`) of what was raised; `response` for all others, and where these say that what they were given is unfit: a
-    response must not get out of the loss by being too long for its judge."""
+    response must not get out of the loss by being too long for its scorer."""
     seen: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if seen is None:

@@ -13,12 +13,12 @@ import httpx
 import pytest
 import requests
 import urllib3
-from rewards.answers import group
+from rewards.responses import group
 
 from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, doing_of
 from vlmrl.types import Failure, Score
 
-ASKED = httpx.Request("POST", "http://judge")
+ASKED = httpx.Request("POST", "http://scorer")
 
 
 def answered(status: int) -> requests.Response:
@@ -52,7 +52,7 @@ def caused(cause: BaseException) -> BaseException:
         httpx.HTTPStatusError("500", request=None, response=None),  # type: ignore[arg-type]
         urllib3.exceptions.ProtocolError(),
         OSError(errno.ENOSPC, "No space left on device"),
-        urllib.error.HTTPError("http://judge", 503, "busy", http.client.HTTPMessage(), None),
+        urllib.error.HTTPError("http://scorer", 503, "busy", http.client.HTTPMessage(), None),
         *(requests.HTTPError("not now", response=answered(status)) for status in (401, 404, 429, 500)),
         httpx.HTTPStatusError("down", request=ASKED, response=httpx.Response(502)),
         caused(httpx.ConnectError("no route")),
@@ -79,8 +79,8 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
         caused(ValueError()),
         OSError(errno.ENAMETOOLONG, "File name too long"),
         OSError(errno.E2BIG, "Argument list too long"),
-        urllib.error.HTTPError("http://judge", 413, "too long", http.client.HTTPMessage(), None),
-        requests.HTTPError("too long for the judge", response=answered(400)),
+        urllib.error.HTTPError("http://scorer", 413, "too long", http.client.HTTPMessage(), None),
+        requests.HTTPError("too long for the scorer", response=answered(400)),
         caused(requests.HTTPError("no text", response=answered(422))),
         httpx.HTTPStatusError("too long", request=ASKED, response=httpx.Response(400)),
     ],
