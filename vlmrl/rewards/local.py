@@ -151,7 +151,7 @@ class Functions:
         pools, self._pool, self._single = (self._pool, self._single), None, None
         for pool in pools:
             if pool is not None:
-                await end_pool(pool)
+                await asyncio.to_thread(end_pool, pool)
         stop_forkserver()
 
     def missing(self, request: RewardRequest) -> str | None:
@@ -235,12 +235,12 @@ class Functions:
     async def _end_single(self) -> None:
         pool, self._single = self._single, None
         if pool is not None:
-            await end_pool(pool)
+            await asyncio.to_thread(end_pool, pool)
 
     async def _revive(self) -> None:
         pool = self._open_pool()
         if not pool.active:  # a process may also die while there is nothing to score
-            await end_pool(pool)
+            await asyncio.to_thread(end_pool, pool)
             self._open_pool()  # raises if `close` came meanwhile
             self._pool = self._start_pool(self._num_workers)
 

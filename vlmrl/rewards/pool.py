@@ -13,7 +13,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TypeVar
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from vlmrl.rewards import local_worker as worker
 from vlmrl.rewards.failures import TooHardError
@@ -78,13 +78,15 @@ def _make_folder_of_sockets() -> None:
             tempfile.tempdir = default
 
 
-async def end_pool(pool: ProcessPool) -> None:
+def end_pool(pool: ProcessPool) -> None:
     """End the pool's processes, whatever they are doing."""
     pool.stop()  # type: ignore[no-untyped-call]
-    await asyncio.to_thread(pool.join)
+    pool.join()
 
 
-def outcome(future: asyncio.Future[Result], function: str, time_limit_s: float) -> Result | Trouble | None:
+def outcome(
+    future: asyncio.Future[Result] | ProcessFuture[Result], function: str, time_limit_s: float
+) -> Result | Trouble | None:
     """What the call returned, or why it did not; None if its pool broke before the call was made."""
     if not future.done() or future.cancelled():
         return None
