@@ -27,7 +27,7 @@ from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.plugins import user_function
 from vlmrl.rewards import batch
 from vlmrl.rewards.environment import hide_secrets
-from vlmrl.rewards.failures import TooHardError, doing_of
+from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
 from vlmrl.types import Failure, Retry
 
@@ -134,7 +134,7 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Re
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        return RewardResult(problem=_reason(error, loaded.file), blame=doing_of(error))
+        return RewardResult(problem=_reason(error, loaded.file), blame=failure_of(error))
 
 
 def call_all(
@@ -156,7 +156,7 @@ def call_all(
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        result = RewardResult(problem=_reason(error, loaded.file), blame=doing_of(error))
+        result = RewardResult(problem=_reason(error, loaded.file), blame=failure_of(error))
     else:
         return _results(returned, len(arguments), signature)
     if len(arguments) == 1 or result.blame == "infrastructure":

@@ -15,7 +15,7 @@ import requests
 import urllib3
 from rewards.responses import group
 
-from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, doing_of
+from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, failure_of
 from vlmrl.types import Failure, Score
 
 ASKED = httpx.Request("POST", "http://scorer")
@@ -61,7 +61,7 @@ def caused(cause: BaseException) -> BaseException:
     ids=lambda error: type(error).__name__,
 )
 def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
-    assert doing_of(error) == "infrastructure"
+    assert failure_of(error) == "infrastructure"
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_everything_else_is_the_responses_doing(error: BaseException) -> None:
-    assert doing_of(error) == "response"
+    assert failure_of(error) == "response"
 
 
 def test_a_circle_of_causes_ends() -> None:
     one, two = ValueError(), KeyError()
     one.__cause__, two.__cause__ = two, one
-    assert doing_of(one) == "response"
+    assert failure_of(one) == "response"
 
 
 def test_failures_are_counted_by_kind_and_second_tries_by_reason() -> None:
