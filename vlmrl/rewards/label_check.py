@@ -76,8 +76,8 @@ def _arguments_of(reward: Scoring) -> ast.arguments | None:
     except (OSError, SyntaxError, ValueError, RuntimeError):
         return None  # loading the function reports the problem of the file
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node.args for node in tree.body if isinstance(node, kinds) and node.name == name]
-    return found[-1] if found else None
+    signatures = [node.args for node in tree.body if isinstance(node, kinds) and node.name == name]
+    return signatures[-1] if signatures else None
 
 
 class LabelCheck:

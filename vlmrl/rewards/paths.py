@@ -19,4 +19,4 @@ _LAST = ("address", "last", "file", "near")
 
 def without_paths(text: str) -> str:
     """Replace each path in `text` by `.../` and its last part. URLs stay."""
-    return _PATH.sub(lambda found: f".../{next(filter(None, map(found.group, _LAST)))}", text)
+    return _PATH.sub(lambda match: f".../{next(filter(None, map(match.group, _LAST)))}", text)

@@ -59,10 +59,10 @@ def plain(text: str) -> str:
 
 def option_of(text: str) -> str | None:
     """The letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None otherwise, also for two."""
-    found = _OPTION.match(text)
-    if found is None or _OPTION.search(text, found.end()) or re.fullmatch("[A-Z]", text[found.end() :]):
+    option = _OPTION.match(text)
+    if option is None or _OPTION.search(text, option.end()) or re.fullmatch("[A-Z]", text[option.end() :]):
         return None
-    return next(letter for letter in found.groups() if letter)
+    return next(letter for letter in option.groups() if letter)
 
 
 def is_words(text: str) -> bool:

@@ -87,7 +87,7 @@ def end_pool(pool: ProcessPool) -> None:
 def outcome(
     future: asyncio.Future[Result] | ProcessFuture[Result], function: str, time_limit_s: float
 ) -> Result | Trouble | None:
-    """What the call returned, or why it did not; None if its pool broke before the call was made."""
+    """Return the call's value, or why there is none; None if its pool broke before the call was made."""
     if not future.done() or future.cancelled():
         return None
     error = future.exception()

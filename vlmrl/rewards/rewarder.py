@@ -177,7 +177,7 @@ class Rewarder:
         )
 
     async def _take(self, group: Group) -> _Begun:
-        """What was begun of the group; if nothing was, start on it now."""
+        """Take the group out of those begun; if it was not begun, start on it now."""
         key = _key(group)
         if key not in self._begun:
             return await self._start_group(group)

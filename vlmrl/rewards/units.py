@@ -142,7 +142,7 @@ def _with_power(unit: str | None, match: re.Match[str]) -> str | None:
 
 def _canonical(phrase: str) -> str | None:
     """`square centimeters` -> `cm^2`, `meters per second` -> `m/s`; None if one of the words is not a unit."""
-    phrase = _DEGREE_WORDS.sub(lambda found: "°" + found.group(1)[0].upper(), phrase.replace("\\$", "$").strip())
+    phrase = _DEGREE_WORDS.sub(lambda degrees: "°" + degrees.group(1)[0].upper(), phrase.replace("\\$", "$").strip())
     if phrase in ("°C", "°F"):
         return phrase
     sides = [_side(side.split()) for side in re.split(r"\s*/\s*|\sper\s", phrase)]
