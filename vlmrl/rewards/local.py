@@ -255,9 +255,10 @@ class Functions:
         with suppress(RuntimeError):  # the pool broke before
             future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(worker.describe, args=(name,)))
             # Here and below: a pool that breaks forgets its queue, and nobody would ever complete the future.
-            while not (await asyncio.wait([future], timeout=1.0))[0] and pool.active:
+            while not future.done() and pool.active:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"{SETTING}: {self._spec} takes over {START_LIMIT_S:g} s to import")
+                await asyncio.wait([future], timeout=1.0)
             declared = outcome(future, name, START_LIMIT_S)
         if not isinstance(declared, Declared):
             raise ConfigError(f"{SETTING}: {self._spec} ends its process when it is imported")
@@ -346,13 +347,14 @@ class Functions:
     async def _wait(self, future: asyncio.Future[tuple[RewardResult, ...]], pool: ProcessPool, function: str) -> None:
         """Return when the call is done or its pool broke."""
         start = time.monotonic()
-        while not (await asyncio.wait([future], timeout=1.0))[0] and pool.active:
+        while not future.done() and pool.active:
             # Calls of other groups may stand before this one, for as long as they take.
             if time.monotonic() - max(start, self._last_end) > self._longest_s + START_LIMIT_S + PATIENCE_S:
                 raise RewardError(
                     f"the processes that score responses are stuck in front of {function}; if it is yours, does "
                     "importing its file always end?"
                 )
+            await asyncio.wait([future], timeout=1.0)
 
 
 def _write_images(requests: Sequence[RewardRequest], folder: Path) -> list[tuple[str, ...]]:

@@ -60,7 +60,7 @@ class RewardRequest:
     media: tuple[Media, ...] = ()
     """The images of the prompt."""
     is_chat: bool = False
-    """The row holds the question as a list of messages."""
+    """The row holds the prompt as a list of messages."""
 
 
 def reward_requests(group: Group) -> list[RewardRequest]:

@@ -21,7 +21,7 @@ from vlmrl.types import Failure, Score
 ASKED = httpx.Request("POST", "http://scorer")
 
 
-def answered(status: int) -> requests.Response:
+def reply(status: int) -> requests.Response:
     response = requests.Response()
     response.status_code = status
     return response
@@ -53,7 +53,7 @@ def caused(cause: BaseException) -> BaseException:
         urllib3.exceptions.ProtocolError(),
         OSError(errno.ENOSPC, "No space left on device"),
         urllib.error.HTTPError("http://scorer", 503, "busy", http.client.HTTPMessage(), None),
-        *(requests.HTTPError("not now", response=answered(status)) for status in (401, 404, 429, 500)),
+        *(requests.HTTPError("not now", response=reply(status)) for status in (401, 404, 429, 500)),
         httpx.HTTPStatusError("down", request=ASKED, response=httpx.Response(502)),
         caused(httpx.ConnectError("no route")),
         caused(caused(ConnectionResetError())),
@@ -80,8 +80,8 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
         OSError(errno.ENAMETOOLONG, "File name too long"),
         OSError(errno.E2BIG, "Argument list too long"),
         urllib.error.HTTPError("http://scorer", 413, "too long", http.client.HTTPMessage(), None),
-        requests.HTTPError("too long for the scorer", response=answered(400)),
-        caused(requests.HTTPError("no text", response=answered(422))),
+        requests.HTTPError("too long for the scorer", response=reply(400)),
+        caused(requests.HTTPError("no text", response=reply(422))),
         httpx.HTTPStatusError("too long", request=ASKED, response=httpx.Response(400)),
     ],
     ids=lambda error: type(error).__name__,

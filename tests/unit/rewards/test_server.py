@@ -115,9 +115,9 @@ async def test_a_served_function_says_what_it_would_say_at_home(file: Path) -> N
 
 async def test_several_functions_are_served_as_their_weighted_sum(file: Path) -> None:
     async with function(file, "length", exact=10.0) as scorer, served(scorer) as url:
-        answer = (await ask(url + "/get_reward", "7", "no", labels=["7", "7"])).json()
-    assert answer["rewards"] == [11.0, 2.0]
-    assert answer["extra_logs"]["exact"] == [1.0, 0.0]
+        reply = (await ask(url + "/get_reward", "7", "no", labels=["7", "7"])).json()
+    assert reply["rewards"] == [11.0, 2.0]
+    assert reply["extra_logs"]["exact"] == [1.0, 0.0]
 
 
 async def test_a_served_function_sees_images(file: Path) -> None:
@@ -134,14 +134,14 @@ async def test_a_served_function_sees_images(file: Path) -> None:
 
 async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
     async with function(file, "picky", exact=1.0) as scorer, served(scorer) as url:
-        answer = (await ask(url, "7", "bad", "8", labels=["7", "7", None])).json()
+        reply = (await ask(url, "7", "bad", "8", labels=["7", "7", None])).json()
         async with client(url, max_failed_fraction=0.5) as scoring:
             assert [s.failure for s in (await scoring.score([group("bad", "7")]))[0]] == ["response", None]
-    assert answer["rewards"] == [2.0, None, None]
-    assert answer["failures"] == [None, "response", "infrastructure"]
-    assert answer["problems"][1].startswith("ValueError: no idea (")
+    assert reply["rewards"] == [2.0, None, None]
+    assert reply["failures"] == [None, "response", "infrastructure"]
+    assert reply["problems"][1].startswith("ValueError: no idea (")
     assert (
-        answer["problems"][2]
+        reply["problems"][2]
         == "response 2 of the request has no label, and the reward function exact compares with one"
     )
 
