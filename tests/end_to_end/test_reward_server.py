@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 SEES = '''
 def sees(prompt, response, label, images, metadata):
-    """The answer's length, for who was sent the whole row: one picture of 112x112 pixels, its label and its family."""
+    """The length of the response, if the whole row was sent: a picture of 112x112 pixels, label and family."""
     assert [image.size for image in images] == [(112, 112)], images
     assert int(label) >= 0 and metadata["family"] == "count" and prompt, (label, metadata, prompt)
     return {"total": len(response) / 10, "pictures": len(images)}

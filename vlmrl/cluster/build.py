@@ -131,7 +131,7 @@ class Stage:
                 "vlmrl.rewards.rewarder.Rewarder",
                 settings,
                 timeout_s=config.train.timeout_s,
-                interruptible=True,
+                concurrent=True,
             ),
             say=say,
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import ray
 
 from vlmrl.cluster.models import Ranks
 from vlmrl.cluster.worker_group import WorkerGroup
@@ -17,18 +20,27 @@ from vlmrl.types import Floats, Group, Sample, Score
 
 
 class RemoteRewarder:
-    """Reward functions and reward servers, in a process of its own with worker processes below it."""
+    """Reward functions and reward servers, in an async actor with scoring processes below it."""
 
     def __init__(self, group: WorkerGroup, *, say: Callable[[str], None]) -> None:
-        """`say` shows people why responses could not be scored, once for each kind of failure."""
+        """Starts them. `say` shows people why responses could not be scored, once for each kind of failure.
+
+        Raises ConfigError as `Rewarder.start` does.
+        """
         self._group = group
         self._first = FirstFailures(say)
+        self._begun: list[ray.ObjectRef[Any]] = []
+        group.call("start")
 
     def begin(self, group: Group) -> None:
         """Start on a group, and return at once."""
-        self._group.submit("begin", group)
+        self._begun += self._group.submit("begin", group)
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        begun, self._begun = self._begun, []
+        # An async actor may run calls in another order than they were submitted.
+        with suppress(RewardError):  # `score` raises it, too
+            self._group.wait(begun)
         scores: list[list[Score]] = self._group.call("score", list(groups), out_of=out_of, failed=failed)[0]
         self._first.see(groups, scores)
         return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -112,14 +113,22 @@ def of_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
         return lines
     texts = ["" if prompt.label is None else f"\\boxed{{{prompt.label}}}", ""]
     group = Group(prompt, tuple(_response(prompt, text) for text in dict.fromkeys(texts)))
-    with Rewarder(reward, label_key=config.data.label_key) as rewarder:
-        rewarder.begin(group)  # raises for a missing label; what follows is what a function makes of odd responses
-        try:
-            (scores,) = rewarder.score([group])
-        except RewardError as error:
-            return [*lines, f"warning: rewards on {prompt.source}: {error}"]
+    scores = asyncio.run(_scores(Rewarder(reward, label_key=config.data.label_key), group))
+    if isinstance(scores, RewardError):
+        return [*lines, f"warning: rewards on {prompt.source}: {scores}"]
     told = [f"{_shown(rollout.text)} -> {_score(score)}" for rollout, score in zip(group.rollouts, scores, strict=True)]
     return [*lines, f"rewards on {prompt.source}: {'; '.join(told)}"]
+
+
+async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError:
+    """The scores of the group, or why its responses have none. Raises RewardError for a missing label."""
+    async with rewarder:
+        await rewarder.begin(group)
+        try:
+            (scores,) = await rewarder.score([group])
+        except RewardError as error:
+            return error
+    return scores
 
 
 def _response(prompt: Prompt, text: str) -> Rollout:

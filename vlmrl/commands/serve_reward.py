@@ -1,12 +1,14 @@
-"""`vlmrl serve-rm`: puts a reward model, or the user's reward function, behind an HTTP server."""
+"""`vlmrl serve-rm`: an HTTP server of a reward model or of reward functions."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
+import socket
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -18,9 +20,9 @@ from vlmrl.data.media import make_row_media
 from vlmrl.data.responses import sft_sample
 from vlmrl.errors import DataError
 from vlmrl.rewards.client import read_token
-from vlmrl.rewards.local_worker import Verdict
-from vlmrl.rewards.question import Question
-from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, run
+from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.protocol import RewardRequest
+from vlmrl.rewards.server import FunctionScorer, Scorer, check_token, listen, run
 from vlmrl.types import Prompt, Sample
 
 
@@ -32,29 +34,38 @@ def serve_rm(config: ServeConfig) -> None:
     """
     serve, token = config.serve, read_token()
     check_token(serve.host, token)
-    # uvicorn answers what is under way, and then hands the signal on to whoever handled it before.
+    # uvicorn finishes the requests under way, and then raises the signal again for the handler that was there before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with listen(serve.host, serve.port) as listener, closing(_judge(config)) as judge:
+    with listen(serve.host, serve.port) as listener:
+        asyncio.run(_serve(config, token, listener))
+
+
+async def _serve(config: ServeConfig, token: str | None, listener: socket.socket) -> None:
+    serve = config.serve
+    async with _scorer(config) as scorer:
         host = f"[{serve.host}]" if ":" in serve.host else serve.host
         print(f"vlmrl serve-rm: http://{host}:{listener.getsockname()[1]}", flush=True)
-        run(judge, serve, token, listener=listener)
+        await run(scorer, serve, token, listener=listener)
 
 
-def _judge(config: ServeConfig) -> Judge:
+@asynccontextmanager
+async def _scorer(config: ServeConfig) -> AsyncIterator[Scorer]:
     reward = config.reward
     if reward.model_name_or_path is not None:
-        return ModelJudge(config, reward.model_name_or_path)
-    return FunctionJudge(
+        yield ModelScorer(config, reward.model_name_or_path)
+        return
+    async with FunctionScorer(
         reward.functions,
         reward.user_function,
         num_workers=reward.num_workers,
         time_limit_s=reward.time_limit_s,
         pass_env=reward.pass_env,
-    )
+    ) as scorer:
+        yield scorer
 
 
-class ModelJudge:
-    """A reward model as a judge. It reads the rendered prompt, the answer and an end token."""
+class ModelScorer:
+    """Scores with a reward model, which reads the rendered prompt, the response and an end token."""
 
     def __init__(self, config: ServeConfig, path: str) -> None:
         """Raises ConfigError when there is no such model."""
@@ -77,36 +88,38 @@ class ModelJudge:
         self._processor = self._model.processor
         self.wants_images = self._processor.resize_factor is not None
 
-    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
-        verdicts = [Verdict(problem="it was not scored")] * len(questions)
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        # In a thread: the event loop stays free for other clients.
+        return await asyncio.to_thread(self._results, requests)
+
+    def _results(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        results = [RewardResult(problem="it was not scored")] * len(requests)
         samples: dict[int, Sample] = {}
-        for number, question in enumerate(questions):
+        for number, request in enumerate(requests):
             try:
-                samples[number] = self._sample(question, number)
+                samples[number] = self._sample(request, number)
             except DataError as error:
-                verdicts[number] = Verdict(problem=str(error))
+                results[number] = RewardResult(problem=str(error))
         numbers = list(samples)
         for place, score in self._scores(list(samples.values())):
             is_number = math.isfinite(score)
-            verdicts[numbers[place]] = Verdict(score) if is_number else Verdict(problem=f"the model said {score}")
-        return verdicts
+            problem = f"the model returned {score}"
+            results[numbers[place]] = RewardResult(score) if is_number else RewardResult(problem=problem)
+        return results
 
-    def close(self) -> None:
-        """Nothing outlives the process."""
-
-    def _sample(self, question: Question, number: int) -> Sample:
-        """Raises DataError for a prompt whose images do not fit it, for too many tokens, and for what is no text."""
+    def _sample(self, request: RewardRequest, number: int) -> Sample:
+        """Raises DataError for images that do not fit the prompt, too many tokens, and text that cannot be encoded."""
         try:
-            (question.prompt + question.response).encode()
+            (request.prompt + request.response).encode()
         except UnicodeEncodeError as error:  # a tokenizer would fail, and with it the whole batch
-            raise DataError(f"prompt and answer are no text: {error.reason}") from error
-        images = [one.fetch() for one in question.media]
+            raise DataError(f"prompt and response are not text: {error.reason}") from error
+        images = [one.fetch() for one in request.media]
         media = make_row_media(images, processor=self._processor, columns=self._columns)
-        tokens, request = self._processor.encode(question.prompt, [one.size for one in media])
-        prompt = Prompt(number, question.source, question.prompt, tokens, request, question.label, media)
-        sample = sft_sample(prompt, question.response, self._processor)
+        tokens, engine_input = self._processor.encode(request.prompt, [one.size for one in media])
+        prompt = Prompt(number, request.source, request.prompt, tokens, engine_input, request.label, media)
+        sample = sft_sample(prompt, request.response, self._processor)
         if len(sample.tokens) > self._columns.max_len:
-            raise DataError(f"prompt and answer have {len(sample.tokens)} tokens, more than data.max_len")
+            raise DataError(f"prompt and response have {len(sample.tokens)} tokens, more than data.max_len")
         return sample
 
     def _scores(self, samples: Sequence[Sample]) -> list[tuple[int, float]]:

@@ -1,1 +1,1 @@
-"""What an answer is worth."""
+"""Rewards of responses: built-in functions, users' functions and reward servers."""

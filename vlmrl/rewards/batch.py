@@ -1,12 +1,12 @@
-"""Reward functions as TRL and OpenRLHF write them: recognised by their signature, and called with a batch.
+"""Reward functions with the signatures of TRL and OpenRLHF, which take a batch of responses.
 
 TRL's:      def reward(completions, answer, **kwargs): return [1.0, ...]
 OpenRLHF's: def reward_func(queries, prompts, labels): return {"rewards": ..., "scores": ..., "extra_logs": {...}}
 
-A batch is the responses to one prompt (of `vlmrl serve-rm`: those that came together). TRL's get `prompts`,
-`completions` and, by name, the columns of the row; the label goes by `label`, by the name of its column and by the
-names that are usual for one. In rows whose question is a list of messages, completions are lists of messages, too.
-OpenRLHF's get `queries` (prompt and response as one text), `prompts` and `labels`.
+A batch is the responses to one prompt (in `vlmrl serve-rm`, those that arrive together). TRL's functions get `prompts`,
+`completions` and, by name, the columns of the row; the label is passed as `label`, by the name of its column and by the
+usual names of one. In rows whose prompt is a list of messages, completions are lists of messages, too. OpenRLHF's get
+`queries` (prompt and response as one text), `prompts` and `labels`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _OWN: Mapping[Style, frozenset[str]] = {
     "trl": frozenset({"prompts", "completions", "images"}),
     "openrlhf": frozenset({"queries", "prompts", "labels", "images"}),
 }
-"""What each style calls what is not a column of the row."""
+"""The arguments of each style that are not columns of the row."""
 LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
-"""By these names functions ask for the label, where the row has no other column of that name."""
+"""Usual names of the label, unless the row has another column of that name."""
 ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
-"""What TRL hands over beside columns, and only its trainer has."""
+"""Arguments beside columns that only TRL's trainer can pass."""
 
 
 class Signature(NamedTuple):
@@ -70,7 +70,7 @@ def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signatur
 
 
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
-    """What the function is called with, lists over the responses.
+    """The keyword arguments of a call: lists with one item per response.
 
     An item holds `prompt`, `response`, `label`, `label_keys` (columns that are the label's), `metadata` and
     `is_chat`; `images` are PIL, per response.
@@ -104,9 +104,9 @@ def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: 
 
 
 def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
-    """What the function returned, per response: a number, or a dict of numbers with one named `total`.
+    """Split what the function returned by response: a number, or a dict of numbers with one named `total`.
 
-    TRL's None, a reward that does not apply, counts 0 as it does there. Raises ValueError when it is not one reward
+    TRL's None, a reward that does not apply, counts 0 as it does in TRL. Raises ValueError unless there is one reward
     per response.
     """
     if not isinstance(returned, Mapping):
@@ -120,7 +120,7 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
     for name, values in (returned.get("extra_logs") or {}).items():
         is_one = not hasattr(_plain(values), "__len__")
         columns[str(name)] = [_plain(values)] * count if is_one else _column_of(values, count, str(name))
-    # What is only logged (the mean of nothing is NaN) takes no reward with it.
+    # A value that is only logged and no number (the mean of nothing is NaN) must not cost the reward.
     rewards = columns.pop("total")
     return [
         {"total": reward} | {name: values[number] for name, values in columns.items() if _is_number(values[number])}
@@ -140,7 +140,7 @@ def _column_of(values: Any, count: int, name: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite one."""
+    """The value is one finite number."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several raises the last

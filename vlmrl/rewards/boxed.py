@@ -1,4 +1,4 @@
-"""Finds what a text puts in `\\boxed{...}`, in one pass over it, however long or malformed it is."""
+"""The content of `\\boxed{...}` in a text, found in one pass over it, however long or malformed it is."""
 
 import re
 
@@ -6,11 +6,11 @@ _TOKENS = re.compile(r"\\boxed\s*\{|\\[\\{}]|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` of the text, trimmed; of nested boxes the inner one; None without a box.
+    """The content of the last `\\boxed{...}`, stripped; of nested boxes the inner one; None without a box.
 
-    Escaped braces (`\\{`) are text. A box that is never closed, as in a truncated answer, is no box.
+    Escaped braces (`\\{`) are text. A box that is never closed, as in a truncated response, does not count.
     """
-    opened: list[tuple[bool, int]] = []  # (is it a box, where its content starts)
+    opened: list[tuple[bool, int]] = []  # (is a box, start of its content)
     best: tuple[int, int] | None = None
     for token in _TOKENS.finditer(text):
         match token.group():

@@ -1,4 +1,4 @@
-"""The environment that reward functions see: without tokens and keys, unless the run passes them on."""
+"""The environment of reward functions: no tokens and keys but those that the run passes on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def is_secret(name: str) -> bool:
 
 
 def hide_secrets(environment: MutableMapping[str, str], *, keep: Collection[str]) -> None:
-    """Take the secrets out of `environment`, but for the names in `keep`."""
+    """Remove the secrets from `environment`, except those named in `keep`."""
     for name in [name for name in environment if is_secret(name) and name not in keep]:
         del environment[name]
 
 
 def check_passed(names: Iterable[str]) -> None:
-    """Raise ConfigError when a variable of `reward.pass_env` is not there."""
+    """Raise ConfigError if a variable of `reward.pass_env` does not exist."""
     for name in names:
         if name not in os.environ:
             raise ConfigError(f"reward.pass_env: the environment has no variable {name}: export it, or leave it out")

@@ -1,4 +1,4 @@
-"""1 when the answer is the label, written the same way; numbers may be written differently."""
+"""Reward 1 if the final answer is the label, written the same way; numbers may be written differently."""
 
 import re
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 from vlmrl.rewards.final import final_answer
 from vlmrl.rewards.labels import spellings
 
-# At most three digits of exponent: model output must not be able to ask for a number that fills the memory.
+# At most three digits of exponent: model output must not make a number that fills the memory.
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _RATIO = r"[+-]?[0-9]+/[0-9]+"
 _LONGEST_NUMBER = 400
@@ -15,12 +15,12 @@ _LONGEST_NUMBER = 400
 def score(response: str, label: str) -> float:
     """1.0 or 0.0.
 
-    What is compared is the response's final answer (`final_answer`): its box, what stands in `<answer>...</answer>`, or
-    all of it, without the white space around it. `4`, `4.0`, `+4`, `8/2` and `4e0` are one number, and so are `1,000`
-    and `1000`; all else is compared as text. `spellings` says what a label that is a list asks for.
+    Compares the label with the response's final answer (`final_answer`): its box, the content of
+    `<answer>...</answer>`, or the whole response, stripped. `4`, `4.0`, `+4`, `8/2` and `4e0` are the same number, and
+    so are `1,000` and `1000`; anything else is compared as text. For labels that are lists see `spellings`.
     """
-    found = final_answer(response).text
-    return float(any(same(found, wanted) for wanted in spellings(label)))
+    answer = final_answer(response).text
+    return float(any(same(answer, spelling) for spelling in spellings(label)))
 
 
 def unusable(label: str) -> str | None:
@@ -29,7 +29,7 @@ def unusable(label: str) -> str | None:
 
 
 def same(one: str, other: str) -> bool:
-    """Equal as numbers when both are numbers, else equal as text. Nothing is not equal to nothing."""
+    """Equal as numbers if both are numbers, else equal as text. Empty texts are not equal."""
     numbers = number(one), number(other)
     if None not in numbers:
         return numbers[0] == numbers[1]
@@ -37,7 +37,7 @@ def same(one: str, other: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that the text is, exactly; None when it is not a number, or one too long to be anybody's answer."""
+    """The exact value of the text; None if it is not a number or has more than 400 characters."""
     if len(text) > _LONGEST_NUMBER:
         return None
     if re.fullmatch(_RATIO, text):

@@ -1,4 +1,4 @@
-"""Says whose doing it is that a response could not be scored, and counts such responses for the metrics."""
+"""Classification of failures to score a response, as the response's or the infrastructure's, and their counts."""
 
 import errno
 import re
@@ -22,24 +22,24 @@ _NETWORK = {
     ("urllib3", "HTTPError"),
     ("websockets", "WebSocketException"),
 }
-"""(package, class) of errors of the network that are no OSError; none of the packages is imported for that."""
+"""(package, class) of network errors that are not an OSError; none of the packages is imported for that."""
 _UNFIT = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
-"""Errors of the operating system about what it was given: a text as the name of a file, or as a command's argument."""
+"""Operating system errors about their input: a text as the name of a file, or as an argument of a command."""
 _REFUSALS = frozenset({400, 413, 422})
-"""Statuses of a server that works and refuses what it was sent: too long for the judge, or not what it reads."""
+"""Statuses of a server that works and refuses its input: too long, or not in its format."""
 _MOST_CAUSES = 10
 _MOST_KINDS = 20
-"""Kinds of failures that are shown: a run of weeks must not fill its log with them."""
+"""Kinds of failures that are shown, so that a run of weeks does not fill its log with them."""
 
 
 class TooHardError(Exception):
-    """A reward function gave up on a response because its own time limit was over."""
+    """A reward function gave up on a response at its own time limit."""
 
 
-def doing_of(error: BaseException) -> Failure:
-    """`infrastructure` for errors of the network and the operating system, also where they are the cause (`raise ...
-    from`) of what was raised; `response` for all others, and where these say that what they were given is unfit: a
-    response must not get out of the loss by being too long for its judge."""
+def failure_of(error: BaseException) -> Failure:
+    """Whose failure an error is: `infrastructure` for network and operating system errors, also as the cause (`raise
+    ... from`) of another error, and `response` for all others. Errors that refuse their input are the response's: it
+    must not be left out of the loss for being too long for its reward source."""
     seen: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if seen is None:
@@ -51,7 +51,7 @@ def doing_of(error: BaseException) -> Failure:
 
 
 def count_failures(scores: Sequence[Score]) -> Metrics:
-    """How many of these responses could not be scored, by kind, and how many were scored a second time, by reason."""
+    """The number of responses that could not be scored, by kind, and of those scored a second time, by reason."""
     return {
         "reward/failed_infrastructure": float(sum(score.failure == "infrastructure" for score in scores)),
         "reward/failed_response": float(sum(score.failure == "response" for score in scores)),
@@ -61,7 +61,7 @@ def count_failures(scores: Sequence[Score]) -> Metrics:
 
 
 class FirstFailures:
-    """Tells people of the first failure of each kind, with its row; the others are counted and in the transcripts."""
+    """Shows people the first failure of each kind with its row; all are counted and in the transcripts."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -88,10 +88,10 @@ class FirstFailures:
 def _is_about_content(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _UNFIT:
         return True
-    # By these names requests, httpx, openai and anthropic (with or without a response), aiohttp and urllib tell it.
-    answered = getattr(error, "response", None)
-    told = [getattr(one, name, None) for one in (answered, error) for name in ("status_code", "status", "code")]
-    return next((one for one in told if isinstance(one, int)), None) in _REFUSALS
+    # The names of the status in requests, httpx, openai and anthropic (with or without a response), aiohttp and urllib.
+    reply = getattr(error, "response", None)
+    statuses = [getattr(one, name, None) for one in (reply, error) for name in ("status_code", "status", "code")]
+    return next((status for status in statuses if isinstance(status, int)), None) in _REFUSALS
 
 
 def _is_of_network(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the final answer of a text: what stands in its box, or between its answer tags."""
+"""The final answer of a text: the content of its box or of its `<answer>` tags."""
 
 from typing import Literal, NamedTuple
 
@@ -9,19 +9,19 @@ OPEN, CLOSE = "<answer>", "</answer>"
 
 
 class Final(NamedTuple):
-    """The part of a text that counts as its answer."""
+    """The part of a text that is its final answer."""
 
     text: str
-    """Trimmed, characters that mean the same as one (`same_characters`)."""
+    """Stripped and normalized (`same_characters`)."""
     place: Literal["box", "tags", "whole"]
-    """Where it stands; `whole`: nothing marks it, and it is the text itself."""
+    """Where it was found; `whole`: there is neither box nor tags, and the whole text is the final answer."""
 
 
 def final_answer(text: str) -> Final:
-    """The last `<answer>...</answer>`, or the last box in it; without tags the last `\\boxed{...}`; else everything.
+    """The last `<answer>...</answer>`, or the last box in it; without tags the last `\\boxed{...}`; else the text.
 
     Examples: `<think>\\boxed{3}</think><answer>4</answer>` -> 4, `<answer>it is \\boxed{5}</answer>` -> 5.
-    Tags that are never closed, as in a truncated response, are none.
+    Tags that are never closed, as in a truncated response, do not count.
     """
     tagged = last_tagged(text)
     boxed = last_boxed(text if tagged is None else tagged)
@@ -31,7 +31,7 @@ def final_answer(text: str) -> Final:
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>`, trimmed; None without one."""
+    """The content of the last `<answer>...</answer>`, stripped; None without one."""
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, end) if end >= 0 else -1
     return text[start + len(OPEN) : end].strip() if start >= 0 else None

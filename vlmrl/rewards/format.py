@@ -1,7 +1,7 @@
-"""1 when the answer has the form that was asked for, whatever it says.
+"""Reward 1 if the response has the requested format, whatever its content.
 
-There are two forms. Where the prompt speaks of `<answer>`, it is R1's: `<think>...</think>`, then
-`<answer>...</answer>`, and nothing else. Otherwise the answer must hold a `\\boxed{...}`, or have R1's form anyway.
+There are two formats. If the prompt mentions `<answer>`, it is R1's: `<think>...</think>`, then `<answer>...</answer>`,
+and nothing else. Otherwise the response must contain a `\\boxed{...}`, or have R1's format anyway.
 """
 
 from vlmrl.rewards.boxed import last_boxed
@@ -10,7 +10,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def score(prompt: str, response: str) -> float:
-    """1.0 or 0.0. Empty tags, and an empty box, say nothing. A `<think>` at the prompt's end counts as opened."""
+    """1.0 or 0.0. Empty tags and an empty box do not count. A `<think>` at the prompt's end opens the response."""
     opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
     if _is_tagged(opened + response):
         return 1.0
@@ -18,7 +18,7 @@ def score(prompt: str, response: str) -> float:
 
 
 def _is_tagged(text: str) -> bool:
-    """Each tag once, in order, with something in it; nothing but white space before, between and after the parts."""
+    """Each tag once, in order and not empty; only white space before, between and after them."""
     if any(text.count(tag) != 1 for tag in _TAGS):
         return False
     start, think_end, answer_start, end = (text.index(tag) for tag in _TAGS)

@@ -1,4 +1,4 @@
-"""Finds labels that no response can match, before any response is compared with them."""
+"""A check for labels that no response can match, before any response is compared with them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _WANT_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.w
 
 
 def who_needs_labels(reward: Scoring) -> str | None:
-    """Which reward functions compare with a label, for messages; None: none of them does.
+    """The reward functions that need a label, for messages; None if none does.
 
-    A function of the user's does when its parameter `label` has no default; one of TRL's, whichever of its parameters
-    is a name for the label (`answer`). Nothing of its file is run.
+    A user's function needs one if its parameter `label` has no default; a function with TRL's signature, if a parameter
+    with a usual name of the label (`answer`) has none. Its file is parsed, not run.
     """
     names = [name for name in reward.functions if name in _WANT_LABELS]
     needing = [f"reward.functions {' and '.join(names)}"] * bool(names)
@@ -40,7 +40,7 @@ def who_needs_labels(reward: Scoring) -> str | None:
 
 
 def read_instead_of_labels(reward: Scoring) -> frozenset[str]:
-    """Columns by which the only one who needs labels asks for them: a dataset that has them needs no label."""
+    """Columns that stand in for the label of the only function that needs one: a dataset with them needs no label."""
     demanded = frozenset(_demanded_labels(reward))
     is_only_one = not any(name in _WANT_LABELS for name in reward.functions)
     return demanded if is_only_one and _is_of_trl(reward) else frozenset()
@@ -79,24 +79,24 @@ def _demanded(reward: Scoring) -> list[str]:
 
 
 def _arguments_of(reward: Scoring) -> ast.arguments | None:
-    """The parameters of the user's function, as its file says."""
+    """The parameters of the user's function, read from its file."""
     if reward.user_function is None:
         return None
     file, _, name = reward.user_function.rpartition(":")
     try:
         tree = ast.parse(Path(file).expanduser().read_bytes())
     except (OSError, SyntaxError, ValueError, RuntimeError):
-        return None  # whoever loads the function says what is wrong with the file
+        return None  # loading the function reports the problem of the file
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node.args for node in tree.body if isinstance(node, kinds) and node.name == name]
-    return found[-1] if found else None
+    signatures = [node.args for node in tree.body if isinstance(node, kinds) and node.name == name]
+    return signatures[-1] if signatures else None
 
 
 class LabelCheck:
-    """Says why labels cannot be used by the reward functions `names`. `close` ends the process that it started.
+    """Finds labels that the reward functions `names` cannot use. `close` ends the process that it started.
 
-    Only what needs a parser goes to a process, which is started when the first such label comes: a parse that hangs is
-    ended there, tried once more, and then the label's fault.
+    Labels that need a parser go to a process, which starts with the first of them: a parse that hangs is stopped and
+    tried once more, and then the label counts as unusable.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class LabelCheck:
         self._known: dict[str, str | None] = {}
 
     def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> list[str | None]:
-        """Why each label cannot be used; None where it can, and where that was not known after `limit_s`."""
+        """Why each label cannot be used; None if it can, or if that is not known after `limit_s`."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         if len(self._known) > _MOST_KEPT:
             self._known.clear()
@@ -116,14 +116,14 @@ class LabelCheck:
         return [self._known.get(label) for label in labels]
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the process, if there is one. Idempotent."""
         if self._pool is not None:
             end_pool(self._pool)
             self._pool = None
             stop_forkserver()
 
     def _settle(self, label: str) -> bool:
-        """Whether it is known without a parser."""
+        """Record whether the label can be used, if no parser is needed to know. Return False if one is."""
         problem = exact.unusable(label) if self._names.intersection(_WANT_LABELS) else None
         if problem is None and "math" in self._names and not needs_no_parser(label):
             return False
@@ -131,30 +131,30 @@ class LabelCheck:
         return True
 
     def _parse(self, labels: Sequence[str], deadline: float | None) -> list[str]:
-        """Asks math-verify about each; the labels whose parse went wrong."""
+        """Parse each label with math-verify. Return those whose parse hung or ended its process."""
         if not labels:
             return []
         if self._pool is None or not self._pool.active:
             self.close()
             self._pool = start_pool(("math",), None, num_workers=1)
-        asked = [
+        scheduled = [
             (label, self._pool.schedule(worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
             for label in labels
         ]
-        wrong = []
-        for label, future in asked:
+        failed = []
+        for label, future in scheduled:
             if not self._is_done(future, deadline):
                 future.cancel()  # type: ignore[no-untyped-call]
                 continue
-            found: str | Trouble | None = outcome(future, "math", _TIME_LIMIT_S)
-            if isinstance(found, Trouble):
-                wrong.append(label)
-                found = "it takes too long to parse"
-            self._known[label] = found
-        return wrong
+            problem: str | Trouble | None = outcome(future, "math", _TIME_LIMIT_S)
+            if isinstance(problem, Trouble):
+                failed.append(label)
+                problem = "it takes too long to parse"
+            self._known[label] = problem
+        return failed
 
     def _is_done(self, future: ProcessFuture[str | None], deadline: float | None) -> bool:
-        """False at the deadline, and when the process is gone for good."""
+        """Wait for the call. Return False at the deadline, or if the pool broke."""
         latest = time.monotonic() + START_LIMIT_S + PATIENCE_S
         while not future.done():
             left = min(latest, deadline or latest) - time.monotonic()

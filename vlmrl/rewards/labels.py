@@ -1,4 +1,4 @@
-"""Reads labels that hold more than one text, and says which labels no response can match."""
+"""Labels that hold more than one text, and the spellings of a final answer that match them."""
 
 import json
 import re
@@ -9,11 +9,12 @@ _WORD = re.compile(r"(?<!\\)[^\W\d_]{2,}")
 
 
 def spellings(label: str) -> list[str]:
-    """The texts that a response is compared with: one that equals any of them is right.
+    """The texts that are compared with a final answer, which is correct if it equals any of them.
 
-    A label that is a JSON list of one is its element. Of several elements with words among them, such as
-    `["4", "four"]`, any is right. Of others, such as `[1, 2]` or `["A", "B"]`, all are wanted, with or without the
-    brackets. Any other label is its box, the inside of its answer tags, or itself.
+    A JSON list of one element stands for the element. With several elements and words among them, such as
+    `["4", "four"]`, any element is correct. With other elements, such as `[1, 2]` or `["A", "B"]`, the final answer
+    must have all of them, with or without the brackets. Any other label is its box, the content of its `<answer>` tags,
+    or itself.
     """
     parts = _parts(label)
     if parts is None:

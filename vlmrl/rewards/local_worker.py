@@ -1,7 +1,7 @@
-"""What runs in a scoring process: it loads the reward functions once, and calls one of them for one answer at a time.
+"""The code of a scoring process: loads the reward functions once, and calls one of them for one response at a time.
 
-Whatever a function does becomes a `Verdict` here, plain enough for any pickle: the user's exceptions and numbers never
-travel to the process that trains.
+The outcome of a call is a `RewardResult` of plain values: a user's exceptions and objects never travel to the process
+that trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.rewards import batch
 from vlmrl.rewards.environment import hide_secrets
-from vlmrl.rewards.failures import TooHardError, doing_of
+from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
@@ -40,31 +40,31 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What the driver must know of a reward function that is loaded elsewhere."""
+    """The signature of a reward function that another process has loaded."""
 
     arguments: frozenset[str]
-    """Which of `ARGUMENTS` it is to be given."""
+    """Those of `ARGUMENTS` that it takes."""
     wants_label: bool
-    """A prompt without a label is an error for it."""
+    """It cannot score a prompt without a label."""
     batch: batch.Signature | None = None
-    """How it is called with many responses at once; None: it takes one."""
+    """Its arguments if it takes a batch of responses; None: it takes one response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one call."""
+class RewardResult:
+    """The reward of one response by one source, or why there is none."""
 
     value: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     """The other numbers of a function that returns a dict."""
     problem: str | None = None
-    """One line on why there is no value; then `value` is 0."""
+    """Why there is no value, in one line; then `value` is 0."""
     blame: Failure = "response"
-    """Whose doing the problem is, where there is one."""
+    """Whose failure the problem is, if there is one."""
     retried: Retry | None = None
     """Why the call was made twice, if it was."""
     never_returned: bool = False
-    """This call ran too long or ended its process, and so did every call of its function before."""
+    """This call ran too long or ended its process, and so did all calls of its function before."""
 
     @property
     def failure(self) -> Failure | None:
@@ -83,8 +83,8 @@ _loaded: dict[str, _Loaded | VlmrlError] = {}
 
 
 def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = (), log: Path | None = None) -> None:
-    """What a scoring process does first. `pass_env`: the secrets of the environment that functions may see. From then
-    on what it prints goes to `log`."""
+    """Initialize a scoring process. Functions see the secrets of the environment that `pass_env` names, and print to
+    `log`."""
     _die_with_parent()
     stops.accepted()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
@@ -118,32 +118,32 @@ def describe(name: str) -> Declared:
     return loaded.declared
 
 
-def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Verdict:
-    """Score one answer. `images` are .npy files: each call gets PIL images of its own, and may draw on them.
+def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> RewardResult:
+    """Score one response. `images` are .npy files: each call gets new PIL images, which it may change.
 
-    Raises TooHardError as the function does: another try may go well.
+    Raises TooHardError as the function does: a second try may succeed.
     """
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError):
-        return Verdict(problem=str(loaded), blame="infrastructure")
+        return RewardResult(problem=str(loaded), blame="infrastructure")
     try:
         given = dict(arguments)
         if "images" in loaded.declared.arguments:
             given["images"] = [_open(file) for file in images]
         returned = loaded.function(**given)
-        return to_verdict(returned)
+        return to_result(returned)
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        return Verdict(problem=reason(error, file=loaded.file), blame=doing_of(error))
+        return RewardResult(problem=reason(error, file=loaded.file), blame=failure_of(error))
 
 
 def call_all(
     name: str, arguments: Sequence[Mapping[str, Any]], images: Sequence[tuple[str, ...]]
-) -> tuple[Verdict, ...]:
-    """Score some responses, all at once where the function takes a batch; `arguments` and `images` are of each.
+) -> tuple[RewardResult, ...]:
+    """Score some responses, all at once if the function takes a batch; `arguments` and `images` have one item for each.
 
-    A batch that raises is scored one by one, so that a response fails by its own doing alone.
+    A batch that raises is scored one by one, so that a response that cannot be scored fails alone.
     """
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError) or loaded.declared.batch is None:
@@ -157,22 +157,22 @@ def call_all(
     except TooHardError:
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit included
-        verdict = Verdict(problem=reason(error, file=loaded.file), blame=doing_of(error))
+        result = RewardResult(problem=reason(error, file=loaded.file), blame=failure_of(error))
     else:
-        return _verdicts(returned, len(arguments), signature)
-    if len(arguments) == 1 or verdict.blame == "infrastructure":
-        return (verdict,) * len(arguments)
+        return _results(returned, len(arguments), signature)
+    if len(arguments) == 1 or result.blame == "infrastructure":
+        return (result,) * len(arguments)
     singles = [call_all(name, [given], [files]) for given, files in zip(arguments, images, strict=True)]
-    return tuple(verdict for (verdict,) in singles)
+    return tuple(result for (result,) in singles)
 
 
-def _verdicts(returned: Any, count: int, signature: batch.Signature) -> tuple[Verdict, ...]:
-    """What a batch's return says of each of `count` responses. A return of another form is no response's doing, and is
-    not asked for again one by one: a list of one value would pass there, whatever it means."""
+def _results(returned: Any, count: int, signature: batch.Signature) -> tuple[RewardResult, ...]:
+    """The results of `count` responses from what a batch returned. If that is malformed, all fail; they are not scored
+    one by one, where a list of one value would pass whatever it means."""
     try:
-        return tuple(to_verdict(value) for value in batch.one_by_one(returned, count, style=signature.style))
+        return tuple(to_result(value) for value in batch.one_by_one(returned, count, style=signature.style))
     except Exception as error:
-        return (Verdict(problem=f"{type(error).__name__}: {one_line(error)}"),) * count
+        return (RewardResult(problem=f"{type(error).__name__}: {one_line(error)}"),) * count
 
 
 def unusable(name: str, label: str) -> str | None:
@@ -202,28 +202,31 @@ def declare(function: Callable[..., Any], spec: str) -> Declared:
     return Declared(names, wants_label=False)
 
 
-def to_verdict(returned: Any) -> Verdict:
-    """What a function or a server returned for one answer: a number, or a dict of numbers with one named `total`."""
+def to_result(returned: Any) -> RewardResult:
+    """Convert what a function or server returned for one response: a number, or a dict of numbers with one named
+    `total`."""
     if not isinstance(returned, Mapping):
         return _finite({"it": returned}, "it")
     if "total" not in returned:
-        return Verdict(problem=f"it returned a dict without 'total' (keys: {one_line(sorted(map(str, returned)))})")
+        return RewardResult(
+            problem=f"it returned a dict without 'total' (keys: {one_line(sorted(map(str, returned)))})"
+        )
     return _finite(returned, "total")
 
 
-def _finite(values: Mapping[Any, Any], total: str) -> Verdict:
+def _finite(values: Mapping[Any, Any], total: str) -> RewardResult:
     plain = {}
     for key, value in values.items():
         what = "it returned" if key == "it" else f"it returned {key!r} ="
         converted = _number(value)
         if converted is None:
-            return Verdict(problem=f"{what} {_describe(value)} where one number per answer is wanted")
+            return RewardResult(problem=f"{what} {_describe(value)} where one number per response is wanted")
         if not math.isfinite(converted):
-            return Verdict(problem=f"{what} {converted}, which is not a finite number")
+            return RewardResult(problem=f"{what} {converted}, which is not a finite number")
         plain[key] = converted
     # Part names become metric names.
     parts = {re.sub(r"[^A-Za-z0-9_.-]", "_", str(k)) or "_": v for k, v in plain.items() if k != total}
-    return Verdict(value=plain[total], parts=parts)
+    return RewardResult(value=plain[total], parts=parts)
 
 
 def _number(value: Any) -> float | None:
@@ -253,7 +256,7 @@ def _describe(value: Any) -> str:
 
 
 def one_line(value: object) -> str:
-    """What others wrote, short enough for a message."""
+    """Text from outside as one printable line, cut to a length that fits a message."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
@@ -266,7 +269,7 @@ def _open(file: str) -> Any:
 
 
 def _print_to(log: Path) -> None:
-    """Lines that are printed lie in the file at once: a process that is killed loses none."""
+    """Write output line by line to the file, so that a process that is killed loses none."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for descriptor in (1, 2):
@@ -274,7 +277,7 @@ def _print_to(log: Path) -> None:
     os.close(file)
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
-            io.BufferedWriter(_Words(descriptor, "w", closefd=False)),
+            io.BufferedWriter(_Output(descriptor, "w", closefd=False)),
             encoding="utf-8",
             errors="backslashreplace",
             line_buffering=True,
@@ -283,8 +286,8 @@ def _print_to(log: Path) -> None:
     )
 
 
-class _Words(io.FileIO):
-    """Where words go. On a full disk they are dropped: a response whose score was printed has one."""
+class _Output(io.FileIO):
+    """A file that drops output on a full disk, so that no response loses its score because a function prints."""
 
     def write(self, data: Any) -> int:
         try:
@@ -294,6 +297,6 @@ class _Words(io.FileIO):
 
 
 def _die_with_parent() -> None:
-    """A killed run leaves no scoring process behind: the kernel kills this one with the process that forked it."""
+    """Have the kernel kill this process with the one that forked it, so that a killed run leaves none behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""1 when the answer means the same as the label in mathematics, however it is written (math-verify)."""
+"""Reward 1 if the final answer is mathematically equal to the label, however it is written (math-verify)."""
 
 import logging
 import re
@@ -26,8 +26,8 @@ from vlmrl.rewards.plain import (
 )
 from vlmrl.rewards.units import agree, last_unit, measure
 
-# The answer stands at the end, and a formula of more characters than this is nobody's label. The bound is what keeps a
-# huge output cheap: some of math-verify's regular expressions take quadratic time.
+# The final answer is at the end, and no label is a formula of more characters than this. The bound keeps a huge output
+# cheap: some of math-verify's regular expressions take quadratic time.
 _LONGEST_FORMULA = 1000
 # math-verify stops itself by SIGALRM, which needs the main thread; the pool's own limit covers the rest.
 _STEP_LIMIT_S = 2
@@ -36,50 +36,50 @@ _LETTER = re.compile(r"[A-Z]|\([A-Z]\)")
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 
 for _name in ("math_verify", "latex2sympy2_extended"):
-    # They warn with the whole text whenever an answer is too hard; that is model output.
+    # They log the whole text, which is model output, whenever a final answer is too hard.
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class _UnreadableError(Exception):
-    """A label that math-verify cannot parse. It is raised, and so never cached."""
+    """A label that math-verify cannot parse. An exception, so that `lru_cache` does not keep it."""
 
 
 def score(response: str, label: str) -> float:
     """1.0 or 0.0.
 
-    What is compared is the response's final answer (`final_answer`); without box or tags, the last formula near its
-    end. `1/2`, `0.5` and `\\frac{1}{2}` are equal, and so are `x = 4` and `4`. Words, names such as `ab` and clock
-    times are compared as such, ignoring case and leading zeros. An option may be written out: `B. 12 cm` for `B`. Where
-    both sides carry a unit or a bracket around a list, these agree: `12 m` is not `12 cm`, nor `\\{1, 2\\}` `(1, 2)`.
-    `spellings` says what a label that is a list asks for. An answer that cannot be read or is too long scores 0.
+    Compares the label with the response's final answer (`final_answer`); without box or tags, with the last formula
+    near its end. `1/2`, `0.5` and `\\frac{1}{2}` are equal, and so are `x = 4` and `4`. Words, names such as `ab` and
+    clock times are compared as such, ignoring case and leading zeros. An option may be written out: `B. 12 cm` for `B`.
+    If both sides have a unit or a bracket around a list, these must agree: `12 m` is not `12 cm`, nor `\\{1, 2\\}`
+    `(1, 2)`. For labels that are lists see `spellings`. A final answer that cannot be parsed or is too long scores 0.
 
-    Raises TooHardError when an answer takes too long to parse or to compare.
+    Raises TooHardError when it takes too long to parse or to compare.
     """
     final = final_answer(response)
     return float(bool(final.text) and any(_equals(final, wanted) for wanted in spellings(label)))
 
 
 def unusable(label: str) -> str | None:
-    """Why no response can match the label; None when one can. Raises TooHardError when it takes too long to parse."""
+    """Why no response can match the label; None if one can. Raises TooHardError when it takes too long to parse."""
     reasons = [_unusable(wanted) for wanted in spellings(label)]
     return None if None in reasons else reasons[0]
 
 
 def _equals(final: Final, wanted: str) -> bool:
-    found = final.text
-    if same(found, wanted):
+    answer = final.text
+    if same(answer, wanted):
         return True
-    if len(found) > _LONGEST_FORMULA:
+    if len(answer) > _LONGEST_FORMULA:
         if final.place != "whole":
             return False
-        found = found[-_LONGEST_FORMULA:]
-    found, wanted = plain(found), plain(wanted)
-    if final.place != "whole" and _LETTER.fullmatch(wanted) and option_of(found) == wanted.strip("()"):
+        answer = answer[-_LONGEST_FORMULA:]
+    answer, wanted = plain(answer), plain(wanted)
+    if final.place != "whole" and _LETTER.fullmatch(wanted) and option_of(answer) == wanted.strip("()"):
         return True
-    value, unit = measure(found)
+    value, unit = measure(answer)
     wanted_value, wanted_unit = measure(wanted)
     if unit is None and final.place != "box":
-        unit = last_unit(found)
+        unit = last_unit(answer)
     if not agree(unit, wanted_unit):
         return False
     if same(value, wanted_value):
@@ -88,12 +88,12 @@ def _equals(final: Final, wanted: str) -> bool:
     if settled is not None:
         return settled
     if final.place == "whole" or (final.place == "tags" and _SENTENCE.search(value)):
-        return _equal_in_algebra(found, wanted_value)
+        return _equal_in_algebra(answer, wanted_value)
     return _equal_in_algebra(_formula(value), wanted_value)
 
 
 def _without_algebra(value: str, wanted: str) -> bool | None:
-    """Whether they are equal; None where it takes algebra to tell."""
+    """Whether they are equal; None if only algebra can decide."""
     if is_words(wanted):
         return same_words(value.removeprefix("\\"), wanted)
     if is_clock(wanted):
@@ -105,21 +105,21 @@ def _without_algebra(value: str, wanted: str) -> bool | None:
 
 
 def _equal_in_algebra(text: str, wanted: str) -> bool:
-    """Whether the last formula of the text means the label. Raises TooHardError when that takes too long to tell."""
+    """Whether the last formula of the text equals the label. Raises TooHardError when that takes too long to decide."""
     limit = _step_limit()
     try:
         expected = _parse_label(wanted)
     except _UnreadableError:
         return False
-    found = _parse(text, limit)
+    readings = _parse(text, limit)
     is_too_hard = False
-    for one, other in product(expected, found):
+    for one, other in product(expected, readings):
         try:
             if verify(one, other, timeout_seconds=limit, raise_on_error=True):
                 return True
         except TimeoutException:
             is_too_hard = True
-        except Exception:  # sympy may raise anything of what a model wrote; other readings are left
+        except Exception:  # sympy may raise anything on model output; the other readings are still tried
             continue
     if is_too_hard:
         raise TooHardError(f"comparing took longer than {limit} s")
@@ -154,13 +154,13 @@ def _formula(text: str) -> str:
 
 
 def _parse(text: str, limit: int | None) -> list[Any]:
-    """What the text may mean, none when it cannot be read. Raises TooHardError when that takes too long."""
+    """The possible readings of the text, none if it cannot be parsed. Raises TooHardError when that takes too long."""
     try:
         # `parsing_timeout` is declared as an int, but None is what turns it off.
         readings: list[Any] = parse(text, parsing_timeout=limit, raise_on_error=True)  # type: ignore[arg-type, unused-ignore]
     except TimeoutException as error:
         raise TooHardError(f"parsing took longer than {limit} s") from error
-    except Exception:  # latex2sympy may raise anything of what a model wrote
+    except Exception:  # latex2sympy may raise anything on model output
         return []
     return readings
 

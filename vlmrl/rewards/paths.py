@@ -1,4 +1,4 @@
-"""Paths in messages for others: only the last part of each leaves the machine."""
+"""Removal of paths from messages to clients: only the last part of each leaves the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 _PART = r"[^\s/'\"`:,;()\[\]{}<>|]+"
 _PATH = re.compile(
     rf"file:/+(?:{_PART}/)*(?P<address>{_PART})"
-    # Absolute, of home or going up: two parts or more, so that a fraction is none.
+    # Absolute, of home or going up: at least two parts, so that fractions do not match.
     rf"|(?<![\w:/.~])(?:~[\w.-]*|\.{{1,2}})?(?:/{_PART})*/{_PART}/(?P<last>{_PART})"
     # Relative, of a file.
     rf"|(?<![\w:/.])(?:[\w.@+-]+/)+(?P<file>[\w@+-][\w.@+-]*\.[A-Za-z]\w*)"
@@ -18,5 +18,5 @@ _LAST = ("address", "last", "file", "near")
 
 
 def without_paths(text: str) -> str:
-    """`text` with `.../` and the last part of each path in the place of the path. Addresses of the web stay."""
-    return _PATH.sub(lambda found: f".../{next(filter(None, map(found.group, _LAST)))}", text)
+    """Replace each path in `text` by `.../` and its last part. URLs stay."""
+    return _PATH.sub(lambda match: f".../{next(filter(None, map(match.group, _LAST)))}", text)

@@ -1,4 +1,4 @@
-"""Brings several spellings to one (`$4$`, `\\text{red}`, `3√2`, `pi`), and tells words from mathematics."""
+"""Normalization of spellings (`$4$`, `\\text{red}`, `3√2`, `pi`), and tests for words, options and clock times."""
 
 import re
 
@@ -24,8 +24,8 @@ _CONSTANTS = {"infinity": "\\infty", "inf": "\\infty", "infty": "\\infty"} | {
     name: f"\\{name}"
     for name in ("pi", "alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "sigma", "phi", "omega")
 }
-# Sympy would read a word as a product of letters, so that every anagram were right, x1 as x times 1, and 3:30 as the
-# fraction 3/30.
+# Sympy would read a word as a product of letters, so that any anagram would be correct, x1 as x times 1, and 3:30 as
+# the fraction 3/30.
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 _IDENTIFIER = re.compile(r"(?!(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi)[0-9])[A-Za-z]+[0-9][A-Za-z0-9]*")
 _LATEX = re.compile(r"[\\^{}]")
@@ -36,7 +36,7 @@ _BETWEEN_LETTERS = re.compile(r"\s|\\cdot|\\times|\\[,;:! ]|[*~{}]")
 
 
 def plain(text: str) -> str:
-    """The text without math mode and `\\text{...}` around it and without a full stop at its end, in LaTeX's spelling.
+    """Return the text in LaTeX, without math mode or `\\text{...}` around it and without a full stop at its end.
 
     Examples: `$\\text{red}$.` -> `red`, `3√2` -> `3\\sqrt{2}`, `x²` -> `x^{2}`, `pi` -> `\\pi`.
     """
@@ -49,7 +49,7 @@ def plain(text: str) -> str:
             break
         text = bare
     if not text.isascii():
-        # Again: a long text was cut to its end since.
+        # A second time: a long text has been cut to its end since `final_answer`.
         text = same_characters(text)
         text = _ROOT.sub(lambda root: f"\\sqrt{{{root.group(1) or root.group(2) or root.group(3)}}}", text)
         text = _POWERS.sub(lambda power: f"^{{{power.group().translate(_DIGITS)}}}", text)
@@ -58,37 +58,37 @@ def plain(text: str) -> str:
 
 
 def option_of(text: str) -> str | None:
-    """The letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None for all else, as for two."""
-    found = _OPTION.match(text)
-    if found is None or _OPTION.search(text, found.end()) or re.fullmatch("[A-Z]", text[found.end() :]):
+    """The letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None otherwise, also for two."""
+    option = _OPTION.match(text)
+    if option is None or _OPTION.search(text, option.end()) or re.fullmatch("[A-Z]", text[option.end() :]):
         return None
-    return next(letter for letter in found.groups() if letter)
+    return next(letter for letter in option.groups() if letter)
 
 
 def is_words(text: str) -> bool:
-    """Words, or a name such as `ab`, `H2O` and `x1`; a lone letter is none."""
+    """The text is words or a name such as `ab`, `H2O` and `x1`; a single letter is neither."""
     return (_WORDS.fullmatch(text) or _IDENTIFIER.fullmatch(text)) is not None and number(text) is None
 
 
 def same_words(one: str, other: str) -> bool:
-    """Equal but for case, white space, and signs of a product between the letters of one word."""
+    """Equal except for case, white space, and product signs between the letters of one word."""
     one, other = (" ".join(text.casefold().split()) for text in (one, other))
     return one == other or (" " not in other and _BETWEEN_LETTERS.sub("", one) == other)
 
 
 def is_clock(text: str) -> bool:
-    """`3:30`, `03:30:00`."""
+    """The text is a clock time such as `3:30` and `03:30:00`."""
     return _CLOCK.fullmatch(text) is not None
 
 
 def same_clock(one: str, other: str) -> bool:
-    """Equal but for leading zeros."""
+    """Equal except for leading zeros."""
     return is_clock(one) and list(map(int, one.split(":"))) == list(map(int, other.split(":")))
 
 
 def needs_no_parser(label: str) -> bool:
-    """Some response can match it, however it would be parsed: it is a number, words or a clock time, with a unit or
-    without, or a short text without a formula, which is compared letter by letter if nothing else."""
+    """A response can match the label whether or not it can be parsed: it is a number, words or a clock time, with or
+    without a unit, or a short text without a formula, which is at least compared as text."""
     if not _LATEX.search(label):
         return len(label) <= _SHORT
     value = measure(plain(final_answer(label).text)).value
@@ -96,7 +96,7 @@ def needs_no_parser(label: str) -> bool:
 
 
 def bracket_of(text: str) -> str | None:
-    """The bracket around a list, `(` or `{`; None where nothing, something else or no list is around it.
+    """The bracket around a list, `(` or `{`; None without brackets, with other brackets, and if it is not a list.
 
     Example: `\\left\\{1, 2\\right\\}` -> `{`; `(1, 2) \\cup (3, 4)`, `(4)` and `1, 2` -> None.
     """

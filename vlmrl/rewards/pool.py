@@ -1,18 +1,19 @@
-"""Starts and ends pools of scoring processes, and reads what became of a call."""
+"""Pools of scoring processes: start, end, and the outcome of a call."""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import tempfile
-from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -21,17 +22,19 @@ from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
 START_LIMIT_S = 120.0
-"""For importing the user's file, with whatever it loads."""
+"""Limit on importing the user's file, with whatever it loads."""
 PATIENCE_S = 30.0
-"""For killing a process that holds on and starting the next, beyond all limits, before a pool counts as stuck."""
-
-
+"""Time beyond all limits for killing a process that ignores signals and starting the next, before a pool counts as
+stuck."""
 _LONGEST_TMPDIR = 75
-"""Characters. The path of a socket has at most 107, and the fork server's takes 32 beside the temporary folder."""
+"""Characters. A socket's path has at most 107, and the fork server's adds 32 to the temporary folder."""
+
+Result = TypeVar("Result")
 
 
-class Trouble(NamedTuple):
-    """A call that ran too long or whose process died: it may go well the next time."""
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A call that ran too long or whose process died. A second try may succeed."""
 
     kind: Retry
     problem: str
@@ -47,8 +50,11 @@ def start_pool(
     pass_env: tuple[str, ...] = (),
     log: Path | None = None,
 ) -> ProcessPool:
-    """Processes with the built-in functions `names` and the user's function `spec`, which sees of the environment's
-    secrets those in `pass_env`, and whose prints go to `log`. With `max_tasks`, each ends after so many calls."""
+    """Make a pool of processes with the built-in functions `names` and the user's function `spec`.
+
+    Functions see those secrets of the environment that `pass_env` names, and print to `log`. With `max_tasks`, each
+    process ends after that many calls.
+    """
     _make_folder_of_sockets()
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
@@ -64,36 +70,40 @@ def start_pool(
 
 
 def _make_folder_of_sockets() -> None:
-    """Below /tmp where the temporary folder's path is too long for a socket: the fork server could not listen."""
-    wanted = tempfile.gettempdir()
-    if len(os.fsencode(wanted)) > _LONGEST_TMPDIR and os.access("/tmp", os.W_OK):
+    """Put the fork server's socket below /tmp if the path of the temporary folder is too long for one."""
+    default = tempfile.gettempdir()
+    if len(os.fsencode(default)) > _LONGEST_TMPDIR and os.access("/tmp", os.W_OK):
         tempfile.tempdir = "/tmp"
         try:
             util.get_temp_dir()  # it keeps the folder, for this process and for those that it starts
         finally:
-            tempfile.tempdir = wanted
+            tempfile.tempdir = default
 
 
 def end_pool(pool: ProcessPool) -> None:
-    """Ends its processes, whatever they are doing."""
+    """End the pool's processes, whatever they are doing."""
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 
 
-def outcome(future: ProcessFuture[Any], function: str, time_limit_s: float) -> Any | Trouble | None:
-    """What the call returned, or why there is nothing; None when its pool broke before the call was made."""
-    try:
-        return future.result(timeout=0)
-    except TimeoutError:
-        if not future.done():
-            return None
-        return Trouble("timeout", f"{function} took longer than reward.time_limit_s {time_limit_s:g}")
-    except TooHardError as error:
-        return Trouble("timeout", f"{function}: {error}")
-    except ProcessExpired as error:
-        return Trouble("death", f"{function} ended its process (exit code {error.exitcode})")
-    except (BrokenProcessPool, CancelledError):
+def outcome(
+    future: asyncio.Future[Result] | ProcessFuture[Result], function: str, time_limit_s: float
+) -> Result | Trouble | None:
+    """Return the call's value, or why there is none; None if its pool broke before the call was made."""
+    if not future.done() or future.cancelled():
         return None
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, TimeoutError):
+        return Trouble("timeout", f"{function} took longer than reward.time_limit_s {time_limit_s:g}")
+    if isinstance(error, TooHardError):
+        return Trouble("timeout", f"{function}: {error}")
+    if isinstance(error, ProcessExpired):
+        return Trouble("death", f"{function} ended its process (exit code {error.exitcode})")
+    if isinstance(error, BrokenProcessPool):
+        return None
+    raise error
 
 
 def stop_forkserver() -> None:
@@ -103,7 +113,7 @@ def stop_forkserver() -> None:
     until every process has ended that a reward function has forked.
     """
     if not multiprocessing.active_children():
-        server: Any = multiprocessing.forkserver._forkserver
+        server = multiprocessing.forkserver._forkserver
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)

@@ -1,21 +1,21 @@
-"""What travels between `http.py` and a reward server: OpenRLHF's protocol, with more fields.
+"""The requests and results of rewards, and their format on the wire: OpenRLHF's protocol, with more fields.
 
-One POST, in JSON, of lists that run over the answers of the request:
+One POST, in JSON, of lists with one item per response:
 
     {"query": ["<prompt><response>"], "prompts": ["<prompt>"], "responses": ["<response>"], "labels": ["7"],
      "metadata": [{"family": "count"}], "images": [["c0ffee"]], "media": {"c0ffee": "data:image/png;base64,..."}}
 
-`labels` holds null where a row has no label. `images` names the images of each answer's prompt by the hash of their
-content, in order; the lists are empty when `reward.remote_images` is `none`. With `data`, `media` brings each of these
-images once, however many answers there are, as PNG at the size that the model saw. The server's answer,
+`labels` holds null where a row has no label. `images` names the images of each response's prompt by the hash of their
+content, in order; the lists are empty when `reward.remote_images` is `none`. With `data`, `media` holds each of these
+images once, however many responses there are, as PNG at the size that the model saw. The server's reply,
 
     {"rewards": [1.0]}
 
-holds one number per answer, in order; null says that this answer could not be scored. It may hold `problems` (why: a
-text or null per answer), `failures` (whose doing that is: "response" or "infrastructure", or null, per answer; without
-them it is the response's) and `extra_logs` (name -> a number or null per answer), whose values are for the metrics.
+holds one number per response, in order; null means that the response could not be scored. It may hold `problems` (the
+reason: a text or null per response), `failures` ("response", "infrastructure" or null per response: whose failure it
+is; by default the response's) and `extra_logs` (name -> a number or null per response), whose values go to the metrics.
 
-Of a request, a server of ours needs `responses` or `query` alone, so that OpenRLHF's clients may ask it too.
+A vlmrl server needs only `responses` or `query` of a request, so that OpenRLHF's clients can use it too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -37,18 +38,55 @@ from vlmrl.config.serve import Serve
 from vlmrl.data.media import Bounds, InlineMedia, TotalPixelsError, open_images
 from vlmrl.data.unusable import check_depth
 from vlmrl.errors import DataError
-from vlmrl.rewards.local_worker import Verdict, one_line, to_verdict
-from vlmrl.rewards.question import Question
-from vlmrl.types import Failure, Media
+from vlmrl.rewards.local_worker import RewardResult, one_line, to_result
+from vlmrl.types import Failure, Group, Media
 
 MAX_PIXELS = Serve().max_request_pixels
 
 Images = Literal["none", "data", "hash"]
-"""What is sent of the images."""
+"""How images are sent: not at all, as PNG, or as the hash of their content."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardRequest:
+    """A response to be scored."""
+
+    source: str
+    """The dataset and row of its prompt, for messages."""
+    prompt: str
+    """The rendered prompt."""
+    response: str
+    label: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row that are plain JSON values."""
+    media: tuple[Media, ...] = ()
+    """The images of the prompt."""
+    is_chat: bool = False
+    """The row holds the prompt as a list of messages."""
+    label_key: str | None = None
+    """The column of the label, where it is known."""
+
+
+def reward_requests(group: Group) -> list[RewardRequest]:
+    """One request per response of the group."""
+    prompt = group.prompt
+    return [
+        RewardRequest(
+            source=prompt.source,
+            prompt=prompt.text,
+            response=rollout.text,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            media=prompt.media,
+            is_chat=prompt.is_chat,
+            label_key=prompt.label_key,
+        )
+        for rollout in group.rollouts
+    ]
 
 
 class _Request(BaseModel):
-    """What a client may send; unknown fields are left alone."""
+    """The fields of a request; unknown ones are ignored."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -63,7 +101,7 @@ class _Request(BaseModel):
     @model_validator(mode="after")
     def check_lengths(self) -> Self:
         lists = ("query", "prompts", "responses", "labels", "metadata", "images")
-        lengths = {name: len(found) for name in lists if (found := getattr(self, name)) is not None}
+        lengths = {name: len(values) for name in lists if (values := getattr(self, name)) is not None}
         if self.query is None and self.responses is None:
             raise ValueError("there is neither query nor responses")
         if len(set(lengths.values())) > 1:
@@ -72,15 +110,15 @@ class _Request(BaseModel):
 
 
 class TooManyPixelsError(ValueError):
-    """The images of a request are more than a server takes."""
+    """The images of a request have more pixels than the server takes."""
 
 
-def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PIXELS) -> list[Question]:
-    """The answers that a client wants scored. Images come from the request itself, never from a path or an address,
-    and are opened only where somebody `wants_images`.
+def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PIXELS) -> list[RewardRequest]:
+    """Parse a client's request. Images come from the request itself, never from a path or URL, and are opened only
+    if the scorer `wants_images`.
 
-    Raises ValueError, in one line for the client, for what is not the protocol, and TooManyPixelsError for images that
-    have more than `max_pixels` pixels together.
+    Raises ValueError, with one line for the client, for a request that is not in the format, and TooManyPixelsError for
+    images that have more than `max_pixels` pixels together.
     """
     try:
         request = _Request.model_validate(json.loads(content))
@@ -98,15 +136,15 @@ def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PI
     media = _open_media(request.media, max_pixels) if wants_images else {}
     texts = request.responses if request.responses is not None else request.query
     assert texts is not None, "checked by the request itself"
-    questions = []
+    requests = []
     for number, text in enumerate(texts):
         prompt = request.prompts[number] if request.prompts is not None else ""
         names = request.images[number] if wants_images and request.images is not None else []
         if missing := [name for name in names if name not in media]:
             raise ValueError(f"image {one_line(missing[0])} is not in media: set reward.remote_images to data")
-        questions.append(
-            Question(
-                source=f"answer {number} of the request",
+        requests.append(
+            RewardRequest(
+                source=f"response {number} of the request",
                 prompt=prompt,
                 response=text if request.responses is not None else text.removeprefix(prompt),
                 label=request.labels[number] if request.labels is not None else None,
@@ -114,15 +152,15 @@ def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PI
                 media=tuple(media[name] for name in names),
             )
         )
-    return questions
+    return requests
 
 
 def _open_media(media: Mapping[str, str], max_pixels: int) -> dict[str, InlineMedia]:
-    """The images by the client's names."""
+    """Decode the images. The keys stay the client's names."""
     for name, url in media.items():
         if not url.startswith("data:image/"):
             raise ValueError(f"media {one_line(name)} is no data:image/ URL")
-    # None of them may be a file or an address: nothing is in reach.
+    # All are data URLs: `open_images` gets no path or address from a client.
     images = open_images(media.values(), bounds=Bounds.of(Columns())._replace(total_pixels=max_pixels))
     opened = {}
     for name in media:
@@ -137,26 +175,26 @@ def _open_media(media: Mapping[str, str], max_pixels: int) -> dict[str, InlineMe
 
 def _to_media(image: Image.Image) -> InlineMedia:
     pixels = np.asarray(image, dtype=np.uint8)
-    # A hash of our own: it names files, and the client's may be any text.
+    # Not the client's hash, which may be any text: this one names files.
     digest = hashlib.blake2b(f"{image.size}".encode(), digest_size=16)
     digest.update(pixels.data)
     return InlineMedia(hash=digest.hexdigest(), size=image.size, pixels=pixels)
 
 
-def write_request(questions: Sequence[Question], images: Images) -> bytes:
-    """What the client sends."""
-    asked: dict[str, Any] = {
-        "query": [question.prompt + question.response for question in questions],
-        "prompts": [question.prompt for question in questions],
-        "responses": [question.response for question in questions],
-        "labels": [question.label for question in questions],
-        "metadata": [dict(question.metadata) for question in questions],
-        "images": [[] if images == "none" else [one.hash for one in question.media] for question in questions],
+def write_request(requests: Sequence[RewardRequest], images: Images) -> bytes:
+    """The body of a client's POST."""
+    body: dict[str, Any] = {
+        "query": [request.prompt + request.response for request in requests],
+        "prompts": [request.prompt for request in requests],
+        "responses": [request.response for request in requests],
+        "labels": [request.label for request in requests],
+        "metadata": [dict(request.metadata) for request in requests],
+        "images": [[] if images == "none" else [one.hash for one in request.media] for request in requests],
     }
     if images == "data":
-        unique = {one.hash: one for question in questions for one in question.media}
-        asked["media"] = {name: _data_url(one) for name, one in unique.items()}
-    return json.dumps(asked).encode()
+        unique = {one.hash: one for request in requests for one in request.media}
+        body["media"] = {name: _data_url(one) for name, one in unique.items()}
+    return json.dumps(body).encode()
 
 
 def _data_url(media: Media) -> str:
@@ -165,58 +203,58 @@ def _data_url(media: Media) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def read_answer(content: bytes, num_answers: int) -> list[Verdict]:
-    """One verdict per answer, from what the server sent.
+def read_results(content: bytes, num_responses: int) -> list[RewardResult]:
+    """Parse a server's reply: one result per response.
 
-    Raises ValueError, in words that may follow the server's name, for what is not the protocol.
+    Raises ValueError for a reply that is not in the format; its text continues a sentence that starts with the server.
     """
     try:
-        answer = json.loads(content)
+        reply = json.loads(content)
     except (ValueError, RecursionError) as error:
-        said = one_line(content[:1000].decode(errors="replace"))
-        raise ValueError(f"answered with what is not JSON: {said}") from error
-    if not isinstance(answer, dict) or "rewards" not in answer:
-        raise ValueError('answered without "rewards"')
-    rewards = _column(answer["rewards"], num_answers, "rewards")
-    problems = _column(answer.get("problems") or [None] * num_answers, num_answers, "problems")
-    failures = _column(answer.get("failures") or [None] * num_answers, num_answers, "failures")
-    logs = answer.get("extra_logs") or {}
+        text = one_line(content[:1000].decode(errors="replace"))
+        raise ValueError(f"replied with what is not JSON: {text}") from error
+    if not isinstance(reply, dict) or "rewards" not in reply:
+        raise ValueError('replied without "rewards"')
+    rewards = _column(reply["rewards"], num_responses, "rewards")
+    problems = _column(reply.get("problems") or [None] * num_responses, num_responses, "problems")
+    failures = _column(reply.get("failures") or [None] * num_responses, num_responses, "failures")
+    logs = reply.get("extra_logs") or {}
     if not isinstance(logs, dict):
-        raise ValueError(f'answered with "extra_logs" that are no object but a {type(logs).__name__}')
-    columns = {name: _column(values, num_answers, name) for name, values in logs.items()}
-    verdicts = []
+        raise ValueError(f'replied with "extra_logs" that are no object but a {type(logs).__name__}')
+    columns = {name: _column(values, num_responses, name) for name, values in logs.items()}
+    results = []
     for number, (reward, problem) in enumerate(zip(rewards, problems, strict=True)):
         # What is only logged (the mean of nothing is NaN) takes no reward with it.
         parts = {name: values[number] for name, values in columns.items() if _is_number(values[number])}
         if reward is None:
             blame: Failure = "infrastructure" if failures[number] == "infrastructure" else "response"
-            said = one_line(problem or "the server gave no reward and no reason")
-            verdicts.append(Verdict(problem=said, blame=blame))
+            reason = one_line(problem or "the server gave no reward and no reason")
+            results.append(RewardResult(problem=reason, blame=blame))
         else:
-            verdicts.append(to_verdict({**parts, "total": reward} if parts else reward))
-    return verdicts
+            results.append(to_result({**parts, "total": reward} if parts else reward))
+    return results
 
 
-def write_answer(verdicts: Sequence[Verdict]) -> bytes:
-    """What the server sends."""
-    names = sorted({name for verdict in verdicts for name in verdict.parts})
-    answer = {
-        "rewards": [None if verdict.problem is not None else verdict.value for verdict in verdicts],
-        "problems": [verdict.problem for verdict in verdicts],
-        "failures": [verdict.failure for verdict in verdicts],
-        "extra_logs": {name: [verdict.parts.get(name) for verdict in verdicts] for name in names},
+def write_results(results: Sequence[RewardResult]) -> bytes:
+    """The body of a server's reply."""
+    names = sorted({name for result in results for name in result.parts})
+    reply = {
+        "rewards": [None if result.problem is not None else result.value for result in results],
+        "problems": [result.problem for result in results],
+        "failures": [result.failure for result in results],
+        "extra_logs": {name: [result.parts.get(name) for result in results] for name in names},
     }
-    return json.dumps(answer).encode()
+    return json.dumps(reply).encode()
 
 
 def _is_number(value: Any) -> bool:
-    """A finite one."""
+    """Whether it is a finite number."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def _column(values: Any, num_answers: int, name: str) -> list[Any]:
+def _column(values: Any, num_responses: int, name: str) -> list[Any]:
     if not isinstance(values, list):
-        raise ValueError(f'answered with "{name}" that are no list but a {type(values).__name__}')
-    if len(values) != num_answers:
-        raise ValueError(f'answered with {len(values)} "{name}" for {num_answers} answers')
+        raise ValueError(f'replied with "{name}" that are no list but a {type(values).__name__}')
+    if len(values) != num_responses:
+        raise ValueError(f'replied with {len(values)} "{name}" for {num_responses} responses')
     return values

@@ -1,7 +1,7 @@
-"""A reward server: answers over HTTP to be scored, whatever scores them. `protocol.py` says what travels.
+"""Reward server: scores responses over HTTP, with functions or a model. `protocol.py` has the format.
 
-POST / or /get_reward scores, GET /health says that the server is up. Answers that arrive at about the same time are
-scored together. A server that has a token wants `Authorization: Bearer <token>` with everything but /health.
+POST / or /get_reward scores, GET /health reports that the server is up. Responses that arrive at about the same time
+are scored together. A server with a token requires `Authorization: Bearer <token>` for scores.
 """
 
 from __future__ import annotations
@@ -15,229 +15,243 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from types import FrameType, TracebackType
+from typing import Annotated, Any, NamedTuple, Protocol, Self
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
 from vlmrl.rewards.client import TOKEN
 from vlmrl.rewards.local import Functions
-from vlmrl.rewards.local_worker import Verdict, one_line
+from vlmrl.rewards.local_worker import RewardResult, one_line
 from vlmrl.rewards.paths import without_paths
-from vlmrl.rewards.protocol import TooManyPixelsError, read_request, write_answer
-from vlmrl.rewards.question import Question
+from vlmrl.rewards.protocol import RewardRequest, TooManyPixelsError, read_request, write_results
 from vlmrl.rewards.rewarder import combined
 
 _MOST_BYTES = 256 * 2**20
-"""Of a request, images included."""
+"""Limit on a request, images included."""
 _LOOK_AGAIN_S = 0.5
-"""How often it is asked whether a client still waits."""
+"""Interval at which the server checks whether a client still waits."""
 _CLEAR_UP_S = 3.0
-"""For ending by itself after `serve.stop_grace_s`."""
+"""Time to end cleanly after `serve.stop_grace_s`."""
 _log = logging.getLogger(__name__)
 
 
-class Judge(Protocol):
-    """What says what answers are worth."""
+class Scorer(Protocol):
+    """Scores responses."""
 
     wants_images: bool
-    """It looks at images. They are not opened where nobody does."""
+    """It reads images. Otherwise they are not opened."""
 
-    def judge(self, questions: Sequence[Question]) -> Sequence[Verdict]:
-        """One verdict per answer, in order. It is never called twice at once."""
-
-    def close(self) -> None:
-        """End what it started."""
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult]:
+        """One result per request, in order. One call at a time."""
 
 
-class FunctionJudge:
-    """Reward functions as a judge: the weighted sum of what they say."""
+class FunctionScorer:
+    """Scores with the weighted sum of reward functions. Their processes live within `async with`."""
 
     def __init__(
         self,
         weights: dict[str, float],
-        own: str | None,
+        user_function: str | None,
         *,
         num_workers: int,
         time_limit_s: float,
         pass_env: tuple[str, ...] = (),
     ) -> None:
-        """`weights` are of built-in functions; the user's, `path/to/file.py:function`, has weight 1 beside them.
-
-        Raises ConfigError when the user's function cannot be loaded.
-        """
+        """`weights` are of built-in functions; the user's function, `path/to/file.py:function`, has weight 1."""
         self._functions = Functions(
-            tuple(weights), own, num_workers=num_workers, time_limit_s=time_limit_s, pass_env=pass_env
+            tuple(weights), user_function, num_workers=num_workers, time_limit_s=time_limit_s, pass_env=pass_env
         )
         self._weights = {name: weights.get(name, 1.0) for name in self._functions.names}
-        self.wants_images = self._functions.wants_images
+        self.wants_images = False
 
-    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
-        missing = [self._functions.missing(question) for question in questions]
-        can = [number for number, lacks in enumerate(missing) if lacks is None]
-        said: dict[int, dict[str, Verdict]] = {number: {} for number in can}
-        begun = self._functions.begin([questions[number] for number in can])
-        with closing(self._functions.collect([begun])) as found:
-            for _, answer, name, verdict in found:
-                said[can[answer]][name] = verdict
+    async def __aenter__(self) -> Self:
+        """Raises ConfigError when the user's function cannot be loaded."""
+        try:
+            await self._functions.start()
+        except BaseException:
+            await self._functions.close()
+            raise
+        self.wants_images = self._functions.wants_images
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        missing = [self._functions.missing(request) for request in requests]
+        complete = [number for number, reason in enumerate(missing) if reason is None]
+        results: dict[int, dict[str, RewardResult]] = {number: {} for number in complete}
+        begun = await self._functions.begin([requests[number] for number in complete])
+        async with aclosing(self._functions.collect([begun])) as collected:
+            async for _, response, name, result in collected:
+                results[complete[response]][name] = result
         return [
-            combined(said[number], self._weights) if lacks is None else Verdict(problem=lacks, blame="infrastructure")
-            for number, lacks in enumerate(missing)
+            combined(results[number], self._weights)
+            if reason is None
+            else RewardResult(problem=reason, blame="infrastructure")
+            for number, reason in enumerate(missing)
         ]
 
-    def close(self) -> None:
-        self._functions.close()
+    async def close(self) -> None:
+        """End the processes. Idempotent."""
+        await self._functions.close()
 
 
-class _Waiting(NamedTuple):
-    question: Question
-    verdict: asyncio.Future[Verdict]
+class _Pending(NamedTuple):
+    request: RewardRequest
+    result: asyncio.Future[RewardResult]
 
 
 class _FullError(Exception):
-    """No more answers may wait."""
+    """No more responses may wait."""
 
 
 class _GoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has gone."""
 
 
-class Line:
-    """Answers that wait for the judge, and are brought to it in batches."""
+class Batches:
+    """The queue of responses, and the task that has them scored in batches."""
 
-    def __init__(self, judge: Judge, serve: Serve) -> None:
-        self._judge = judge
+    def __init__(self, scorer: Scorer, serve: Serve) -> None:
+        self._scorer = scorer
         self._serve = serve
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
-        # One thread: a model must not be asked twice at once, and the event loop goes on answering meanwhile.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
+        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
 
     @property
     def num_waiting(self) -> int:
         return self._queue.qsize()
 
-    async def score(self, questions: Sequence[Question]) -> list[Verdict]:
-        """One verdict per answer. Raises _FullError when they are more than may wait."""
-        if self.num_waiting + len(questions) > self._serve.max_queue:
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One result per request. Raises _FullError when they are more than may wait."""
+        if self.num_waiting + len(requests) > self._serve.max_queue:
             raise _FullError
         loop = asyncio.get_running_loop()
-        waiting = [_Waiting(question, loop.create_future()) for question in questions]
-        for one in waiting:
+        pending = [_Pending(request, loop.create_future()) for request in requests]
+        for one in pending:
             self._queue.put_nowait(one)
-        return await asyncio.gather(*(one.verdict for one in waiting))
+        return await asyncio.gather(*(one.result for one in pending))
 
-    async def serve_for_ever(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def score_for_ever(self) -> None:
+        """Score batch after batch, one at a time: a model must not be called twice at once."""
         while True:
             batch = await self._next_batch()
             try:
-                verdicts = await loop.run_in_executor(self._thread, self._judge.judge, [one.question for one in batch])
-            except Exception as error:  # whatever a judge may raise is the answer to those who asked, not our end
+                results = await self._scorer.score([one.request for one in batch])
+            except Exception as error:  # the clients get whatever a scorer raises, and the server goes on
                 for one in batch:
-                    if not one.verdict.done():
-                        one.verdict.set_exception(error)
+                    if not one.result.done():
+                        one.result.set_exception(error)
                 continue
-            for one, verdict in zip(batch, verdicts, strict=True):
-                if not one.verdict.done():  # else the client has gone
-                    one.verdict.set_result(verdict)
+            for one, result in zip(batch, results, strict=True):
+                if not one.result.done():  # else the client has gone
+                    one.result.set_result(result)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
-
-    async def _next_batch(self) -> list[_Waiting]:
-        """What comes within `serve.max_wait_ms` of the first, up to `serve.max_batch`, less what nobody waits for."""
-        batch: list[_Waiting] = []
+    async def _next_batch(self) -> list[_Pending]:
+        """Responses that arrive within `serve.max_wait_ms` of the first, up to `serve.max_batch`, without those whose
+        client has gone."""
+        batch: list[_Pending] = []
         while not batch:
-            waiting = [await self._queue.get()]
+            pending = [await self._queue.get()]
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._serve.max_wait_ms / 1000):
-                    while len(waiting) < self._serve.max_batch:
-                        waiting.append(await self._queue.get())
-            batch = [one for one in waiting if not one.verdict.done()]
+                    while len(pending) < self._serve.max_batch:
+                        pending.append(await self._queue.get())
+            batch = [one for one in pending if not one.result.done()]
         return batch
 
 
-def make_app(judge: Judge, serve: Serve, token: str | None) -> FastAPI:
-    """The server as an application; `token` is what clients must show, if any."""
-    line = Line(judge, serve)
+def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
+    """The server as an application. Clients need the `token`, if there is one."""
+    batches = Batches(scorer, serve)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        serving = asyncio.create_task(line.serve_for_ever())
+        scoring = asyncio.create_task(batches.score_for_ever())
         yield
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        line.close()
+        scoring.cancel()
+        await asyncio.gather(scoring, return_exceptions=True)
+
+    async def check_authorization(authorization: Annotated[str, Header()] = "") -> None:
+        if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "send Authorization: Bearer and the server's token")
 
     app = FastAPI(title="vlmrl serve-rm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-
-    if token:
-        app.add_middleware(_Gate, token=token)
+    app.add_exception_handler(HTTPException, _refuse)
+    scores = APIRouter(dependencies=[Depends(check_authorization)])
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        return {"status": "ok", "waiting": line.num_waiting}
+        return {"status": "ok", "waiting": batches.num_waiting}
 
-    @app.post("/")
-    @app.post("/get_reward")
+    @scores.get("/")
+    @scores.get("/get_reward")
+    async def knock() -> Response:
+        """A client checks its token before it has anything to score."""
+        raise HTTPException(405, "send POST", headers={"Allow": "POST"})
+
+    @scores.post("/")
+    @scores.post("/get_reward")
     async def score(request: Request) -> Response:
+        requests = await _read(request, scorer, serve)
         try:
-            async with asyncio.timeout(serve.body_timeout_s):
-                content = await _content(request)
-        except TimeoutError:
-            return _problem(408, f"the request was not whole after serve.body_timeout_s {serve.body_timeout_s:g}")
-        if content is None:
-            return _problem(413, f"a request may have {_MOST_BYTES} bytes")
-        try:
-            questions = await asyncio.to_thread(
-                read_request, content, wants_images=judge.wants_images, max_pixels=serve.max_request_pixels
-            )
-        except ValueError as error:
-            return _problem(413 if isinstance(error, TooManyPixelsError) else 422, str(error))
-        if len(questions) > serve.max_queue:
-            return _problem(
-                413, f"{len(questions)} answers in one request: serve.max_queue lets {serve.max_queue} wait"
-            )
-        try:
-            verdicts = await _unless_gone(request, line.score(questions))
+            results = await _unless_gone(request, batches.score(requests))
         except _GoneError:
             return Response(status_code=499)
         except _FullError:
-            return _problem(503, f"serve.max_queue {serve.max_queue} answers wait already: come back later")
+            problem = f"serve.max_queue {serve.max_queue} responses wait already: come back later"
+            raise HTTPException(503, problem, headers={"Retry-After": "1"}) from None
         except Exception as error:
             _log.error("%s: %s", type(error).__name__, one_line(error))
-            return _problem(500, f"{type(error).__name__}: {error}")
-        return Response(write_answer([_for_others(verdict) for verdict in verdicts]), media_type="application/json")
+            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+        return Response(write_results([_for_clients(result) for result in results]), media_type="application/json")
 
+    app.include_router(scores)
     return app
 
 
-class _Gate:
-    """Lets in who shows the token; everybody to /health. FastAPI's own kind of middleware would hide from what lies
-    behind it that a client has gone."""
+async def _read(request: Request, scorer: Scorer, serve: Serve) -> list[RewardRequest]:
+    """The responses to score. Raises HTTPException for a request that is late, too large or not in the format."""
+    try:
+        async with asyncio.timeout(serve.body_timeout_s):
+            content = await _content(request)
+    except TimeoutError:
+        problem = f"the request was not whole after serve.body_timeout_s {serve.body_timeout_s:g}"
+        raise HTTPException(408, problem, headers={"Connection": "close"}) from None
+    try:
+        requests = await asyncio.to_thread(
+            read_request, content, wants_images=scorer.wants_images, max_pixels=serve.max_request_pixels
+        )
+    except ValueError as error:
+        raise HTTPException(413 if isinstance(error, TooManyPixelsError) else 422, str(error)) from error
+    if len(requests) > serve.max_queue:
+        raise HTTPException(
+            413, f"{len(requests)} responses in one request: serve.max_queue lets {serve.max_queue} wait"
+        )
+    return requests
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] != "/health" and not _shows(Request(scope), self._token):
-            app = _problem(401, "send Authorization: Bearer and the server's token")
-        await app(scope, receive, send)
+async def _content(request: Request) -> bytes:
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MOST_BYTES:
+            raise HTTPException(413, f"a request may have {_MOST_BYTES} bytes")
+    return bytes(content)
 
 
-async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[Verdict]]) -> list[Verdict]:
-    """What `scoring` comes to. When the client goes, it is cancelled and _GoneError raised: of a client that asks again
-    after a time-out, nothing must be scored twice."""
+async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[RewardResult]]) -> list[RewardResult]:
+    """The result of `scoring`. When the client goes, `scoring` is cancelled and _GoneError raised: a client that asks
+    again after a time-out must not have its responses scored twice."""
     task = asyncio.ensure_future(scoring)
     while True:
         done, _ = await asyncio.wait({task}, timeout=_LOOK_AGAIN_S)
@@ -248,22 +262,33 @@ async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[Verdi
             raise _GoneError
 
 
-def run(judge: Judge, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
-    """Answer on `listener` until the process is told to stop (SIGTERM, Ctrl-C), and then what is under way."""
+async def _refuse(_: Request, error: Exception) -> Response:
+    """The error as one line of text, without the paths of this machine."""
+    assert isinstance(error, HTTPException)
+    return PlainTextResponse(without_paths(one_line(error.detail)), error.status_code, error.headers)
+
+
+def _for_clients(result: RewardResult) -> RewardResult:
+    """The result without the paths of this machine."""
+    return result if result.problem is None else replace(result, problem=without_paths(result.problem))
+
+
+async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
+    """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests under way."""
     config = uvicorn.Config(
-        make_app(judge, serve, token),
+        make_app(scorer, serve, token),
         lifespan="on",
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=math.ceil(serve.stop_grace_s),
     )
-    _Server(config, limit_s=serve.stop_grace_s + _CLEAR_UP_S).run(sockets=[listener])
+    await _Server(config, limit_s=serve.stop_grace_s + _CLEAR_UP_S).serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """Ends within a limit after it was told to, whatever clients and judge do: the interpreter would wait for threads,
-    and those for a judge that hangs."""
+    """Ends within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the thread of
+    a model that hangs."""
 
     def __init__(self, config: uvicorn.Config, *, limit_s: float) -> None:
         super().__init__(config)
@@ -278,8 +303,8 @@ class _Server(uvicorn.Server):
 
 
 def _end_now() -> None:
-    _log.error("vlmrl serve-rm: ended after serve.stop_grace_s with answers under way")
-    os._exit(0)  # scoring processes go with this one
+    _log.error("vlmrl serve-rm: ended after serve.stop_grace_s with responses under way")
+    os._exit(0)  # scoring processes end with this one
 
 
 def check_token(host: str, token: str | None) -> None:
@@ -292,7 +317,7 @@ def check_token(host: str, token: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address. It turns clients away until `run` is there for them.
+    """A socket at this address. It refuses clients until `run` serves them.
 
     Raises ConfigError when the address is not this machine's or the port is taken.
     """
@@ -311,28 +336,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _shows(request: Request, token: str) -> bool:
-    shown = request.headers.get("authorization", "")
-    return hmac.compare_digest(shown.encode(), f"Bearer {token}".encode())
-
-
-async def _content(request: Request) -> bytes | None:
-    """None for more bytes than a request may have."""
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _MOST_BYTES:
-            return None
-    return bytes(content)
-
-
-def _problem(status: int, what: str) -> Response:
-    headers = {"Retry-After": "1"} if status == 503 else {"Connection": "close"} if status == 408 else None
-    return PlainTextResponse(without_paths(one_line(what)), status_code=status, headers=headers)
-
-
-def _for_others(verdict: Verdict) -> Verdict:
-    """The verdict as clients see it: where files lie on this machine is no business of theirs."""
-    return verdict if verdict.problem is None else replace(verdict, problem=without_paths(verdict.problem))

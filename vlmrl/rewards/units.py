@@ -1,4 +1,4 @@
-"""Splits a measure into its value and its unit: `12 cm`, `\\$36`, `145^\\circ`, `5 \\text{ m}^2`, `5:30 pm`."""
+"""The value and the unit of a quantity: `12 cm`, `\\$36`, `145^\\circ`, `5 \\text{ m}^2`, `5:30 pm`."""
 
 import re
 from typing import NamedTuple
@@ -65,16 +65,16 @@ _TAIL = 40
 
 
 class Measure(NamedTuple):
-    """A value and what it counts."""
+    """A value and its unit."""
 
     value: str
-    """The text without its unit where that is certain: a lone letter (`2m`) may be a variable, and stays."""
+    """The text without its unit if the unit is certain: a single letter (`2m`) may be a variable, and stays."""
     unit: str | None
-    """Its canonical name; None without one that is known."""
+    """The unit's canonical name; None without a known unit."""
 
 
 def measure(text: str) -> Measure:
-    """The text, split. Only a number carries a unit: `2x + 3m` has none.
+    """Split the text. Only a number has a unit: `2x + 3m` has none.
 
     Examples: `12 cm` -> (`12`, `cm`), `\\$36` -> (`36`, `$`), `5 \\text{ sq ft}` -> (`5`, `ft^2`),
     `four` -> (`four`, None).
@@ -102,19 +102,19 @@ def last_unit(text: str) -> str | None:
 
 
 def agree(one: str | None, other: str | None) -> bool:
-    """Whether two values may be compared: a missing unit agrees with any, and degrees with those of a scale."""
+    """Whether two values can be compared: a missing unit agrees with any, and degrees with °C and °F."""
     if one is None or other is None or one == other:
         return True
     return "°" in (one, other) and one[0] == other[0]
 
 
 def _ends_of_value(text: str) -> list[int]:
-    """Where a unit may begin: behind a digit, a bracket or a constant."""
+    """Positions where a unit may start: after a digit, a bracket or a constant."""
     return [match.end() for match in re.finditer(r"[0-9](?![0-9.,]*[0-9])|\}|\)|\\pi(?![A-Za-z])", text)]
 
 
 def _is_number(text: str) -> bool:
-    """A number, a fraction, a root, a clock time: nothing that holds a variable."""
+    """The text is a number, a fraction, a root or a clock time, without a variable."""
     return (
         bool(text)
         and re.search(r"[0-9]|\\pi", text) is not None
@@ -123,7 +123,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unit(tail: str) -> tuple[str | None, bool]:
-    """(canonical unit, whether it can be nothing else) of what follows a number."""
+    """(canonical unit, whether it is certain) of the text after a number."""
     if degrees := _DEGREES.fullmatch(tail):
         return "°" + degrees.group(1), True
     if wrapped := _WRAPPED.fullmatch(tail):
@@ -141,8 +141,8 @@ def _with_power(unit: str | None, match: re.Match[str]) -> str | None:
 
 
 def _canonical(phrase: str) -> str | None:
-    """`square centimeters` -> `cm^2`, `meters per second` -> `m/s`; None when a word of it is no unit."""
-    phrase = _DEGREE_WORDS.sub(lambda found: "°" + found.group(1)[0].upper(), phrase.replace("\\$", "$").strip())
+    """`square centimeters` -> `cm^2`, `meters per second` -> `m/s`; None if one of the words is not a unit."""
+    phrase = _DEGREE_WORDS.sub(lambda degrees: "°" + degrees.group(1)[0].upper(), phrase.replace("\\$", "$").strip())
     if phrase in ("°C", "°F"):
         return phrase
     sides = [_side(side.split()) for side in re.split(r"\s*/\s*|\sper\s", phrase)]

@@ -11,7 +11,7 @@ import torch
 from scripted_loop import make_prompt, make_rollout
 
 from vlmrl.algorithms.advantages import advantages
-from vlmrl.cluster.rewards import Judges, RewardModel
+from vlmrl.cluster.rewards import Judges, RemoteRewarder, RewardModel
 from vlmrl.errors import RewardError
 from vlmrl.types import Group, Sample, Score
 
@@ -40,6 +40,26 @@ class Functions:
         return self.scores
 
 
+class FakeActor:
+    """A WorkerGroup of one rewarder, which notes the calls in the order in which they end."""
+
+    def __init__(self, scores: list[list[Score]]) -> None:
+        self.scores = scores
+        self.calls: list[str] = []
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        self.calls.append(method)
+        return [self.scores]
+
+    def submit(self, method: str, group: Group) -> list[str]:
+        return [f"{method} {group.prompt.index}"]
+
+    def wait(self, refs: list[str]) -> None:
+        self.calls += refs
+        if "begin 1" in refs:
+            raise RewardError("no label")
+
+
 def groups() -> list[Group]:
     found = []
     for index in range(2):
@@ -51,6 +71,20 @@ def groups() -> list[Group]:
 def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) -> RewardModel:
     name = "process" if is_process else "model"
     return RewardModel(name, FixedRanks(answers), weight, is_process)  # type: ignore[arg-type]
+
+
+def test_an_actor_scores_after_it_has_begun_and_its_failures_are_shown() -> None:
+    first, second = groups()
+    actor = FakeActor([[Score(1.0), Score(0.0, failure="response", problem="it is long")]])
+    shown: list[str] = []
+    rewarder = RemoteRewarder(actor, say=shown.append)  # type: ignore[arg-type]
+    rewarder.begin(first)
+    assert rewarder.score([first]) == actor.scores
+    rewarder.begin(second)
+    rewarder.score([second])
+    assert actor.calls == ["start", "begin 0", "score", "begin 1", "score"]
+    (line,) = shown
+    assert "a response to toy:0 could not be scored: it is long" in line
 
 
 def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:

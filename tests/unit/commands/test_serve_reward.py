@@ -1,16 +1,17 @@
-"""A served reward model says what it says at home."""
+"""A served reward model gives the scores that it gives in the process."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rewards.answers import group
+from rewards.responses import group
 from rewards.reward_server import serving
 
-from vlmrl.commands.serve_reward import ModelJudge, serve_rm
+from vlmrl.commands.serve_reward import ModelScorer, serve_rm
 from vlmrl.config.load import load
 from vlmrl.config.reward import Reward
 from vlmrl.config.run import ServeConfig
@@ -21,10 +22,10 @@ from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.value_head import Scale, save_value_model, value_net
 from vlmrl.plugins import Processor, processor
-from vlmrl.rewards.question import Question
+from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import make_app
-from vlmrl.types import Sample
+from vlmrl.types import Sample, Score
 
 torch.set_num_threads(1)
 
@@ -43,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    save_value_model(net, read(base), out / "judge", scale=Scale(0.5, 2.0))
-    return out / "judge"
+    save_value_model(net, read(base), out / "scorer", scale=Scale(0.5, 2.0))
+    return out / "scorer"
 
 
 @pytest.fixture(scope="module")
-def judge(folder: Path) -> ModelJudge:
-    return ModelJudge(config(folder), str(folder))
+def scorer(folder: Path) -> ModelScorer:
+    return ModelScorer(config(folder), str(folder))
 
 
 def config(folder: Path, *words: str) -> ServeConfig:
@@ -62,63 +63,67 @@ def picture(seed: int, width: int, height: int) -> InlineMedia:
     return InlineMedia(f"picture{seed}", (width, height), pixels)
 
 
-def at_home(judge: ModelJudge, folder: Path, prompt: str, response: str, *media: InlineMedia) -> float:
-    """The score of prompt, answer and end token, in a pass of their own."""
+def direct_score(scorer: ModelScorer, folder: Path, prompt: str, response: str, *media: InlineMedia) -> float:
+    """The score of prompt, response and end token, in a forward pass of their own."""
     reader = read(folder)
     tokens, _ = reader.encode(prompt, [one.size for one in media])
-    answer = reader.tokenizer(response, add_special_tokens=False, split_special_tokens=True).input_ids
-    whole = np.array([*tokens, *answer, reader.eos_token_ids[0]])
+    ids = reader.tokenizer(response, add_special_tokens=False, split_special_tokens=True).input_ids
+    whole = np.array([*tokens, *ids, reader.eos_token_ids[0]])
     sample = Sample(whole, np.arange(len(whole)) >= len(tokens), media)
-    ((_, score),), _ = judge._model.score([make_pack([sample], [0], "padded")])
+    ((_, score),), _ = scorer._model.score([make_pack([sample], [0], "padded")])
     return score
 
 
-def test_it_reads_prompt_images_answer_and_end(judge: ModelJudge, folder: Path) -> None:
+def test_it_reads_prompt_images_response_and_end(scorer: ModelScorer, folder: Path) -> None:
     sight = f"{read(folder).image_text()}how many?"  # type: ignore[attr-defined]
     wide, tall = picture(0, 84, 56), picture(1, 56, 112)
     asked = [
-        Question("a", sight, "two", media=(wide,)),
-        Question("b", "2+2=", "4"),
-        Question("c", sight, "two", media=(tall,)),
-        Question("d", sight, "<|image_pad|>", media=(wide,)),
-        Question("e", "2+2=", ""),
+        RewardRequest("a", sight, "two", media=(wide,)),
+        RewardRequest("b", "2+2=", "4"),
+        RewardRequest("c", sight, "two", media=(tall,)),
+        RewardRequest("d", sight, "<|image_pad|>", media=(wide,)),
+        RewardRequest("e", "2+2=", ""),
     ]
-    found = judge.judge(asked)
-    assert [verdict.problem for verdict in found] == [None] * 5
-    expected = [at_home(judge, folder, q.prompt, q.response, *q.media) for q in asked]  # type: ignore[arg-type]
-    assert [verdict.value for verdict in found] == pytest.approx(expected, abs=1e-5)
+    results = asyncio.run(scorer.score(asked))
+    assert [result.problem for result in results] == [None] * 5
+    expected = [direct_score(scorer, folder, q.prompt, q.response, *q.media) for q in asked]  # type: ignore[arg-type]
+    assert [result.value for result in results] == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 4) for value in expected}) == 5
 
 
-def test_what_it_cannot_read_fails_alone(judge: ModelJudge, folder: Path) -> None:
+def test_what_it_cannot_read_fails_alone(scorer: ModelScorer, folder: Path) -> None:
     sight = f"{read(folder).image_text()}how many?"  # type: ignore[attr-defined]
-    blind, fine, long = judge.judge(
-        [Question("a", sight, "2"), Question("b", "x", "y"), Question("c", "x", "y " * 3000)]
-    )
+    asked = [RewardRequest("a", sight, "2"), RewardRequest("b", "x", "y"), RewardRequest("c", "x", "y " * 3000)]
+    blind, fine, long = asyncio.run(scorer.score(asked))
     assert "1 placeholders for 0 images" in str(blind.problem)
     assert fine.problem is None
     assert "more than data.max_len" in str(long.problem)
-    assert judge.judge([]) == []
+    assert asyncio.run(scorer.score([])) == []
 
 
-def test_scores_are_in_units_of_the_models_scale(judge: ModelJudge, folder: Path) -> None:
-    normal = ModelJudge(config(folder, "--reward.normalize_enable"), str(folder))
-    asked = [Question("a", "x", "y"), Question("b", "2+2=", "4")]
-    plain = [verdict.value for verdict in judge.judge(asked)]
-    assert [v.value for v in normal.judge(asked)] == pytest.approx([(value - 0.5) / 2.0 for value in plain], abs=1e-6)
+def test_scores_are_in_units_of_the_models_scale(scorer: ModelScorer, folder: Path) -> None:
+    normal = ModelScorer(config(folder, "--reward.normalize_enable"), str(folder))
+    asked = [RewardRequest("a", "x", "y"), RewardRequest("b", "2+2=", "4")]
+    plain = [result.value for result in asyncio.run(scorer.score(asked))]
+    scaled = [result.value for result in asyncio.run(normal.score(asked))]
+    assert scaled == pytest.approx([(value - 0.5) / 2.0 for value in plain], abs=1e-6)
 
 
-def test_a_run_gets_its_scores_over_http(judge: ModelJudge, folder: Path) -> None:
+def test_a_run_gets_its_scores_over_http(scorer: ModelScorer, folder: Path) -> None:
     reader = read(folder)
     sight = picture(0, 84, 56)
     prompt = f"{reader.image_text()}how many?"  # type: ignore[attr-defined]
     one = group("two", "three", media=(sight,), prompt=prompt)
-    with (
-        serving(make_app(judge, Serve(), token=None)) as url,
-        Rewarder(Reward(remote_url=url, remote_images="data"), token="") as rewarder,
-    ):
-        scores = rewarder.score([one])[0]
-    expected = [at_home(judge, folder, prompt, answer, sight) for answer in ("two", "three")]
+
+    async def scores_over_http() -> list[Score]:
+        async with (
+            serving(make_app(scorer, Serve(), token=None)) as url,
+            Rewarder(Reward(remote_url=url, remote_images="data"), token="") as rewarder,
+        ):
+            return (await rewarder.score([one]))[0]
+
+    scores = asyncio.run(scores_over_http())
+    expected = [direct_score(scorer, folder, prompt, text, sight) for text in ("two", "three")]
     assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
 
 
@@ -128,7 +133,8 @@ def test_mistakes_are_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyP
         serve_rm(config(folder / "nowhere", "--serve.host", "0.0.0.0"))
 
 
-def test_what_is_no_text_fails_alone(judge: ModelJudge) -> None:
-    good, bad = judge.judge([Question("a", "how many?", "two"), Question("b", "how many?", "\ud800")])
+def test_what_is_no_text_fails_alone(scorer: ModelScorer) -> None:
+    asked = [RewardRequest("a", "how many?", "two"), RewardRequest("b", "how many?", "\ud800")]
+    good, bad = asyncio.run(scorer.score(asked))
     assert good.problem is None
-    assert bad.problem == "prompt and answer are no text: surrogates not allowed"
+    assert bad.problem == "prompt and response are not text: surrogates not allowed"

@@ -1,12 +1,13 @@
-"""Reward servers for tests: real ones, in threads of this process, good and bad."""
+"""Reward servers for tests: fake ones in threads, and real ones in the event loop of the test."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -23,7 +24,7 @@ Reply = Callable[[int, Asked], tuple[int, bytes]]
 
 @dataclass
 class Seen:
-    """What came to a server."""
+    """The requests that a server received."""
 
     url: str
     requests: list[Asked] = field(default_factory=list)
@@ -31,13 +32,13 @@ class Seen:
 
 
 def lengths(_: int, asked: Asked) -> tuple[int, bytes]:
-    """An answer is worth its number of characters."""
+    """Score a response by its number of characters."""
     return 200, json.dumps({"rewards": [len(response) for response in asked["responses"]]}).encode()
 
 
 @contextmanager
 def server(reply: Reply = lengths, *, delay_s: float = 0.0) -> Iterator[Seen]:
-    """Answers POST as `reply` says."""
+    """A server that replies to POST with `reply`."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,18 +70,17 @@ def server(reply: Reply = lengths, *, delay_s: float = 0.0) -> Iterator[Seen]:
             thread.join()
 
 
-@contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """The URL where the application answers."""
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    """The application behind a URL, in the event loop of the test."""
     with listen("127.0.0.1", 0) as listener:
         running = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-        thread.start()
+        task = asyncio.create_task(running.serve(sockets=[listener]))
         while not running.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
+            assert not task.done()
+            await asyncio.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             running.should_exit = True
-            thread.join()
+            await task

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rewards.answers import Picture, group
+from rewards.responses import Picture, group
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import batch
 from vlmrl.rewards.local_worker import declare
 from vlmrl.rewards.rewarder import Rewarder
-from vlmrl.rewards.server import FunctionJudge
+from vlmrl.rewards.server import FunctionScorer
 from vlmrl.types import Group
 
 FUNCTIONS = """
@@ -72,6 +72,9 @@ def short(queries, prompts, labels): return torch.ones(3)
 """
 
 
+pytestmark = pytest.mark.anyio
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("user") / "theirs.py"
@@ -93,9 +96,9 @@ def own(file: Path, function: str, **settings: Any) -> Rewarder:
     return Rewarder(Reward.model_validate(reward | settings), label_key="gold")
 
 
-def totals(rewarder: Rewarder, *groups: Group) -> list[list[float]]:
-    with rewarder:
-        return [[score.total for score in scores] for scores in rewarder.score(groups)]
+async def totals(rewarder: Rewarder, *groups: Group) -> list[list[float]]:
+    async with rewarder:
+        return [[score.total for score in scores] for scores in await rewarder.score(groups)]
 
 
 def chatting(*texts: str) -> Group:
@@ -117,31 +120,31 @@ def chatting(*texts: str) -> Group:
         ("tensor", [[1.0, 0.5], [1.0, 0.5]]),
     ],
 )
-def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wanted: list[list[float]]) -> None:
-    assert totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
+async def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wanted: list[list[float]]) -> None:
+    assert await totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
 
 
-def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None:
+async def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None:
     asked = group("7", "x")
     asked = replace(asked, prompt=replace(asked.prompt, label_key="gold"))
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:own_column", "max_failed_fraction": 0.5})
-    assert totals(Rewarder(reward), asked) == [[1.0, 0.0]]
+    assert await totals(Rewarder(reward), asked) == [[1.0, 0.0]]
     with pytest.raises(RewardError, match="shapes:17 has no column gold"):
-        totals(Rewarder(reward), group("7", "x"))
+        await totals(Rewarder(reward), group("7", "x"))
 
 
-def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
-    assert totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
-    assert totals(own(file, "trl"), group("7")) == [[1.0]]
+async def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
+    assert await totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
+    assert await totals(own(file, "trl"), group("7")) == [[1.0]]
 
 
-def test_images_come_to_who_asks_for_them(file: Path) -> None:
-    assert totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
+async def test_images_come_to_who_asks_for_them(file: Path) -> None:
+    assert await totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
 
 
-def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
-    with own(file, "reward_func") as rewarder:
-        (score, _) = rewarder.score([group("7", "8")])[0]
+async def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
+    async with own(file, "reward_func") as rewarder:
+        (score, _) = (await rewarder.score([group("7", "8")]))[0]
     assert score.parts == {
         "reward_func": 2.0,
         "reward_func/scores": 1.0,
@@ -155,51 +158,52 @@ def test_a_file_alone_is_its_reward_func(file: Path) -> None:
     assert Reward(remote_url="http://host/score.py").servers == ("http://host/score.py",)
 
 
-def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
-    with own(file, "fails") as rewarder:
-        scores = rewarder.score([group("good", "bad", "fine")])[0]
+async def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
+    async with own(file, "fails") as rewarder:
+        scores = (await rewarder.score([group("good", "bad", "fine")]))[0]
     assert [score.failure for score in scores] == [None, "response", None]
     assert [score.total for score in scores] == [2.0, 0.0, 4.0], "the batch, then each alone"
     assert str(scores[1].problem).startswith("ValueError: no number (")
 
 
-def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) -> None:
-    with own(file, "dies") as rewarder:
-        scores = rewarder.score([group("good", "bad"), group("good")])
+async def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) -> None:
+    async with own(file, "dies") as rewarder:
+        scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [[None, "response"], [None]]
     assert [[score.retried for score in row] for row in scores] == [["death", "death"], [None]]
 
 
-def test_a_network_that_fails_a_batch_fails_it_whole(file: Path) -> None:
-    with own(file, "offline", max_failed_fraction=1.0) as rewarder:
-        scores = rewarder.score([group("good", "bad"), group("good")])
+async def test_a_network_that_fails_a_batch_fails_it_whole(file: Path) -> None:
+    async with own(file, "offline", max_failed_fraction=1.0) as rewarder:
+        scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [["infrastructure"] * 2, [None]]
 
 
-def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
-    assert totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
+async def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
+    assert await totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
 
 
 @pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
-def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
+async def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
     said = f"it returned {number} rewards for 2 responses"
-    with own(file, name) as rewarder, pytest.raises(RewardError, match=said):
-        rewarder.score([group("7", "8")])
+    async with own(file, name) as rewarder:
+        with pytest.raises(RewardError, match=said):
+            await rewarder.score([group("7", "8")])
 
 
-def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
+async def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
     said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
-    with own(file, "lost") as rewarder, pytest.raises(RewardError, match=said):
-        rewarder.score([group("7")])
+    async with own(file, "lost") as rewarder:
+        with pytest.raises(RewardError, match=said):
+            await rewarder.score([group("7")])
 
 
-def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
-    from vlmrl.rewards.question import Question
+async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
+    from vlmrl.rewards.protocol import RewardRequest
 
-    judge = FunctionJudge({}, f"{file}:trl", num_workers=1, time_limit_s=5.0)
-    verdicts = judge.judge([Question("a", "p", "7", "7"), Question("b", "q", "7", "8")])
-    judge.close()
-    assert [verdict.value for verdict in verdicts] == [1.0, 0.0]
+    async with FunctionScorer({}, f"{file}:trl", num_workers=1, time_limit_s=5.0) as scorer:
+        results = await scorer.score([RewardRequest("a", "p", "7", "7"), RewardRequest("b", "q", "7", "8")])
+    assert [result.value for result in results] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import io
 import json
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from rewards.answers import Picture, group
+from rewards.responses import Picture, group
 from rewards.reward_server import Asked, Reply, lengths, server
 
 from vlmrl.config.reward import Reward
@@ -19,6 +20,8 @@ from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.client import checked
 from vlmrl.rewards.rewarder import Rewarder, check_functions
 from vlmrl.types import Group, Score
+
+pytestmark = pytest.mark.anyio
 
 
 def rewarder(*urls: str, **settings: Any) -> Rewarder:
@@ -42,9 +45,10 @@ def nobody() -> Iterator[str]:
         yield f"http://127.0.0.1:{closed.getsockname()[1]}/score"
 
 
-def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> None:
-    with server() as seen, rewarder(seen.url, remote_weight=0.5) as scoring:
-        scores = scoring.score([group("a", "bcd")])
+async def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> None:
+    with server() as seen:
+        async with rewarder(seen.url, remote_weight=0.5) as scoring:
+            scores = await scoring.score([group("a", "bcd")])
     assert [(s.total, dict(s.parts)) for s in scores[0]] == [(0.5, {"remote": 1.0}), (1.5, {"remote": 3.0})]
     asked = {key: [v for request in seen.requests for v in request[key]] for key in seen.requests[0]}
     assert asked == {
@@ -57,19 +61,21 @@ def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> None:
     }
 
 
-def test_built_in_functions_stand_beside_a_server() -> None:
-    with server() as seen, rewarder(seen.url, functions={"exact": 2.0}, remote_weight=-0.25) as scoring:
-        scores = scoring.score([group("7", "no"), group("77")])
+async def test_built_in_functions_stand_beside_a_server() -> None:
+    with server() as seen:
+        async with rewarder(seen.url, functions={"exact": 2.0}, remote_weight=-0.25) as scoring:
+            scores = await scoring.score([group("7", "no"), group("77")])
     assert totals(scores) == [[1.75, -0.5], [-0.5]]
     assert scores[0][0].parts == {"exact": 1.0, "remote": 1.0}
 
 
-def test_requests_hold_at_most_a_batch_and_answers_come_back_in_their_places() -> None:
+async def test_requests_hold_at_most_a_batch_and_scores_come_back_in_their_places() -> None:
     groups = [group(*("x" * (10 * i + j) for j in range(7))) for i in range(5)]
-    with server(delay_s=0.02) as seen, rewarder(seen.url, remote_batch_size=4) as scoring:
-        for one in groups:
-            scoring.begin(one)
-        scores = scoring.score(list(reversed(groups)))
+    with server(delay_s=0.02) as seen:
+        async with rewarder(seen.url, remote_batch_size=4) as scoring:
+            for one in groups:
+                await scoring.begin(one)
+            scores = await scoring.score(list(reversed(groups)))
     assert totals(scores) == [[float(10 * i + j) for j in range(7)] for i in reversed(range(5))]
     sizes = [len(request["responses"]) for request in seen.requests]
     assert sum(sizes) == 35
@@ -77,45 +83,38 @@ def test_requests_hold_at_most_a_batch_and_answers_come_back_in_their_places() -
     assert len(sizes) < 20
 
 
-def test_servers_of_one_reward_share_the_work() -> None:
-    with (
-        server(delay_s=0.05) as one,
-        server(delay_s=0.05) as other,
-        rewarder(one.url, other.url, remote_batch_size=2) as scoring,
-    ):
-        assert totals(scoring.score([group(*"abcdefghijklmnopqrst")])) == [[1.0] * 20]
+async def test_servers_of_one_reward_share_the_work() -> None:
+    with server(delay_s=0.05) as one, server(delay_s=0.05) as other:
+        async with rewarder(one.url, other.url, remote_batch_size=2) as scoring:
+            assert totals(await scoring.score([group(*"abcdefghijklmnopqrst")])) == [[1.0] * 20]
     counts = [sum(len(request["responses"]) for request in seen.requests) for seen in (one, other)]
     assert sum(counts) == 20
     assert min(counts) >= 6
 
 
-def test_one_server_takes_over_from_another_that_is_down() -> None:
-    with (
-        nobody() as down,
-        server() as up,
-        rewarder(down, up.url, remote_retries=0, max_failed_fraction=0.0) as scoring,
-    ):
-        for _ in range(3):
-            assert totals(scoring.score([group("a", "bb", "ccc")])) == [[1.0, 2.0, 3.0]]
+async def test_one_server_takes_over_from_another_that_is_down() -> None:
+    with nobody() as down, server() as up:
+        async with rewarder(down, up.url, remote_retries=0, max_failed_fraction=0.0) as scoring:
+            for _ in range(3):
+                assert totals(await scoring.score([group("a", "bb", "ccc")])) == [[1.0, 2.0, 3.0]]
 
 
-def test_one_server_takes_over_from_another_that_hangs_and_is_left_alone_then() -> None:
-    with (
-        server(delay_s=1.5) as slow,
-        server() as fast,
-        rewarder(slow.url, fast.url, remote_timeout_s=0.3, remote_retries=0, max_failed_fraction=0.0) as scoring,
-    ):
-        assert totals(scoring.score([group("a"), group("bb")])) == [[1.0], [2.0]]
-        start = time.monotonic()
-        for _ in range(3):
-            assert totals(scoring.score([group("a")])) == [[1.0]]
-        assert time.monotonic() - start < 0.6
+async def test_one_server_takes_over_from_another_that_hangs_and_is_left_alone_then() -> None:
+    with server(delay_s=1.5) as slow, server() as fast:
+        async with rewarder(
+            slow.url, fast.url, remote_timeout_s=0.3, remote_retries=0, max_failed_fraction=0.0
+        ) as scoring:
+            assert totals(await scoring.score([group("a"), group("bb")])) == [[1.0], [2.0]]
+            start = time.monotonic()
+            for _ in range(3):
+                assert totals(await scoring.score([group("a")])) == [[1.0]]
+            assert time.monotonic() - start < 0.6
 
 
-def test_no_server_at_all_is_said_at_the_start() -> None:
+async def test_no_server_at_all_is_said_at_the_start() -> None:
     with nobody() as down, pytest.raises(ConfigError) as error:
-        rewarder(down)
-    assert str(error.value).startswith(f"reward.remote_url: {down} does not answer: ")
+        await rewarder(down).start()
+    assert str(error.value).startswith(f"reward.remote_url: {down} does not reply: ")
     assert str(error.value).endswith("start it (vlmrl serve-rm), or correct the address")
     assert "\n" not in str(error.value)
 
@@ -124,7 +123,7 @@ def test_servers_need_not_be_up_when_nobody_asks_them() -> None:
     with nobody() as down:
         reward = Reward(remote_url=down, functions={"exact": 1.0})
         check_functions(reward, asks_servers=False)
-        with pytest.raises(ConfigError, match="does not answer"):
+        with pytest.raises(ConfigError, match="does not reply"):
             check_functions(reward)
 
 
@@ -134,40 +133,41 @@ def test_what_is_no_url_is_said_at_the_start(url: str) -> None:
         rewarder(url)
 
 
-def test_a_server_that_goes_down_stops_the_run_with_the_reason() -> None:
+async def test_a_server_that_goes_down_stops_the_run_with_the_reason() -> None:
     with server() as seen:
         scoring = rewarder(seen.url)
-        assert totals(scoring.score([group("a")])) == [[1.0]]
-    with scoring, pytest.raises(RewardError) as error:
-        scoring.score([group("a", "b")])
-    assert "1 of 2 answers could not be scored" in str(error.value)
-    assert f"{seen.url} does not answer: " in str(error.value)
+        await scoring.start()
+        assert totals(await scoring.score([group("a")])) == [[1.0]]
+    with pytest.raises(RewardError) as error:
+        await scoring.score([group("a", "b")])
+    await scoring.close()
+    assert "1 of 2 responses could not be scored" in str(error.value)
+    assert f"{seen.url} does not reply: " in str(error.value)
     assert "(the last of 2 tries), on shapes:17" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_what_no_server_scored_is_the_infrastructures_doing() -> None:
+async def test_what_no_server_scored_is_the_infrastructures_doing() -> None:
     with server() as seen:
         scoring = rewarder(seen.url, remote_retries=0, max_failed_fraction=1.0)
-    with scoring:
-        (score,) = scoring.score([group("a")])[0]
+        await scoring.start()
+    (score,) = (await scoring.score([group("a")]))[0]
+    await scoring.close()
     assert (score.total, score.failure) == (0.0, "infrastructure")
 
 
-def test_a_slow_server_is_asked_again_and_then_its_answers_fail() -> None:
-    with (
-        server(delay_s=0.8) as seen,
-        rewarder(seen.url, remote_timeout_s=0.2) as scoring,
-        pytest.raises(
-            RewardError,
-            match=r"takes longer than 0\.2 s, reward\.remote_timeout_s: raise it, .* \(the last of 2 tries\)",
-        ),
-    ):
-        scoring.score([group("a")])
+async def test_a_slow_server_is_asked_again_and_then_its_responses_fail() -> None:
+    with server(delay_s=0.8) as seen:
+        async with rewarder(seen.url, remote_timeout_s=0.2) as scoring:
+            with pytest.raises(
+                RewardError,
+                match=r"takes longer than 0\.2 s, reward\.remote_timeout_s: raise it, .* \(the last of 2 tries\)",
+            ):
+                await scoring.score([group("a")])
     assert len(seen.requests) == 2
 
 
-def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
+async def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     def drip(listener: socket.socket) -> None:
         listener.accept()[0].close()  # who knocks at the start
         connection, _ = listener.accept()
@@ -186,88 +186,78 @@ def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         start = time.monotonic()
-        with rewarder(url, other.url, remote_timeout_s=0.3, remote_retries=0) as scoring:
-            scores = scoring.score([group("a")])
+        async with rewarder(url, other.url, remote_timeout_s=0.3, remote_retries=0) as scoring:
+            scores = await scoring.score([group("a")])
         assert totals(scores) == [[1.0]]
         assert time.monotonic() - start < 0.9  # of the 1 s that the server drips
         thread.join()
 
 
-def test_an_error_that_passes_costs_nothing() -> None:
+async def test_an_error_that_passes_costs_nothing() -> None:
     def once(number: int, asked: Asked) -> tuple[int, bytes]:
         return (500, b"out of memory") if number == 0 else lengths(number, asked)
 
-    with server(once) as seen, rewarder(seen.url, max_failed_fraction=0.0) as scoring:
-        assert totals(scoring.score([group("a")])) == [[1.0]]
+    with server(once) as seen:
+        async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
+            assert totals(await scoring.score([group("a")])) == [[1.0]]
     assert len(seen.requests) == 2
 
 
-def test_an_error_that_stays_says_what_the_server_said() -> None:
-    with (
-        server(lambda *_: (500, b"out of\n memory")) as seen,
-        rewarder(seen.url, remote_retries=0) as scoring,
-        pytest.raises(RewardError, match=r"answered with status 500: out of memory, on shapes:17$"),
-    ):
-        scoring.score([group("a")])
+async def test_an_error_that_stays_says_what_the_server_said() -> None:
+    with server(lambda *_: (500, b"out of\n memory")) as seen:
+        async with rewarder(seen.url, remote_retries=0) as scoring:
+            with pytest.raises(RewardError, match=r"replied with status 500: out of memory, on shapes:17$"):
+                await scoring.score([group("a")])
 
 
 @pytest.mark.parametrize("status", [307, 400, 404, 413, 422])
-def test_what_would_fail_again_is_not_repeated(status: int) -> None:
-    with (
-        server(lambda *_: (status, b"no")) as seen,
-        rewarder(seen.url, remote_retries=3) as scoring,
-        pytest.raises(RewardError, match=f"answered with status {status}: no"),
-    ):
-        scoring.score([group("a")])
+async def test_what_would_fail_again_is_not_repeated(status: int) -> None:
+    with server(lambda *_: (status, b"no")) as seen:
+        async with rewarder(seen.url, remote_retries=3) as scoring:
+            with pytest.raises(RewardError, match=f"replied with status {status}: no"):
+                await scoring.score([group("a")])
     assert len(seen.requests) == 1
 
 
-def test_one_server_takes_over_from_another_that_refuses() -> None:
-    with (
-        server(lambda *_: (404, b"no such path")) as lost,
-        server() as fine,
-        rewarder(lost.url, fine.url, max_failed_fraction=0.0) as scoring,
-    ):
-        start = time.monotonic()
-        assert totals(scoring.score([group(*"abcdefgh")])) == [[1.0] * 8]
-        assert time.monotonic() - start < 1.0
+async def test_one_server_takes_over_from_another_that_refuses() -> None:
+    with server(lambda *_: (404, b"no such path")) as lost, server() as fine:
+        async with rewarder(lost.url, fine.url, max_failed_fraction=0.0) as scoring:
+            start = time.monotonic()
+            assert totals(await scoring.score([group(*"abcdefgh")])) == [[1.0] * 8]
+            assert time.monotonic() - start < 1.0
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html>busy</html>", "answered with what is not JSON: <html>busy</html>"),
-        (b"\xff\xfe", "answered with what is not JSON"),
-        (b"[" * 100_000, "answered with what is not JSON"),
-        (b"", "answered with what is not JSON"),
-        (b"[1.0, 2.0]", 'answered without "rewards"'),
-        (b'{"scores": [1.0, 2.0]}', 'answered without "rewards"'),
-        (b'{"rewards": 1.0}', 'answered with "rewards" that are no list but a float'),
-        (b'{"rewards": [1.0]}', 'answered with 1 "rewards" for 2 answers'),
-        (b'{"rewards": [1.0, 2.0, 3.0]}', 'answered with 3 "rewards" for 2 answers'),
-        (b'{"rewards": [1.0, 2.0], "extra_logs": {"a": [1.0]}}', 'answered with 1 "a" for 2 answers'),
+        (b"<html>busy</html>", "replied with what is not JSON: <html>busy</html>"),
+        (b"\xff\xfe", "replied with what is not JSON"),
+        (b"[" * 100_000, "replied with what is not JSON"),
+        (b"", "replied with what is not JSON"),
+        (b"[1.0, 2.0]", 'replied without "rewards"'),
+        (b'{"scores": [1.0, 2.0]}', 'replied without "rewards"'),
+        (b'{"rewards": 1.0}', 'replied with "rewards" that are no list but a float'),
+        (b'{"rewards": [1.0]}', 'replied with 1 "rewards" for 2 responses'),
+        (b'{"rewards": [1.0, 2.0, 3.0]}', 'replied with 3 "rewards" for 2 responses'),
+        (b'{"rewards": [1.0, 2.0], "extra_logs": {"a": [1.0]}}', 'replied with 1 "a" for 2 responses'),
         (b'{"rewards": [1.0, 2.0], "extra_logs": [1.0]}', '"extra_logs" that are no object but a list'),
     ],
 )
-def test_garbage_fails_the_whole_request_and_says_what_it_was(body: bytes, said: str) -> None:
-    with (
-        server(lambda *_: (200, body)) as seen,
-        rewarder(seen.url, remote_retries=0) as scoring,
-        pytest.raises(RewardError) as error,
-    ):
-        scoring.score([group("a", "b")])
+async def test_garbage_fails_the_whole_request_and_says_what_it_was(body: bytes, said: str) -> None:
+    with server(lambda *_: (200, body)) as seen:
+        async with rewarder(seen.url, remote_retries=0) as scoring:
+            with pytest.raises(RewardError) as error:
+                await scoring.score([group("a", "b")])
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 
 
-def test_an_endless_answer_does_not_fill_the_memory() -> None:
-    with (
-        server(lambda *_: (200, b" " * (65 << 20))) as seen,
-        rewarder(seen.url, remote_retries=0) as scoring,
-        pytest.raises(RewardError, match="answered with more than 67108864 bytes"),
-    ):
-        scoring.score([group("a")])
+async def test_an_endless_reply_does_not_fill_the_memory() -> None:
+    with server(lambda *_: (200, b" " * (65 << 20))) as seen:
+        async with rewarder(seen.url, remote_retries=0) as scoring:
+            with pytest.raises(RewardError, match="replied with more than 67108864 bytes"):
+                await scoring.score([group("a")])
 
 
 @pytest.mark.parametrize(
@@ -277,25 +267,26 @@ def test_an_endless_answer_does_not_fill_the_memory() -> None:
         ("Infinity", "it returned inf, which is not a finite number"),
         ("1e999", "it returned inf, which is not a finite number"),
         ("null", "the server gave no reward and no reason"),
-        ('"1"', "it returned a str of 1 where one number per answer is wanted"),
-        ("[1.0]", "it returned a list of 1 where one number per answer is wanted"),
+        ('"1"', "it returned a str of 1 where one number per response is wanted"),
+        ("[1.0]", "it returned a list of 1 where one number per response is wanted"),
     ],
 )
-def test_what_is_no_number_fails_that_answer_alone(number: str, said: str) -> None:
+async def test_what_is_no_number_fails_that_response_alone(number: str, said: str) -> None:
     def reply(_: int, asked: Asked) -> tuple[int, bytes]:
         rewards = [number if response == "bad" else "2.5" for response in asked["responses"]]
         return 200, f'{{"rewards": [{", ".join(rewards)}]}}'.encode()
 
     one = group("good", "bad", "good")
     with server(reply) as seen:
-        with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
-            (scores,) = scoring.score([one])
+        async with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
+            (scores,) = await scoring.score([one])
         assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
-        with rewarder(seen.url, max_failed_fraction=0.0) as scoring, pytest.raises(RewardError, match=said):
-            scoring.score([group("bad", "bad")])
+        async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
+            with pytest.raises(RewardError, match=said):
+                await scoring.score([group("bad", "bad")])
 
 
-def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_numbers() -> None:
+async def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_numbers() -> None:
     def reply(_: int, asked: Asked) -> tuple[int, bytes]:
         bad = [response == "bad" for response in asked["responses"]]
         return 200, json.dumps(
@@ -307,20 +298,22 @@ def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_numbers() ->
         ).encode()
 
     with server(reply) as seen:
-        with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
-            good, bad = scoring.score([group("good", "bad")])[0]
+        async with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
+            good, bad = (await scoring.score([group("good", "bad")]))[0]
         assert (good.total, dict(good.parts)) == (1.0, {"remote": 1.0, "remote/style": 0.5})
         assert (bad.failed, dict(bad.parts)) == (True, {})
-        with rewarder(seen.url, max_failed_fraction=0.0) as scoring, pytest.raises(RewardError, match="too long, on"):
-            scoring.score([group("bad")])
+        async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
+            with pytest.raises(RewardError, match="too long, on"):
+                await scoring.score([group("bad")])
 
 
-def test_images_stay_at_home_or_go_by_name_or_once_as_they_are() -> None:
+async def test_images_stay_at_home_or_go_by_name_or_once_as_they_are() -> None:
     groups = [group("a", "b", media=(Picture(), Picture())), group("c")]
     sent: dict[str, list[Asked]] = {}
     for images in ("none", "hash", "data"):
-        with server() as seen, rewarder(seen.url, remote_images=images) as scoring:
-            scoring.score(groups)
+        with server() as seen:
+            async with rewarder(seen.url, remote_images=images) as scoring:
+                await scoring.score(groups)
         sent[images] = seen.requests
     assert all(request["images"] == [[]] * len(request["responses"]) for request in sent["none"])
     for images in ("hash", "data"):
@@ -336,27 +329,29 @@ def test_images_stay_at_home_or_go_by_name_or_once_as_they_are() -> None:
     assert np.array_equal(np.asarray(image), Picture().fetch())
 
 
-def test_what_was_begun_is_scored_while_nobody_waits() -> None:
+async def test_what_was_begun_is_scored_while_nobody_waits() -> None:
     groups: list[Group] = [group("a", index=1), group("bb", index=2)]
-    with server(delay_s=0.6) as seen, rewarder(seen.url) as scoring:
-        start = time.monotonic()
-        for one in groups:
-            scoring.begin(one)
-        assert time.monotonic() - start < 0.4
-        time.sleep(1.0)
-        start = time.monotonic()
-        assert totals(scoring.score(groups)) == [[1.0], [2.0]]
-        assert time.monotonic() - start < 0.4
+    with server(delay_s=0.6) as seen:
+        async with rewarder(seen.url) as scoring:
+            start = time.monotonic()
+            for one in groups:
+                await scoring.begin(one)
+            assert time.monotonic() - start < 0.4
+            await asyncio.sleep(1.0)
+            start = time.monotonic()
+            assert totals(await scoring.score(groups)) == [[1.0], [2.0]]
+            assert time.monotonic() - start < 0.4
     assert sum(len(request["responses"]) for request in seen.requests) == 2
 
 
-def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMRL_RM_TOKEN", " s3cret\n")
     reward = Reward(remote_url="http://127.0.0.1:1", remote_retries=0)
     with server(lambda *_: (500, b"no")) as seen:
         there = reward.model_copy(update={"remote_url": seen.url + "?room=hidden"})
-        with Rewarder(there) as scoring, pytest.raises(RewardError) as error:
-            scoring.score([group("a")])
+        async with Rewarder(there) as scoring:
+            with pytest.raises(RewardError) as error:
+                await scoring.score([group("a")])
     assert seen.headers[0]["Authorization"] == "Bearer s3cret"
     assert all(secret not in str(error.value) for secret in ("s3cret", "hidden"))
     monkeypatch.setenv("VLMRL_RM_TOKEN", "two words")
@@ -384,12 +379,13 @@ def test_a_url_may_hold_what_is_no_secret() -> None:
     assert checked(url) == url
 
 
-def test_nothing_waits_for_requests_that_nobody_wants_any_more() -> None:
+async def test_nothing_waits_for_requests_that_nobody_wants_any_more() -> None:
     with server(delay_s=1.0) as seen:
         scoring = rewarder(seen.url)
-        scoring.begin(group("a"))
-        time.sleep(0.1)
+        await scoring.start()
+        await scoring.begin(group("a"))
+        await asyncio.sleep(0.1)
         start = time.monotonic()
-        scoring.close()
-        scoring.close()
+        await scoring.close()
+        await scoring.close()
         assert time.monotonic() - start < 0.5

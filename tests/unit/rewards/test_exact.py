@@ -87,7 +87,7 @@ def test_what_is_no_number_is_compared_as_text(text: str) -> None:
         "\\boxed{" + "\u0301\u0316" * 2000 + "}",
     ],
 )
-def test_a_hostile_answer_scores_zero_at_once(response: str) -> None:
+def test_a_hostile_response_scores_zero_at_once(response: str) -> None:
     start = time.perf_counter()
     assert score(response, "4") == 0.0
     assert time.perf_counter() - start < 2

@@ -13,15 +13,15 @@ import httpx
 import pytest
 import requests
 import urllib3
-from rewards.answers import group
+from rewards.responses import group
 
-from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, doing_of
+from vlmrl.rewards.failures import FirstFailures, TooHardError, count_failures, failure_of
 from vlmrl.types import Failure, Score
 
-ASKED = httpx.Request("POST", "http://judge")
+ASKED = httpx.Request("POST", "http://scorer")
 
 
-def answered(status: int) -> requests.Response:
+def reply(status: int) -> requests.Response:
     response = requests.Response()
     response.status_code = status
     return response
@@ -52,8 +52,8 @@ def caused(cause: BaseException) -> BaseException:
         httpx.HTTPStatusError("500", request=None, response=None),  # type: ignore[arg-type]
         urllib3.exceptions.ProtocolError(),
         OSError(errno.ENOSPC, "No space left on device"),
-        urllib.error.HTTPError("http://judge", 503, "busy", http.client.HTTPMessage(), None),
-        *(requests.HTTPError("not now", response=answered(status)) for status in (401, 404, 429, 500)),
+        urllib.error.HTTPError("http://scorer", 503, "busy", http.client.HTTPMessage(), None),
+        *(requests.HTTPError("not now", response=reply(status)) for status in (401, 404, 429, 500)),
         httpx.HTTPStatusError("down", request=ASKED, response=httpx.Response(502)),
         caused(httpx.ConnectError("no route")),
         caused(caused(ConnectionResetError())),
@@ -61,7 +61,7 @@ def caused(cause: BaseException) -> BaseException:
     ids=lambda error: type(error).__name__,
 )
 def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
-    assert doing_of(error) == "infrastructure"
+    assert failure_of(error) == "infrastructure"
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
         caused(ValueError()),
         OSError(errno.ENAMETOOLONG, "File name too long"),
         OSError(errno.E2BIG, "Argument list too long"),
-        urllib.error.HTTPError("http://judge", 413, "too long", http.client.HTTPMessage(), None),
-        requests.HTTPError("too long for the judge", response=answered(400)),
-        caused(requests.HTTPError("no text", response=answered(422))),
+        urllib.error.HTTPError("http://scorer", 413, "too long", http.client.HTTPMessage(), None),
+        requests.HTTPError("too long for the scorer", response=reply(400)),
+        caused(requests.HTTPError("no text", response=reply(422))),
         httpx.HTTPStatusError("too long", request=ASKED, response=httpx.Response(400)),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_everything_else_is_the_responses_doing(error: BaseException) -> None:
-    assert doing_of(error) == "response"
+    assert failure_of(error) == "response"
 
 
 def test_a_circle_of_causes_ends() -> None:
     one, two = ValueError(), KeyError()
     one.__cause__, two.__cause__ = two, one
-    assert doing_of(one) == "response"
+    assert failure_of(one) == "response"
 
 
 def test_failures_are_counted_by_kind_and_second_tries_by_reason() -> None:

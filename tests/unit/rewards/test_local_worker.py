@@ -12,7 +12,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.rewards import local_worker as worker
 
 
-def loaded(tmp_path: Path, body: str) -> Callable[..., worker.Verdict]:
+def loaded(tmp_path: Path, body: str) -> Callable[..., worker.RewardResult]:
     (tmp_path / "reward.py").write_text(body)
     worker.load((), f"{tmp_path / 'reward.py'}:f")
     worker.describe("f")
@@ -24,7 +24,7 @@ def test_a_built_in_function_declares_what_it_needs() -> None:
     assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
     assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
     assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), wants_label=False)
-    assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.Verdict(1.0)
+    assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.RewardResult(1.0)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +60,29 @@ def test_a_function_that_wants_something_else_is_refused(signature: str, said: s
 
 
 @pytest.mark.parametrize(
-    ("expression", "verdict"),
+    ("expression", "result"),
     [
-        ("3", worker.Verdict(3.0)),
-        ("True", worker.Verdict(1.0)),
-        ("np.int64(2)", worker.Verdict(2.0)),
-        ("np.array(0.5)", worker.Verdict(0.5)),
-        ("torch.tensor(0.5)", worker.Verdict(0.5)),
-        ("fractions.Fraction(1, 4)", worker.Verdict(0.25)),
-        ("{'total': 1, 'is it?': np.float32(0.5)}", worker.Verdict(1.0, {"is_it_": 0.5})),
-        ("torch.ones(2)", worker.Verdict(problem="it returned a Tensor of 2 where one number per answer is wanted")),
-        ("[1.0]", worker.Verdict(problem="it returned a list of 1 where one number per answer is wanted")),
-        ("1j", worker.Verdict(problem="it returned a complex where one number per answer is wanted")),
-        ("-np.inf", worker.Verdict(problem="it returned -inf, which is not a finite number")),
+        ("3", worker.RewardResult(3.0)),
+        ("True", worker.RewardResult(1.0)),
+        ("np.int64(2)", worker.RewardResult(2.0)),
+        ("np.array(0.5)", worker.RewardResult(0.5)),
+        ("torch.tensor(0.5)", worker.RewardResult(0.5)),
+        ("fractions.Fraction(1, 4)", worker.RewardResult(0.25)),
+        ("{'total': 1, 'is it?': np.float32(0.5)}", worker.RewardResult(1.0, {"is_it_": 0.5})),
+        (
+            "torch.ones(2)",
+            worker.RewardResult(problem="it returned a Tensor of 2 where one number per response is wanted"),
+        ),
+        ("[1.0]", worker.RewardResult(problem="it returned a list of 1 where one number per response is wanted")),
+        ("1j", worker.RewardResult(problem="it returned a complex where one number per response is wanted")),
+        ("-np.inf", worker.RewardResult(problem="it returned -inf, which is not a finite number")),
     ],
 )
-def test_what_is_returned_is_one_number_or_a_problem(tmp_path: Path, expression: str, verdict: worker.Verdict) -> None:
+def test_what_is_returned_is_one_number_or_a_problem(
+    tmp_path: Path, expression: str, result: worker.RewardResult
+) -> None:
     call = loaded(tmp_path, f"import fractions, torch, numpy as np\ndef f(response): return {expression}")
-    assert call() == verdict
+    assert call() == result
 
 
 def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Path) -> None:
@@ -135,12 +140,17 @@ def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_pat
 
 
 _IN_A_POOL = """
+import asyncio
 from vlmrl.rewards.local import Functions
 
-if __name__ == "__main__":
+async def main():
     functions = Functions(("exact",), None, num_workers=1, time_limit_s=5.0)
+    await functions.start()
     print(*functions.names)
-    functions.close()
+    await functions.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
 """
 
 

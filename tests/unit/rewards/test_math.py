@@ -265,7 +265,7 @@ def test_a_clock_time_is_not_a_fraction() -> None:
     ],
     ids=["tower", "factorial", "parentheses", "fractions", "digits", "dollars", "sum", "not-unicode"],
 )
-def test_a_hostile_answer_is_worth_nothing_and_ends(response: str) -> None:
+def test_a_hostile_response_is_worth_nothing_and_ends(response: str) -> None:
     start = time.perf_counter()
     with suppress(TooHardError):
         assert score(response, "4") == 0.0

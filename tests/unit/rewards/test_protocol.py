@@ -2,11 +2,10 @@ import json
 
 import numpy as np
 import pytest
-from rewards.answers import Picture, group
+from rewards.responses import Picture, group
 
-from vlmrl.rewards.local_worker import Verdict
-from vlmrl.rewards.protocol import read_answer, read_request, write_answer, write_request
-from vlmrl.rewards.question import questions
+from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.protocol import read_request, read_results, reward_requests, write_request, write_results
 
 
 def request(**fields: object) -> bytes:
@@ -14,7 +13,10 @@ def request(**fields: object) -> bytes:
 
 
 def test_a_request_arrives_as_it_was_sent() -> None:
-    sent = [*questions(group("a", "b", media=(Picture(), Picture()))), *questions(group("ç\ud800", label=None))]
+    sent = [
+        *reward_requests(group("a", "b", media=(Picture(), Picture()))),
+        *reward_requests(group("ç\ud800", label=None)),
+    ]
     found = read_request(write_request(sent, "data"), wants_images=True)
     assert [(q.prompt, q.response, q.label, q.metadata) for q in found] == [
         (q.prompt, q.response, q.label, q.metadata) for q in sent
@@ -24,7 +26,7 @@ def test_a_request_arrives_as_it_was_sent() -> None:
 
 
 def test_images_are_opened_only_for_who_wants_them() -> None:
-    sent = questions(group("a", media=(Picture(),)))
+    sent = reward_requests(group("a", media=(Picture(),)))
     for images in ("none", "hash", "data"):
         assert read_request(write_request(sent, images), wants_images=False)[0].media == ()
     with pytest.raises(ValueError, match=r"image c0ffee is not in media: set reward\.remote_images"):
@@ -34,8 +36,8 @@ def test_images_are_opened_only_for_who_wants_them() -> None:
 def test_the_old_protocol_is_understood() -> None:
     (alone,) = read_request(request(query=["2+2=4"]), wants_images=True)
     assert (alone.prompt, alone.response, alone.label) == ("", "2+2=4", None)
-    (question,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
-    assert (question.prompt, question.response, question.label) == ("2+2=", "4", "4")
+    (one,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
+    assert (one.prompt, one.response, one.label) == ("2+2=", "4", "4")
     assert read_request(request(query=[]), wants_images=True) == []
 
 
@@ -68,39 +70,42 @@ def test_what_is_no_request_is_refused_in_one_line(content: bytes, said: str) ->
 
 
 def test_the_name_of_an_image_is_never_the_clients() -> None:
-    sent = json.loads(write_request(questions(group("a", media=(Picture(),))), "data"))
+    sent = json.loads(write_request(reward_requests(group("a", media=(Picture(),))), "data"))
     sent["media"] = {"../../evil": sent["media"]["c0ffee"]}
     sent["images"] = [["../../evil"]]
-    (question,) = read_request(json.dumps(sent).encode(), wants_images=True)
-    assert question.media[0].hash.isalnum()
+    (one,) = read_request(json.dumps(sent).encode(), wants_images=True)
+    assert one.media[0].hash.isalnum()
 
 
-def test_an_answer_arrives_as_it_was_sent() -> None:
-    sent = [Verdict(1.5, {"a": 2.0}), Verdict(problem="it broke"), Verdict(-1.0, {"b": 0.0})]
-    assert json.loads(write_answer(sent)) == {
+def test_a_reply_arrives_as_it_was_sent() -> None:
+    sent = [RewardResult(1.5, {"a": 2.0}), RewardResult(problem="it broke"), RewardResult(-1.0, {"b": 0.0})]
+    assert json.loads(write_results(sent)) == {
         "rewards": [1.5, None, -1.0],
         "problems": [None, "it broke", None],
         "failures": [None, "response", None],
         "extra_logs": {"a": [2.0, None, None], "b": [None, None, 0.0]},
     }
-    assert read_answer(write_answer(sent), 3) == sent
-    assert read_answer(write_answer([]), 0) == []
+    assert read_results(write_results(sent), 3) == sent
+    assert read_results(write_results([]), 0) == []
 
 
 @pytest.mark.parametrize("odd", ["NaN", "Infinity", '"long"', "[1.0]", "null", "1" * 400])
 def test_what_a_server_only_logs_takes_no_reward_with_it(odd: str) -> None:
     answer = f'{{"rewards": [1.0, 0.5], "extra_logs": {{"length": [{odd}, 3], "style": [0.5, {odd}]}}}}'
-    assert read_answer(answer.encode(), 2) == [Verdict(1.0, {"style": 0.5}), Verdict(0.5, {"length": 3.0})]
+    assert read_results(answer.encode(), 2) == [
+        RewardResult(1.0, {"style": 0.5}),
+        RewardResult(0.5, {"length": 3.0}),
+    ]
 
 
 def test_whose_doing_a_failure_is_crosses_the_wire() -> None:
     sent = [
-        Verdict(1.0),
-        Verdict(problem="no judge", blame="infrastructure"),
-        Verdict(problem="no number"),
+        RewardResult(1.0),
+        RewardResult(problem="no scorer", blame="infrastructure"),
+        RewardResult(problem="no number"),
     ]
-    assert read_answer(write_answer(sent), 3) == sent
+    assert read_results(write_results(sent), 3) == sent
     old = b'{"rewards": [null, 1.0], "problems": ["no number", null]}'
-    assert [verdict.failure for verdict in read_answer(old, 2)] == ["response", None]
-    with pytest.raises(ValueError, match='answered with 1 "failures" for 2 answers'):
-        read_answer(b'{"rewards": [null, 1.0], "failures": ["response"]}', 2)
+    assert [result.failure for result in read_results(old, 2)] == ["response", None]
+    with pytest.raises(ValueError, match='replied with 1 "failures" for 2 responses'):
+        read_results(b'{"rewards": [null, 1.0], "failures": ["response"]}', 2)

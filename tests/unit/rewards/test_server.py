@@ -1,15 +1,14 @@
+import asyncio
 import base64
-import concurrent.futures
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,17 @@ import httpx
 import psutil
 import pytest
 from PIL import Image
-from rewards.answers import Picture, group
+from rewards.responses import Picture, group
 from rewards.reward_server import serving
 
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import Verdict
+from vlmrl.rewards.local_worker import RewardResult
 from vlmrl.rewards.pool import stop_forkserver
-from vlmrl.rewards.question import Question
+from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.rewarder import Rewarder
-from vlmrl.rewards.server import FunctionJudge, Judge, check_token, listen, make_app
+from vlmrl.rewards.server import FunctionScorer, Scorer, check_token, listen, make_app
 
 FUNCTIONS = """
 import time
@@ -51,33 +50,33 @@ def picky(response):
 """
 
 
+pytestmark = pytest.mark.anyio
+
+
 class Lengths:
-    """An answer is worth its number of characters, some time later; `bug` breaks it."""
+    """Scores a response by its number of characters, some time later; `bug` breaks it."""
 
     wants_images = False
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.batches: list[int] = []
-        self.is_closed = False
-        self._is_busy = threading.Lock()
+        self._is_busy = False
 
-    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
-        assert self._is_busy.acquire(blocking=False), "asked twice at once"
-        self.batches.append(len(questions))
-        time.sleep(self.delay_s)
-        self._is_busy.release()
-        if any(question.response == "bug" for question in questions):
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        assert not self._is_busy, "called twice at once"
+        self._is_busy = True
+        self.batches.append(len(requests))
+        await asyncio.sleep(self.delay_s)
+        self._is_busy = False
+        if any(request.response == "bug" for request in requests):
             raise IndexError("list index\nout of range")
-        return [Verdict(float(len(question.response))) for question in questions]
-
-    def close(self) -> None:
-        self.is_closed = True
+        return [RewardResult(float(len(request.response))) for request in requests]
 
 
-def served(judge: Judge, *, token: str | None = None, **settings: Any) -> AbstractContextManager[str]:
+def served(scorer: Scorer, *, token: str | None = None, **settings: Any) -> AbstractAsyncContextManager[str]:
     """The URL of a server of ours."""
-    return serving(make_app(judge, Serve(**settings), token))
+    return serving(make_app(scorer, Serve(**settings), token))
 
 
 @pytest.fixture(scope="module")
@@ -87,218 +86,220 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def function(file: Path, name: str, **weights: float) -> FunctionJudge:
-    return FunctionJudge(weights, f"{file}:{name}", num_workers=2, time_limit_s=5.0)
+def function(file: Path, name: str, **weights: float) -> FunctionScorer:
+    return FunctionScorer(weights, f"{file}:{name}", num_workers=2, time_limit_s=5.0)
 
 
 def client(*urls: str, token: str = "", **settings: Any) -> Rewarder:
     return Rewarder(Reward.model_validate({"remote_url": urls, "remote_retries": 1} | settings), token=token)
 
 
-def ask(url: str, *responses: str, **more: Any) -> httpx.Response:
-    return httpx.post(url, json={"responses": responses, **more}, timeout=10)
+async def send(method: str, url: str, **content: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=10) as http:
+        return await http.request(method, url, **content)
 
 
-def test_a_served_function_says_what_it_would_say_at_home(file: Path) -> None:
+async def ask(url: str, *responses: str, **more: Any) -> httpx.Response:
+    return await send("POST", url, json={"responses": responses, **more})
+
+
+async def test_a_served_function_says_what_it_would_say_at_home(file: Path) -> None:
     groups = [group("a", "bcd"), group("ef")]
-    with closing(function(file, "length")) as judge, served(judge) as url, client(url) as scoring:
-        far = scoring.score(groups)
-    with Rewarder(Reward(remote_url=f"{file}:length")) as rewarder:
-        at_home = rewarder.score(groups)
+    async with function(file, "length") as scorer, served(scorer) as url, client(url) as scoring:
+        far = await scoring.score(groups)
+    async with Rewarder(Reward(remote_url=f"{file}:length")) as rewarder:
+        at_home = await rewarder.score(groups)
     assert [[s.total for s in row] for row in far] == [[s.total for s in row] for row in at_home] == [[1, 3], [2]]
     assert far[0][1].parts == {"remote": 3.0, "remote/length": 3.0, "remote/length_first": 98.0}
 
 
-def test_several_functions_are_served_as_their_weighted_sum(file: Path) -> None:
-    with closing(function(file, "length", exact=10.0)) as judge, served(judge) as url:
-        answer = ask(url + "/get_reward", "7", "no", labels=["7", "7"]).json()
-    assert answer["rewards"] == [11.0, 2.0]
-    assert answer["extra_logs"]["exact"] == [1.0, 0.0]
+async def test_several_functions_are_served_as_their_weighted_sum(file: Path) -> None:
+    async with function(file, "length", exact=10.0) as scorer, served(scorer) as url:
+        reply = (await ask(url + "/get_reward", "7", "no", labels=["7", "7"])).json()
+    assert reply["rewards"] == [11.0, 2.0]
+    assert reply["extra_logs"]["exact"] == [1.0, 0.0]
 
 
-def test_a_served_function_sees_images(file: Path) -> None:
+async def test_a_served_function_sees_images(file: Path) -> None:
     pictures = [group("x", "y", media=(Picture(),))]
-    with closing(function(file, "pixel")) as judge, served(judge) as url:
-        with client(url, remote_images="data") as scoring:
-            assert [s.total for s in scoring.score(pictures)[0]] == [3.0, 3.0]
-        refusal = ask(url, "x", images=[["c0ffee"]])
+    async with function(file, "pixel") as scorer, served(scorer) as url:
+        async with client(url, remote_images="data") as scoring:
+            assert [s.total for s in (await scoring.score(pictures))[0]] == [3.0, 3.0]
+        refusal = await ask(url, "x", images=[["c0ffee"]])
     assert (refusal.status_code, refusal.text) == (
         422,
         "image c0ffee is not in media: set reward.remote_images to data",
     )
 
 
-def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
-    with closing(function(file, "picky", exact=1.0)) as judge, served(judge) as url:
-        answer = ask(url, "7", "bad", "8", labels=["7", "7", None]).json()
-        with client(url, max_failed_fraction=0.5) as scoring:
-            assert [s.failure for s in scoring.score([group("bad", "7")])[0]] == ["response", None]
-    assert answer["rewards"] == [2.0, None, None]
-    assert answer["failures"] == [None, "response", "infrastructure"]
-    assert answer["problems"][1].startswith("ValueError: no idea (")
+async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
+    async with function(file, "picky", exact=1.0) as scorer, served(scorer) as url:
+        reply = (await ask(url, "7", "bad", "8", labels=["7", "7", None])).json()
+        async with client(url, max_failed_fraction=0.5) as scoring:
+            assert [s.failure for s in (await scoring.score([group("bad", "7")]))[0]] == ["response", None]
+    assert reply["rewards"] == [2.0, None, None]
+    assert reply["failures"] == [None, "response", "infrastructure"]
+    assert reply["problems"][1].startswith("ValueError: no idea (")
     assert (
-        answer["problems"][2] == "answer 2 of the request has no label, and the reward function exact compares with one"
+        reply["problems"][2]
+        == "response 2 of the request has no label, and the reward function exact compares with one"
     )
 
 
-def test_answers_that_come_together_are_scored_together() -> None:
-    judge = Lengths(delay_s=0.05)
-    with served(judge, max_batch=4, max_wait_ms=200) as url:
-        with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            replies = list(threads.map(lambda n: ask(url, *["x" * n]), range(8)))
+async def test_responses_that_come_together_are_scored_together() -> None:
+    scorer = Lengths(delay_s=0.05)
+    async with served(scorer, max_batch=4, max_wait_ms=200) as url:
+        replies = await asyncio.gather(*(ask(url, "x" * n) for n in range(8)))
         assert [reply.json()["rewards"] for reply in replies] == [[float(n)] for n in range(8)]
-        assert len(judge.batches) <= 4
-        assert ask(url, *["x"] * 11).json()["rewards"] == [1.0] * 11
-    assert sum(judge.batches) == 19
-    assert max(judge.batches) == 4
+        assert len(scorer.batches) <= 4
+        assert (await ask(url, *["x"] * 11)).json()["rewards"] == [1.0] * 11
+    assert sum(scorer.batches) == 19
+    assert max(scorer.batches) == 4
 
 
-def test_a_full_queue_says_so_and_goes_on() -> None:
-    with served(Lengths(delay_s=0.3), max_batch=1, max_queue=2, max_wait_ms=0) as url:
-        with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            replies = list(threads.map(lambda _: ask(url, "x"), range(8)))
+async def test_a_full_queue_says_so_and_goes_on() -> None:
+    async with served(Lengths(delay_s=0.3), max_batch=1, max_queue=2, max_wait_ms=0) as url:
+        replies = await asyncio.gather(*(ask(url, "x") for _ in range(8)))
         statuses = sorted(reply.status_code for reply in replies)
         assert set(statuses) == {200, 503}
         full = next(reply for reply in replies if reply.status_code == 503)
-        assert full.text == "serve.max_queue 2 answers wait already: come back later"
+        assert full.text == "serve.max_queue 2 responses wait already: come back later"
         assert full.headers["Retry-After"] == "1"
-        assert ask(url, "x").status_code == 200
-        refusal = ask(url, "x", "y", "z")
+        assert (await ask(url, "x")).status_code == 200
+        refusal = await ask(url, "x", "y", "z")
         assert (refusal.status_code, refusal.text) == (
             413,
-            "3 answers in one request: serve.max_queue lets 2 wait",
+            "3 responses in one request: serve.max_queue lets 2 wait",
         )
 
 
-def test_a_client_comes_back_to_a_full_queue() -> None:
-    with (
+async def test_a_client_comes_back_to_a_full_queue() -> None:
+    async with (
         served(Lengths(delay_s=0.1), max_batch=1, max_queue=2, max_wait_ms=0) as url,
         client(url, remote_batch_size=1, remote_retries=6, max_failed_fraction=0.0) as scoring,
     ):
-        assert [s.total for s in scoring.score([group(*["x"] * 6)])[0]] == [1.0] * 6
+        assert [s.total for s in (await scoring.score([group(*["x"] * 6)]))[0]] == [1.0] * 6
 
 
-def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
-    judge = Lengths(delay_s=1.5)
-    with served(judge, max_batch=1, max_wait_ms=1) as url:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json={"responses": ["a", "b", "c", "d"]}, timeout=0.3)
-        time.sleep(1.0)
-        assert ask(url, "new").json()["rewards"] == [3.0]
+async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
+    scorer = Lengths(delay_s=1.5)
+    async with served(scorer, max_batch=1, max_wait_ms=1) as url:
+        async with httpx.AsyncClient(timeout=0.3) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(url, json={"responses": ["a", "b", "c", "d"]})
+        await asyncio.sleep(1.0)
+        assert (await ask(url, "new")).json()["rewards"] == [3.0]
     # The one that was under way, and the one that somebody waited for.
-    assert judge.batches == [1, 1]
+    assert scorer.batches == [1, 1]
 
 
-def test_functions_that_are_stopped_while_answers_wait_are_not_called_again(file: Path) -> None:
-    judge = FunctionJudge({}, f"{file}:slow", num_workers=1, time_limit_s=5.0)
-    questions = [Question("a", "?", str(number)) for number in range(6)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        judged = pool.submit(judge.judge, questions)
-        time.sleep(0.3)
-        judge.close()
-        with pytest.raises(RewardError, match="were stopped while answers waited"):
-            judged.result(timeout=5)
+async def test_functions_that_are_stopped_while_responses_wait_are_not_called_again(file: Path) -> None:
+    requests = [RewardRequest("a", "?", str(number)) for number in range(6)]
+    async with FunctionScorer({}, f"{file}:slow", num_workers=1, time_limit_s=5.0) as scorer:
+        scoring = asyncio.create_task(scorer.score(requests))
+        await asyncio.sleep(0.3)
+        await scorer.close()
+        with pytest.raises(RewardError, match="were stopped while responses waited"):
+            await asyncio.wait_for(scoring, timeout=5)
 
 
-def test_a_judge_that_breaks_answers_500_and_the_server_lives_on() -> None:
-    with served(Lengths()) as url:
-        reply = ask(url, "bug")
+async def test_a_scorer_that_breaks_is_a_status_of_500_and_the_server_lives_on() -> None:
+    async with served(Lengths()) as url:
+        reply = await ask(url, "bug")
         assert (reply.status_code, reply.text) == (500, "IndexError: list index out of range")
-        assert ask(url, "x").json()["rewards"] == [1.0]
+        assert (await ask(url, "x")).json()["rewards"] == [1.0]
 
 
 class Lost(Lengths):
-    """A judge that misses a file."""
+    """A scorer that misses a file."""
 
-    def judge(self, questions: Sequence[Question]) -> list[Verdict]:
+    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         raise FileNotFoundError(2, "No such file or directory", "/srv/ann/secret-project/labels.json")
 
 
-def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
-    with served(Lost()) as url:
-        reply = ask(url, "x")
+async def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
+    async with served(Lost()) as url:
+        reply = await ask(url, "x")
         assert reply.status_code == 500
         assert "No such file or directory: '.../labels.json'" in reply.text
-    with closing(function(file, "lost")) as judge, served(judge) as url:
-        (problem,) = ask(url, "x").json()["problems"]
+    async with function(file, "lost") as scorer, served(scorer) as url:
+        (problem,) = (await ask(url, "x")).json()["problems"]
         assert "labels.json" in problem
         assert "served.py" in problem
         for part in ("ann", "secret-project", *file.parent.parts[1:]):
             assert part not in problem
 
 
-def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
-    with served(Lengths(), body_timeout_s=0.3) as url:
+async def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
+    async with served(Lengths(), body_timeout_s=0.3) as url:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as slow:
-            slow.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            started = time.monotonic()
-            said = slow.recv(4096).decode()
-            assert time.monotonic() - started < 5
-            assert said.startswith("HTTP/1.1 408 ")
-            assert "not whole after serve.body_timeout_s 0.3" in said + slow.recv(4096).decode()
-        assert ask(url, "x").json()["rewards"] == [1.0]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        reply = (await asyncio.wait_for(reader.read(), timeout=5)).decode()  # until the server closes
+        writer.close()
+        assert reply.startswith("HTTP/1.1 408 ")
+        assert "not whole after serve.body_timeout_s 0.3" in reply
+        assert (await ask(url, "x")).json()["rewards"] == [1.0]
 
 
-def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_on(
+async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_on(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"HF_TOKEN": "h", "MY_API_KEY": "k"}.items():
         monkeypatch.setenv(name, value)
-    question = Question(source="row 1", prompt="", response="x", label=None, metadata={}, media=())
+    request = RewardRequest(source="row 1", prompt="", response="x")
     for passed, sees in (((), 0.0), (("MY_API_KEY",), 1.0)):
         stop_forkserver()  # one that was started before has the environment of then
-        judge = FunctionJudge({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=passed)
-        with closing(judge):
-            (verdict,) = judge.judge([question])
-        assert (verdict.parts["secretive/hub"], verdict.parts["secretive/mine"]) == (0.0, sees)
+        async with FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=passed) as scorer:
+            (result,) = await scorer.score([request])
+        assert (result.parts["secretive/hub"], result.parts["secretive/mine"]) == (0.0, sees)
     assert os.environ["HF_TOKEN"] == "h"
     monkeypatch.delenv("MY_API_KEY")
     with pytest.raises(ConfigError, match=r"reward\.pass_env: the environment has no variable MY_API_KEY"):
-        FunctionJudge({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=("MY_API_KEY",))
+        FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=("MY_API_KEY",))
 
 
-def test_a_bad_request_is_told_what_is_wrong() -> None:
-    with served(Lengths()) as url:
-        reply = httpx.post(url, content=b"{")
+async def test_a_bad_request_is_told_what_is_wrong() -> None:
+    async with served(Lengths()) as url:
+        reply = await send("POST", url, content=b"{")
         assert (reply.status_code, reply.text) == (422, "the request is not JSON")
-        assert ask(url, "x", labels=[]).status_code == 422
-        assert httpx.get(url).status_code == 405
-        assert httpx.get(url + "/docs").status_code == 404
+        assert (await ask(url, "x", labels=[])).status_code == 422
+        assert (await send("GET", url)).status_code == 405
+        assert (await send("GET", url + "/docs")).status_code == 404
 
 
-def test_images_of_a_request_that_are_small_alone_are_bounded_together(file: Path) -> None:
+async def test_images_of_a_request_that_are_small_alone_are_bounded_together(file: Path) -> None:
     one_bit = io.BytesIO()
     Image.new("1", (800, 800)).save(one_bit, "PNG")
     url_of_image = "data:image/png;base64," + base64.b64encode(one_bit.getvalue()).decode()
     media = {str(number): url_of_image for number in range(8)}
-    with closing(function(file, "pixel")) as judge, served(judge, max_request_pixels=1_000_000) as url:
-        reply = ask(url, "x", images=[list(media)], media=media)
+    async with function(file, "pixel") as scorer, served(scorer, max_request_pixels=1_000_000) as url:
+        reply = await ask(url, "x", images=[list(media)], media=media)
         assert (reply.status_code, reply.text) == (
             413,
             "the images have more than 1000000 pixels together: send fewer, or raise serve.max_request_pixels",
         )
-        assert ask(url, "x", images=[["0"]], media={"0": url_of_image}).json()["rewards"] == [0.0]
+        assert (await ask(url, "x", images=[["0"]], media={"0": url_of_image})).json()["rewards"] == [0.0]
     assert Serve().max_request_pixels < 8 * 89_478_485
 
 
-def test_a_request_without_answers_is_answered_without_waiting() -> None:
-    with served(Lengths(), max_wait_ms=60_000, max_batch=2) as url:
-        assert ask(url).json()["rewards"] == []
-        assert httpx.get(url + "/health").json() == {"status": "ok", "waiting": 0}
+async def test_a_request_without_responses_does_not_wait() -> None:
+    async with served(Lengths(), max_wait_ms=60_000, max_batch=2) as url:
+        assert (await ask(url)).json()["rewards"] == []
+        assert (await send("GET", url + "/health")).json() == {"status": "ok", "waiting": 0}
 
 
-def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
-    with served(Lengths(), token="s3cret") as url:
-        assert httpx.get(url + "/health").status_code == 200
+async def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
+    async with served(Lengths(), token="s3cret") as url:
+        assert (await send("GET", url + "/health")).status_code == 200
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
-            reply = httpx.post(url, json={"responses": ["x"]}, headers=headers)
+            reply = await send("POST", url, json={"responses": ["x"]}, headers=headers)
             assert (reply.status_code, reply.text) == (401, "send Authorization: Bearer and the server's token")
-        with client(url, token="s3cret") as scoring:
-            assert scoring.score([group("abc")])[0][0].total == 3.0
+        async with client(url, token="s3cret") as scoring:
+            assert (await scoring.score([group("abc")]))[0][0].total == 3.0
         for wrong in ("", "s3cret2"):
             with pytest.raises(ConfigError, match=r"refuses the token .*: set VLMRL_RM_TOKEN to") as error:
-                client(url, token=wrong)
+                await client(url, token=wrong).start()
             assert "s3cret" not in str(error.value)
 
 
@@ -325,7 +326,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         listen("127.0.0.1", 70_000)
 
 
-def test_a_server_that_is_told_to_stop_answers_first_and_leaves_nothing(file: Path) -> None:
+async def test_a_server_that_is_told_to_stop_replies_first_and_leaves_nothing(file: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -340,15 +341,14 @@ def test_a_server_that_is_told_to_stop_answers_first_and_leaves_nothing(file: Pa
         url = f"http://127.0.0.1:{port}"
         assert server.stdout.readline() == f"vlmrl serve-rm: {url}\n"
         deadline = time.monotonic() + 10
-        while not _answers(url) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            reply = thread.submit(ask, url, "x")
-            time.sleep(0.3)
-            server.send_signal(signal.SIGTERM)
-            assert reply.result().json()["rewards"] == [1.0]
+        while not _replies(url) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        reply = asyncio.create_task(ask(url, "x"))
+        await asyncio.sleep(0.3)
+        server.send_signal(signal.SIGTERM)
+        assert (await reply).json()["rewards"] == [1.0]
         assert server.wait(timeout=20) == 0
-    assert not _answers(url)
+    assert not _replies(url)
 
 
 def test_a_server_that_is_told_to_stop_ends_within_its_limit_whatever_clients_and_functions_do(file: Path) -> None:
@@ -386,7 +386,7 @@ def _connected(host: str, port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def _answers(url: str) -> bool:
+def _replies(url: str) -> bool:
     try:
         return httpx.get(url + "/health").status_code == 200
     except httpx.TransportError:

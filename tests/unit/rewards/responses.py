@@ -1,4 +1,4 @@
-"""Groups of answers for tests of rewards."""
+"""Groups of responses for tests of rewards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Picture:
 def group(
     *texts: str, label: str | None = "7", media: tuple[Media, ...] = (), index: int = 3, prompt: str = "how many?"
 ) -> Group:
-    """A prompt, `shapes:17`, and these answers."""
+    """A prompt, `shapes:17`, and these responses."""
     none = np.zeros(1, np.int64)
-    asked = Prompt(index, "shapes:17", prompt, none, none, label, media, {"family": "x"})
-    return Group(asked, tuple(_answer(text) for text in texts))
+    with_prompt = Prompt(index, "shapes:17", prompt, none, none, label, media, {"family": "x"})
+    return Group(with_prompt, tuple(_rollout(text) for text in texts))
 
 
-def _answer(text: str) -> Rollout:
+def _rollout(text: str) -> Rollout:
     return Rollout(
         tokens=np.zeros(1, np.int64),
         sampled=np.ones(1, np.bool_),
