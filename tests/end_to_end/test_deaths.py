@@ -19,6 +19,7 @@ from recipes import recipe
 from vlmrl.cluster.build import Stage
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands import run
+from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import ClusterError
@@ -79,7 +80,7 @@ def line_of_death(
     threading.Thread(target=wait_and_kill, daemon=True).start()
     words = recipe("visual_math_tiny.yaml", model, out, **(COUNTING | flags))
     with pytest.raises(ClusterError) as error:
-        run.train_rl(load(RlConfig, words))
+        train_rl(load(RlConfig, words))
     assert died, f"it ended before anybody was killed: {error.value}"
     assert time.monotonic() - died[0] < 30
     return str(error.value)
