@@ -34,7 +34,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
         stage = Stage(machines, plan(**roles_of(config, machines)), stack)
         prompts = stage.prompts(config, _say)
         tools = processor_of(config.actor.model_name_or_path, config.data)
-        engines, policy, reference, critic, judges = stage.players(
+        engines, policy, weight_sync, reference, critic, judges = stage.players(
             config,
             tools,
             adapter=plan_of(config, tools),
@@ -42,7 +42,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
             num_rows=prompts.num_rows,
             report=clock,
         )
-        policy.publish(0)
+        weight_sync.sync(0)
         course = Course(prompts.num_rows * config.train.num_episodes)
 
         def steps() -> Iterator[Measured]:
@@ -54,6 +54,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     engine=engines,
                     rewarder=judges,
                     policy=policy,
+                    weight_sync=weight_sync,
                     reference=reference,
                     critic=critic,
                     report=clock,

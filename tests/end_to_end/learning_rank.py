@@ -143,12 +143,12 @@ def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
     found: dict[str, torch.Tensor] = {}
     # Small enough that there are many buckets, and that one tensor is larger than a bucket. Each takes the memory of
     # the one before.
-    for i in range(learner.num_buckets(30_000, part)):
+    for i in range(learner.begin_sync(30_000, part)):
         ticket = learner.share(i, i)
         assert (ticket is None) == (torch.distributed.get_rank() > 0)
         if ticket is not None:
             found |= {n: t.clone() for n, t in unpack_bucket(learner.bucket(ticket))}
-    told, num_bytes = learner.published()
+    told, num_bytes = learner.finish_sync()
     if found and part != "adapter":
         assert told == fingerprint({n: digest(n, t) for n, t in found.items()})
         assert num_bytes == sum(t.numel() * t.element_size() for t in found.values())
@@ -265,7 +265,7 @@ def adapt(
     found["on"], counts = learner.logprobs(packs)
     found["off"], others = learner.logprobs(packs, adapter=False)
     parts |= {part: weights(learner, part) for part in ("base", "whole", "adapter")}
-    fingerprint, num_bytes = learner.published()
+    fingerprint, num_bytes = learner.finish_sync()
     zero = [was_zero, learner.adapter_is_zero()]
     if save:
         learner.save_model(Path(save))

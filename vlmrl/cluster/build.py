@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from vlmrl.cluster.data import wants_of
-from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
 from vlmrl.cluster.models import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
 from vlmrl.cluster.placement import Place
-from vlmrl.cluster.publish import publication
 from vlmrl.cluster.rewards import Judges, RemoteRewarder, RewardModel
 from vlmrl.cluster.role_settings import absolute, critic_settings, demand, model_settings, policy_loss
 from vlmrl.cluster.session import Session
+from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.watch import Watch
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.role_checks import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.schedule import optimizer_steps
 from vlmrl.config.train import Loop
-from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.parallel import settle, together
@@ -167,7 +166,6 @@ class Stage:
             timeout_s=config.vllm.generate_timeout_s,
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
-            device_path=None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm),
         )
         self.stack.callback(engines.shutdown)
         report.say(described(engines.status()[0]["limits"]))
@@ -183,7 +181,7 @@ class Stage:
         num_rows: int,
         report: Progress,
     ) -> Players:
-        """All roles that samples go through, joined; nothing is published yet. `critics` is the critic's adapter."""
+        """All roles that samples go through; no weights are sent yet. `critics` is the critic's adapter."""
         starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
             lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
@@ -195,7 +193,6 @@ class Stage:
         shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
         first = [starts.pop(0)()] if shares_gpus else []
         engines, learners, rewarder, models = [*first, *together(*starts)]
-        learners.policy.engines = engines
         engines.neighbours = [
             self.groups[name]
             for pool in config.pools
@@ -203,7 +200,9 @@ class Stage:
             if "vllm" in pool and name in self.groups
         ]
         judges = Judges(rewarder, [model.over(learners.ranks) for model in models])
-        return Players(engines, learners.policy, learners.reference, learners.critic, judges)
+        plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
+        weight_sync = WeightSync(learners.ranks.group, engines, plan)
+        return Players(engines, learners.policy, weight_sync, learners.reference, learners.critic, judges)
 
     def learners(
         self,
@@ -231,13 +230,7 @@ class Stage:
             tally=Tally(),
         )
         steps = Steps(loop.batch_size, epochs=loop.max_epochs if is_rl else 1, seed=loop.seed)
-        how = publication(
-            adapter,
-            ds=config.ds,
-            vllm=config.vllm if isinstance(config, RlConfig) else Vllm(),
-            vision_trains=vision_trains(config.actor, adapter),
-        )
-        policy = RemotePolicy(ranks, steps, how)
+        policy = RemotePolicy(ranks, steps)
         if not isinstance(config, RlConfig):
             return Learners(ranks, policy, None, None)
         return Learners(
@@ -354,6 +347,7 @@ class Players(NamedTuple):
 
     engines: RemoteEngines
     policy: RemotePolicy
+    weight_sync: WeightSync
     reference: RemoteReference | None
     critic: RemoteCritic | None
     judges: Judges

@@ -9,17 +9,14 @@ from typing import Any
 
 import ray
 
-from vlmrl.cluster.device_path import DevicePath
-from vlmrl.cluster.publish import send
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.data.repeats import Repeats
 from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
-from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
-from vlmrl.types import Floats, Group, Media, Metrics, Part, Prompt, Sample
+from vlmrl.types import Floats, Group, Media, Metrics, Prompt, Sample
 
 _ALL = ("weights", "kv_cache")
 """What an engine can wake, in the order in which a step needs it."""
@@ -95,11 +92,8 @@ class RemoteEngines:
         timeout_s: float,
         sleeps: bool,
         on_progress: Callable[[int, int], None] | None = None,
-        device_path: DevicePath | None = None,
     ) -> None:
-        """With a `device_path` weights come from GPU to GPU, else through the object store and shared memory."""
-        self._group = group
-        self._device_path = device_path
+        self.group = group
         self._timeout_s = timeout_s
         self._sleeps = sleeps
         self._on_progress = on_progress
@@ -126,10 +120,10 @@ class RemoteEngines:
         """
         self._wake(*_ALL)
         asked = [
-            self._group.submit_to(self._answered_by.get(group.prompt.index, n % len(self._group)), "score", group)
+            self.group.submit_to(self._answered_by.get(group.prompt.index, n % len(self.group)), "score", group)
             for n, group in enumerate(groups)
         ]
-        answers: list[list[Floats]] = self._group.wait(asked, self._timeout_s)
+        answers: list[list[Floats]] = self.group.wait(asked, self._timeout_s)
         self._sleep()
         return [row for rows in answers for row in rows]
 
@@ -138,16 +132,16 @@ class RemoteEngines:
     ) -> list[list[Group]]:
         """What every engine answers to one prompt, in their order: with the adapter or as the base would, in turn."""
         self._wake(*_ALL)
-        asked = [self._group.submit("generate", prompt, sampling, adapter=each) for each in adapter]
-        groups: list[list[Group]] = [self._group.wait(answers, self._timeout_s) for answers in asked]
+        asked = [self.group.submit("generate", prompt, sampling, adapter=each) for each in adapter]
+        groups: list[list[Group]] = [self.group.wait(answers, self._timeout_s) for answers in asked]
         self._sleep()
         return groups
 
     def _dispatch(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None
     ) -> list[Group]:
-        load = [0] * len(self._group)
-        depth = prompts_at_once(len(prompts), len(self._group))
+        load = [0] * len(self.group)
+        depth = prompts_at_once(len(prompts), len(self.group))
         waiting = list(range(len(prompts)))[::-1]
         under_way: dict[ray.ObjectRef[Any], tuple[int, int]] = {}
         answers: dict[int, Group] = {}
@@ -155,7 +149,7 @@ class RemoteEngines:
             while waiting and min(load) < depth:
                 engine = load.index(min(load))
                 number = waiting.pop()
-                ref = self._group.submit_to(engine, "generate", prompts[number], sampling)
+                ref = self.group.submit_to(engine, "generate", prompts[number], sampling)
                 under_way[ref] = (number, engine)
                 self._answered_by[prompts[number].index] = engine
                 load[engine] += 1
@@ -169,7 +163,7 @@ class RemoteEngines:
                 )
             for ref in done:
                 number, engine = under_way.pop(ref)
-                answers[number] = self._group.wait(ref)
+                answers[number] = self.group.wait(ref)
                 load[engine] -= 1
                 if on_group is not None:
                     on_group(answers[number])
@@ -177,43 +171,13 @@ class RemoteEngines:
                 self._on_progress(len(answers), len(prompts))
         return [answers[number] for number in range(len(prompts))]
 
-    def load(
-        self,
-        learner: WorkerGroup,
-        *,
-        version: int,
-        max_bytes: int,
-        vision_changed: bool,
-        part: Part = "whole",
-        readback: ReadbackPlan | None = None,
-    ) -> int:
-        """Publish a part of the learner's model to every engine, with proof: see `publish.send`.
+    def prepare_for_weights(self) -> None:
+        """Get ready for other weights: engines that sleep take back the memory of theirs, and their KV cache sleeps on.
 
-        Of engines that sleep the weights wake, and the KV cache sleeps on.
+        Which engine gave which response no longer counts.
         """
         self._answered_by.clear()
         self._wake("weights")
-        return send(
-            self._group,
-            learner,
-            version=version,
-            max_bytes=max_bytes,
-            vision_changed=vision_changed,
-            part=part,
-            device_path=self._device_path,
-            readback=readback,
-        )
-
-    def readback(self) -> Metrics:
-        """What was read back from the engines' layers after the last update of the model: how many layers of each,
-        how many tensors could not be, and seconds of the slowest worker.
-        """
-        reports: list[ReadbackReport] = [one for each in self._group.call("readback") for one in each]
-        return {
-            "sync/readback_layers": float(min((one["layers"] for one in reports), default=0)),
-            "sync/readback_unread": float(max((len(one["unread"]) for one in reports), default=0)),
-            "sync/readback_s": max((one["seconds"] for one in reports), default=0.0),
-        }
 
     def _wake(self, *what: str) -> None:
         """Let the engines take back memory, once the others on their GPUs have given back what they do not use."""
@@ -221,17 +185,17 @@ class RemoteEngines:
             return
         for group, calls in [(group, group.submit("release")) for group in self.neighbours]:
             group.wait(calls)
-        self._group.call("wake", what)
+        self.group.call("wake", what)
         self._awake.update(what)
 
     def _sleep(self) -> None:
         if self._sleeps:
-            self._group.call("sleep")
+            self.group.call("sleep")
             self._awake.clear()
 
     def status(self) -> list[dict[str, Any]]:
-        statuses: list[dict[str, Any]] = self._group.call("status")
+        statuses: list[dict[str, Any]] = self.group.call("status")
         return statuses
 
     def shutdown(self) -> None:
-        self._group.end("shutdown")
+        self.group.end("shutdown")

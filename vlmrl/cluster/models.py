@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.publish import Publication
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import FILLER, ImageCost, Pack
@@ -159,16 +157,12 @@ class RemoteReference:
 
 
 class RemotePolicy(RemoteReference):
-    """The trained model over ranks, and the way from it to the engines."""
+    """The trained model over ranks."""
 
-    def __init__(self, ranks: Ranks, steps: Steps, publication: Publication) -> None:
+    def __init__(self, ranks: Ranks, steps: Steps) -> None:
         super().__init__(ranks)
         self._group = ranks.group
         self._steps = steps
-        self.engines: RemoteEngines | None = None
-        """Where `publish` sends the weights; set once both sides have started."""
-        self._publication = publication
-        self._has_published = False
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         return reduce(self._ranks.teach("update", self._steps.of(experience, step)))
@@ -190,12 +184,9 @@ class RemotePolicy(RemoteReference):
             self._ranks.tally.take()
             self._ranks.tally.add(before)
 
-    def publish(self, version: int) -> Metrics:
-        """Send the weights; the metrics hold what the step's passes took, too, over all models."""
-        assert self.engines is not None
-        is_first, self._has_published = not self._has_published, True
-        sent = self._publication.send(self._group, self.engines, version=version, is_first=is_first)
-        return sent | reduce([self._ranks.tally.take()])
+    def take_pass_metrics(self) -> Metrics:
+        """Metrics of the passes since the last call, over all models and ranks."""
+        return reduce([self._ranks.tally.take()])
 
     @property
     def layout(self) -> Layout:

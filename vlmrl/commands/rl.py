@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from vlmrl.cluster.publish import described
+from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.commands.checks import Checks, adapter_probe, noise_check, sight_check
 from vlmrl.commands.preflight import check_data, plan_of, plan_of_critic
 from vlmrl.commands.run import begin, prepare, started
@@ -30,7 +30,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         prompts = stage.prompts(config, report.say)
         check_steps(config, prompts.num_rows)
         sets = named(prompts.evaluation())  # before engines start: its rows are checked like those of training
-        engines, policy, reference, critic, judges = stage.players(
+        engines, policy, weight_sync, reference, critic, judges = stage.players(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
@@ -41,7 +41,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
-        policy.publish(done)
+        weight_sync.sync(done)
         checks = Checks(
             report,
             policy,
@@ -60,7 +60,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             return evaluations.after(step)
 
         if adapter is not None:
-            report.say(described(adapter, ds=config.ds, vllm=config.vllm))
+            report.say(format_sync(adapter, ds=config.ds, vllm=config.vllm))
             report.say(told(checks.published(done)))
         stage.stack.enter_context(saves.kept())
         if done == 0 or saves.owes_evaluation:
@@ -72,6 +72,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 engine=engines,
                 rewarder=judges,
                 policy=policy,
+                weight_sync=weight_sync,
                 reference=reference,
                 critic=critic,
                 report=report,

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from vlmrl.cluster.build import Stage
 from vlmrl.cluster.deaths import told_of
-from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import describe, roles_of
 from vlmrl.cluster.session import session
+from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.watch import watched
 from vlmrl.commands.preflight import (
     check_algorithm,

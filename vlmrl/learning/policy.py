@@ -27,7 +27,7 @@ from vlmrl.learning.ema import Ema
 from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.layout_check import compare_layouts
-from vlmrl.learning.publisher import Publisher
+from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapters_off
 from vlmrl.models.cost import patch_cost
@@ -39,7 +39,7 @@ from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 __all__ = ["Policy", "PolicyLoss"]
 
 
-class Policy(Learner, Publisher):
+class Policy(Learner, WeightSender):
     """One per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in the same order.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
@@ -78,7 +78,7 @@ class Policy(Learner, Publisher):
             loop=loop,
             adapter=adapter,
         )
-        Publisher.__init__(self, self._net, adapter)
+        WeightSender.__init__(self, self._net, adapter)
         scorer = Scorer(self._net)
         passing = self._begin(scorer, total_steps=total_steps, vision=vision)
         self._forward = Forward(scorer, self._processor, temperature=temperature, bans=bans, **passing)

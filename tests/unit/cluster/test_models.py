@@ -23,7 +23,6 @@ from vlmrl.cluster.models import (
     experience_of,
     minibatches,
 )
-from vlmrl.cluster.publish import Publication
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
@@ -82,11 +81,8 @@ def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReferenc
     return RemoteReference(Ranks(group, cut(), max_tokens, tally))
 
 
-WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1)
-
-
-def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
-    return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0), publication)
+def policy(group: Any, tally: Tally) -> RemotePolicy:
+    return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0))
 
 
 def test_every_epoch_meets_every_sample_in_another_order() -> None:
@@ -140,24 +136,6 @@ def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adap
     assert [how for _, _, how in group.asked] == [{"adapter": False}, {"adapter": False, "gradient": True}]
 
 
-class Received:
-    """Engines that note which part of a model came with which version."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, str]] = []
-
-    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
-        self.parts.append((version, part))
-        return 8
-
-
-def test_the_base_goes_once_and_the_adapter_each_time() -> None:
-    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False, readback_steps=-1)), Received()
-    ranks.engines = engines  # type: ignore[assignment]
-    assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
-    assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]
-
-
 def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
     group = Echo(1)
     # Together 2 + 1 + 2 tokens.
@@ -183,11 +161,10 @@ def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
     ranks.logprobs(samples)
     reference.logprobs(samples)
     assert ranks.update(experience, step=1) == {"policy/loss": 2.0}
-    ranks.engines = Received()  # type: ignore[assignment]
     # A call per rank for the policy's pass and for the reference's, and one per rank in the update.
-    assert ranks.publish(1)["vision/tower_calls"] == 2 + 2 + 2
+    assert ranks.take_pass_metrics()["vision/tower_calls"] == 2 + 2 + 2
     ranks.update(experience, step=2)
-    assert ranks.publish(2)["vision/tower_calls"] == 2
+    assert ranks.take_pass_metrics()["vision/tower_calls"] == 2
     assert tally.take() == {}
 
 

@@ -11,16 +11,18 @@ import pytest
 from vlmrl.cluster import engines as roles
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
-from vlmrl.cluster.publish import Publication
+from vlmrl.cluster.sync_plan import SyncPlan
+from vlmrl.cluster.weight_sync import WeightSync
+from vlmrl.config.vllm import Vllm
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Experience, Prompt, Sample
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)
 ANSWERS = {
-    "num_buckets": 1,
+    "begin_sync": 1,
     "share": "ticket",
-    "published": ("abc", 8),
+    "finish_sync": ("abc", 8),
     "finish_update": "abc",
     "update": [{}],
     "generate": "group",
@@ -52,7 +54,7 @@ class Workers:
         return answers
 
 
-def stage(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, list[str]]:
+def start(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, WeightSync, list[str]]:
     log: list[str] = []
     engines = RemoteEngines(Workers("engines", log), timeout_s=1.0, sleeps=sleeps)  # type: ignore[arg-type]
     groups = {name: Workers(name, log) for name in ("actor", *neighbours)}
@@ -61,37 +63,38 @@ def stage(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, 
     policy = RemotePolicy(
         Ranks(groups["actor"], cut, 100, Tally()),  # type: ignore[arg-type]
         Steps(batch_size=1, epochs=1, seed=0),
-        Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1),
     )
-    policy.engines = engines
-    return engines, policy, log
+    plan = SyncPlan("whole", base_goes_first=False, vision_changes=False, vllm=Vllm(readback_steps=-1))
+    return engines, policy, WeightSync(groups["actor"], engines, plan), log  # type: ignore[arg-type]
 
 
-def step(engines: RemoteEngines, policy: RemotePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def step(
+    engines: RemoteEngines, policy: RemotePolicy, weight_sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the loop does on the ranks from an update to the next answers."""
     samples = [Sample(tokens=np.arange(2), sampled=np.array([False, True]), group=0)]
     column = [np.zeros(2, dtype=np.float32)]
     policy.update(Experience(samples, column, column, column), step=1)
-    policy.publish(1)
+    weight_sync.sync(1)
     with monkeypatch.context() as patched:
         patched.setattr(roles, "ray", SimpleNamespace(wait=lambda refs, **how: (refs[:1], [])))
         engines.generate([PROMPT], SAMPLING)
 
 
 PUBLISH = [
-    *("actor num_buckets", "actor share", "engines begin_update", "engines load"),
-    *("actor published", "engines finish_update"),
+    *("actor begin_sync", "actor share", "engines begin_update", "engines load"),
+    *("actor finish_sync", "engines finish_update"),
 ]
 
 
 def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines, policy, log = stage("critic", "ref", "reward_model", sleeps=True)
+    engines, policy, weight_sync, log = start("critic", "ref", "reward_model", sleeps=True)
     # Others load their models where the engines have measured what is free.
     assert log == ["engines start", "engines sleep"]
     log.clear()
-    step(engines, policy, monkeypatch)
+    step(engines, policy, weight_sync, monkeypatch)
     release = [f"{name} release" for name in ("actor", "critic", "ref", "reward_model")]
     assert log == [
         "actor update",
@@ -101,10 +104,10 @@ def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_doe
 
 
 def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, policy, log = stage(sleeps=True)
+    engines, _, weight_sync, log = start(sleeps=True)
     log.clear()
-    policy.publish(0)
-    policy.publish(1)
+    weight_sync.sync(0)
+    weight_sync.sync(1)
     assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
     log.clear()
     engines.answer_each(PROMPT, SAMPLING)
@@ -114,6 +117,6 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_nobody_sleeps_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, policy, log = stage("ref", sleeps=False)
-    step(engines, policy, monkeypatch)
+    engines, policy, weight_sync, log = start("ref", sleeps=False)
+    step(engines, policy, weight_sync, monkeypatch)
     assert log == ["engines start", "actor update", *PUBLISH, "engines generate"]

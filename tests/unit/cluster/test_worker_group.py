@@ -9,7 +9,6 @@ import ray
 
 from vlmrl.cluster.deaths import Member, Roster
 from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
-from vlmrl.cluster.publish import Publication
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import ClusterError, DiedError
 
@@ -25,7 +24,7 @@ def ended() -> WorkerGroup:
 
 def test_a_model_is_never_told_to_be_saved_by_workers_that_are_gone(ended: WorkerGroup, tmp_path: Path) -> None:
     ranks = Ranks(ended, Cut("packed", 1, None, lambda sample: 0, None), 1, Tally())
-    policy = RemotePolicy(ranks, Steps(1, 1, 0), Publication("whole", False, 1, False, -1))
+    policy = RemotePolicy(ranks, Steps(1, 1, 0))
     with pytest.raises(ClusterError, match="the workers of actor have been ended"):
         policy.save_model(tmp_path)
     with pytest.raises(ClusterError, match="the workers of actor have been ended"):

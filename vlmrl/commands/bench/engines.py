@@ -9,12 +9,12 @@ from typing import Any
 
 from vlmrl.cluster.build import Stage
 from vlmrl.cluster.data import created_bytes
-from vlmrl.cluster.device_path import DevicePath, check_devices
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.placement import Role, plan
-from vlmrl.cluster.publish import readback_plan
 from vlmrl.cluster.role_settings import demand
 from vlmrl.cluster.session import Session, session
+from vlmrl.cluster.sync_plan import check_devices, plan_sync
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.bench.output import say
 from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
@@ -61,18 +61,14 @@ def publish(config: PublishBench) -> None:
             timeout_s=3600,
             distributed=True,
         )
+        sync_plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=True)
+        weight_sync = WeightSync(learner, engines, sync_plan)
         parts: tuple[Part, ...] = ("base", "adapter") if travels_alone else ("whole",)
         for number in range(config.bench.repeats + 1):
             for part in parts:
                 started = time.perf_counter()
-                num_bytes = engines.load(
-                    learner,
-                    version=number,
-                    max_bytes=config.vllm.bucket_bytes,
-                    vision_changed=True,
-                    part=part,
-                    readback=readback_plan(config.vllm.readback_steps, version=number, is_first=False),
-                )
+                readback = sync_plan.readback(number, is_first=False)
+                num_bytes = weight_sync.send(part, version=number, readback=readback)
                 seconds = time.perf_counter() - started
                 _say(
                     machines,
@@ -87,7 +83,7 @@ def publish(config: PublishBench) -> None:
                     seconds=round(seconds, 4),
                     bytes=num_bytes,
                     gib_per_s=round(num_bytes / 2**30 / seconds, 4),
-                    **({} if part == "adapter" else _rounded(engines.readback())),
+                    **({} if part == "adapter" else _rounded(weight_sync.readback())),
                 )
 
 
@@ -167,8 +163,7 @@ def _engines(
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,
     )
-    device_path = None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm)
-    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
+    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False)
 
 
 def _rounded(metrics: Metrics) -> Metrics:

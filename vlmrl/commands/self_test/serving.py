@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from vlmrl.cluster.build import Stage
-from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
+from vlmrl.cluster.sync_plan import plan_sync
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.checks import adapter_probe
 from vlmrl.commands.preflight import plan_of
@@ -34,6 +35,7 @@ from vlmrl.config.run import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
 from vlmrl.learning.policy import Policy
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import together
 from vlmrl.plugins import Processor, processor_of
@@ -110,10 +112,12 @@ class Pair:
     config: RlConfig
     tools: Processor
     engines: RemoteEngines
-    engine_group: WorkerGroup
     policy: RemotePolicy
     policy_group: WorkerGroup
-    device_path: DevicePath | None
+    memory_sync: WeightSync
+    """Through the memory that processes share."""
+    device_sync: WeightSync | None
+    """From GPU to GPU; None without one."""
     probe: Probe
     version: int = 0
 
@@ -147,19 +151,16 @@ class Pair:
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
 
-    def publish_base(self, path: DevicePath | None) -> int:
+    def publish_base(self, weight_sync: WeightSync) -> int:
         """Base, then adapter, which a new base takes away; the bytes of the base. SyncError where digests differ."""
-        self.engines._device_path = path
         self.version += 1
-        max_bytes = 2**20  # several buckets, however small the model is
-        how: dict[str, Any] = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
-        sent = self.engines.load(self.policy_group, part="base", **how)
-        self.engines.load(self.policy_group, part="adapter", **how)
+        sent = weight_sync.send("base", version=self.version, readback=None)
+        weight_sync.send("adapter", version=self.version, readback=None)
         return sent
 
     def publish_adapter(self) -> None:
         self.version += 1
-        self.policy.publish(self.version)
+        self.memory_sync.sync(self.version)
 
 
 def settings(model: str, output: str, *, backend: str, has_gpu: bool) -> dict[str, Any]:
@@ -215,19 +216,26 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
         # As in `Stage.players`: vLLM takes for its own what others load onto its GPU while it measures.
         first = [starts.pop(0)()] if has_gpu else []
         engines, learning = [*first, *together(*starts)]
-        learning.policy.engines = engines
         probe = adapter_probe(config, tools, engines, learning.policy, adapter)
         assert probe is not None
         yield Pair(
             config,
             tools,
             engines,
-            engines._group,
             learning.policy,
             learning.ranks.group,
-            engines._device_path,
+            _weight_sync(config, learning.ranks.group, engines, adapter, backend="shm"),
+            _weight_sync(config, learning.ranks.group, engines, adapter, backend=backend) if has_gpu else None,
             probe,
         )
+
+
+def _weight_sync(
+    config: RlConfig, policy: WorkerGroup, engines: RemoteEngines, adapter: AdapterPlan | None, *, backend: str
+) -> WeightSync:
+    # Several buckets, however small the model is.
+    vllm = config.vllm.model_copy(update={"sync_backend": backend, "bucket_mib": 1.0})
+    return WeightSync(policy, engines, plan_sync(adapter, ds=config.ds, vllm=vllm, vision_trains=True))
 
 
 def generates(pair: Pair) -> str:
@@ -249,24 +257,24 @@ def generates(pair: Pair) -> str:
 
 def publishes_by_memory(pair: Pair) -> str:
     """Through the memory that processes share (`vllm.sync_backend` shm)."""
-    return _published(pair, None)
+    return _published(pair, pair.memory_sync)
 
 
 def publishes_by_device(pair: Pair) -> str:
     """From GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
-    if pair.device_path is None:
+    if pair.device_sync is None:
         raise Skipped("no CUDA device")
-    return _published(pair, pair.device_path)
+    return _published(pair, pair.device_sync)
 
 
-def _published(pair: Pair, path: DevicePath | None) -> str:
+def _published(pair: Pair, weight_sync: WeightSync) -> str:
     """Weights x 1.5, and back: each time the digests agree, the responses follow, and the policy says the same."""
-    pair.publish_base(path)
+    pair.publish_base(weight_sync)
     before, held = pair.generate(), _fingerprint(pair)
     pair.policy_group.call("scale", _FACTOR)
     try:
         started = time.monotonic()
-        sent = pair.publish_base(path)
+        sent = pair.publish_base(weight_sync)
         seconds = time.monotonic() - started
         after, holds = pair.generate(), _fingerprint(pair)
         gap = pair.gap(after)
@@ -277,7 +285,7 @@ def _published(pair: Pair, path: DevicePath | None) -> str:
         raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
     if _spoken(before) == _spoken(after):
         raise Broken(f"the engine responds the same before and after weights x {_FACTOR}")
-    pair.publish_base(path)
+    pair.publish_base(weight_sync)
     if _fingerprint(pair) != held:
         raise Broken("the engine does not hold the old digest after the old weights were sent again")
     back = pair.gap(pair.generate())
@@ -289,9 +297,9 @@ def sleeps(pair: Pair) -> str:
     if not torch.cuda.is_available():
         raise Skipped("no CUDA device")
     before = _alone(pair)
-    pair.engine_group.call("wake")
+    pair.engines.group.call("wake")
     awake, total = torch.cuda.mem_get_info()
-    pair.engine_group.call("sleep")
+    pair.engines.group.call("sleep")
     asleep, _ = torch.cuda.mem_get_info()
     pool = pair.config.vllm.gpu_memory_utilization * total - _OUTSIDE_POOL
     after = _alone(pair)
@@ -312,7 +320,7 @@ def _alone(pair: Pair) -> list[Group]:
 
 def adapts(pair: Pair) -> str:
     """An adapter arrives; with it and without it the engine answers as the policy does, in one batch."""
-    pair.publish_base(None)
+    pair.publish_base(pair.memory_sync)
     pair.policy_group.call("stir", 0)
     pair.publish_adapter()
     held = pair.engines.status()[0]["adapter"]

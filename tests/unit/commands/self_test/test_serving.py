@@ -27,13 +27,13 @@ class Both:
     def call(self, method: str, *arguments: Any) -> None:
         self.weight = {"scale": 1.5, "restore": 1.0, "stir": self.weight}[method]
 
-    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
+    def send(self, part: str, *, version: int, readback: None) -> int:
         if part == "base":
             self.held = self.held if self.fault == "keeps its weights" else self.weight
             self.answers_by = self.answers_by if self.fault == "answers from a stale copy" else self.held
         return 2**20
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.adapter = {"version": version - (self.fault == "keeps its adapter")}
 
     def status(self) -> list[dict[str, Any]]:
