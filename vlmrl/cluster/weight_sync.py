@@ -11,11 +11,12 @@ from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import SyncError
 from vlmrl.models.transfer import NUM_UNDER_WAY
-from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
+from vlmrl.rollout.reports import ReadbackPlan
 from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merged
 from vlmrl.types import Metrics, Part
 
 if TYPE_CHECKING:
+    from vlmrl.learning.policy import Policy
     from vlmrl.learning.weights import MakeSender
 
 
@@ -27,7 +28,7 @@ class WeightSync:
     error. The engines' layers are read back as the plan says.
     """
 
-    def __init__(self, policy: WorkerGroup, engines: RemoteEngines, plan: SyncPlan) -> None:
+    def __init__(self, policy: WorkerGroup[Policy], engines: RemoteEngines, plan: SyncPlan) -> None:
         self._policy = policy
         self._engines = engines
         self._workers = engines.group
@@ -65,35 +66,40 @@ class WeightSync:
         self._engines.prepare_for_weights()
         if by_device:
             self._meet()
-        num_buckets = self._policy.call("begin_sync", self._plan.vllm.bucket_bytes, part)[0]
-        readback = None if is_adapter else readback
-        begin = partial(self._workers.call, "begin_update", version, adapter=is_adapter, readback=readback)
+        max_bytes, vision_changed = self._plan.vllm.bucket_bytes, self._plan.vision_changes
+        num_buckets = self._policy.call(lambda policy: policy.begin_sync(max_bytes, part))[0]
+        read = None if is_adapter else readback
+
+        def begin() -> None:
+            self._workers.call(lambda engine: engine.begin_update(version, adapter=is_adapter, readback=read))
+
         if by_device:
             self._between_devices(num_buckets, begin)
         else:
             self._through_memory(num_buckets, begin)
-        wanted, num_bytes = self._policy.call("finish_sync")[0]
-        held = self._workers.call("finish_update", vision_changed=self._plan.vision_changes)
+        wanted, num_bytes = self._policy.call(lambda policy: policy.finish_sync())[0]
+        held = self._workers.call(lambda engine: engine.finish_update(vision_changed=vision_changed))
         for engine, fingerprint in enumerate(held):
             if fingerprint != wanted:
                 raise SyncError(
                     f"engine {engine} holds {_OTHER[part]} than the trainer sent for version {version} "
                     f"(fingerprint {fingerprint[:12]}, sent {wanted[:12]}): a tensor was lost or changed on the way"
                 )
-        return int(num_bytes)
+        return num_bytes
 
     def readback(self) -> Metrics:
         """What the engines read back from their layers after the last update of the model: the number of layers of
         each, the tensors that could not be read, and the seconds of the slowest worker.
         """
-        reports: list[ReadbackReport] = [report for reports in self._workers.call("readback") for report in reports]
+        by_engine = self._workers.call(lambda engine: engine.readback())
+        reports = [report for reports in by_engine for report in reports]
         return {
             "sync/readback_layers": float(min((report["layers"] for report in reports), default=0)),
             "sync/readback_unread": float(max((len(report["unread"]) for report in reports), default=0)),
             "sync/readback_s": max((report["seconds"] for report in reports), default=0.0),
         }
 
-    def _through_memory(self, num_buckets: int, begin: Callable[[], object]) -> None:
+    def _through_memory(self, num_buckets: int, begin: Callable[[], None]) -> None:
         """Bring all buckets to all engines through memory that the processes of a machine share, and to other machines
         through Ray's object store, to each of them once.
 
@@ -101,15 +107,19 @@ class WeightSync:
         on `NUM_UNDER_WAY` of them are on their way: one is packed while another is loaded and a third waits.
         """
         ahead = min(NUM_UNDER_WAY, num_buckets)
-        shared = [self._policy.submit("share", number, 0) for number in range(ahead)]
+        shared = [self._share(number, 0) for number in range(ahead)]
         begin()
         loading = [self._load(tickets, number, 0) for number, tickets in enumerate(shared)]
         for number in range(num_buckets):
             self._policy.wait(shared[number])
             self._workers.wait(loading[number])
             if (later := number + ahead) < num_buckets:
-                shared.append(self._policy.submit("share", later, number + 1))
+                shared.append(self._share(later, number + 1))
                 loading.append(self._load(shared[later], later, number + 1))
+
+    def _share(self, number: int, num_loaded: int) -> list[Any]:
+        """Let every rank share bucket `number`; rank 0's result is the ticket."""
+        return self._policy.submit(lambda policy: policy.share(number, num_loaded))
 
     def _load(self, tickets: list[Any], number: int, num_loaded: int) -> list[Any]:
         """Let every engine load bucket `number`, which the policy's rank 0 shares."""
@@ -117,20 +127,26 @@ class WeightSync:
         for engine, node in enumerate(self._workers.nodes):
             if node not in ticket_on:
                 # The first engine of a machine receives for all of them.
-                bucket = self._policy.submit_to(0, "bucket", tickets[0])
-                ticket_on[node] = self._workers.submit_to(engine, "relay", bucket, number, num_loaded)
-        return [
-            self._workers.submit_to(engine, "load", ticket_on[node]) for engine, node in enumerate(self._workers.nodes)
-        ]
+                ticket_on[node] = self._relay(engine, tickets[0], number, num_loaded)
+        tickets = [ticket_on[node] for node in self._workers.nodes]
+        return self._workers.submit_each(lambda engine, ticket: engine.load(ticket), tickets)
 
-    def _between_devices(self, num_buckets: int, begin: Callable[[], object]) -> None:
+    def _relay(self, engine: int, ticket: Any, number: int, num_loaded: int) -> Any:
+        """Bring a shared bucket to the machine of this engine; returns the ticket there."""
+        bucket: Any = self._policy.submit_to(0, lambda policy: policy.bucket(ticket))
+        return self._workers.submit_to(engine, lambda role: role.relay(bucket, number, num_loaded))
+
+    def _between_devices(self, num_buckets: int, begin: Callable[[], None]) -> None:
         """Bring all buckets to all engines from GPU to GPU, one after the other."""
         begin()
         for number in range(num_buckets):
-            offer = merged(self._policy.call("offer", number))
-            receiving = self._workers.submit("receive", offer)
-            # Waited for together: when one end fails the other hangs in NCCL, and the failure must be heard.
-            self._workers.wait([*receiving, *self._policy.submit("send")])
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        offer = merged(self._policy.call(lambda policy: policy.offer(number)))
+        receiving = self._workers.submit(lambda engine: engine.receive(offer))
+        # Waited for together: when one end fails the other hangs in NCCL, and the failure must be heard.
+        self._workers.wait([*receiving, *self._policy.submit(lambda policy: policy.send())])
 
     def _meet(self) -> None:
         """Let ranks and engines join, once: each waits for the other."""
@@ -149,8 +165,8 @@ class WeightSync:
         sender: MakeSender = IpcSender
         if backend == "nccl":
             sender = partial(NcclSender, address=address, port=port, world_size=infos[0]["world_size"])
-        joining = [self._workers.submit_to(engine, "connect", info) for engine, info in enumerate(infos)]
-        self._workers.wait([*joining, *self._policy.submit("connect", sender)])
+        joining = self._workers.submit_each(lambda engine, info: engine.connect(info), infos)
+        self._workers.wait([*joining, *self._policy.submit(lambda policy: policy.connect(sender))])
         self._have_met = True
 
 

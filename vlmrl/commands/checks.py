@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import RemoteCritic, RemotePolicy, RemoteReference
-from vlmrl.cluster.rewards import Judges
+from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
+from vlmrl.cluster.rewards import RewardSources
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -60,9 +60,9 @@ def sight_check(
     config: RlConfig,
     engines: RemoteEngines,
     policy: RemotePolicy,
-    reference: RemoteReference | None,
+    reference: RemoteReference | PolicyWithoutAdapter | None,
     critic: RemoteCritic | None,
-    judges: Judges,
+    reward_sources: RewardSources,
 ) -> SightCheck:
     """The check of every path by which this run gets log-probs; and of the critic's values and of reward models, which
     must see as well."""
@@ -78,7 +78,7 @@ def sight_check(
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
-    paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
+    paths |= {f"{model.name}_reward": model.everywhere for model in reward_sources.models}
     own = {"engine", "old", "old_again", "padded", "update"}
     return SightCheck(
         config.train.sight_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - own

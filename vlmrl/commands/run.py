@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.deaths import told_of
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
@@ -97,7 +97,7 @@ def check_folder(config: AnyConfig, folder: RunFolder) -> None:
 @contextmanager
 def started(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
-) -> Iterator[tuple[Stage, RunReport]]:
+) -> Iterator[tuple[RoleBuilder, RunReport]]:
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes.
 
     `warnings` are for people, and come after the plan.
@@ -124,6 +124,6 @@ def started(
             report.say(describe(places, machines))
             for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)
-            stage = Stage(machines, places, stack, watch)
-            with stage.ending():
-                yield stage, report
+            builder = RoleBuilder(machines, places, stack, watch)
+            with builder.ending():
+                yield builder, report

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.session import Session
 from vlmrl.parallel import together
 
@@ -15,15 +15,15 @@ from vlmrl.parallel import together
 def test_a_role_that_starts_while_everything_ends_is_ended_at_once() -> None:
     ended: list[str] = []
     with ExitStack() as stack:
-        stage = Stage(Session(()), {}, stack)
-        with stage.ending():
-            stage._at_end(lambda: ended.append("engine"))
-        stage._at_end(lambda: ended.append("actor"))
+        builder = RoleBuilder(Session(()), {}, stack)
+        with builder.ending():
+            builder._at_end(lambda: ended.append("engine"))
+        builder._at_end(lambda: ended.append("actor"))
         assert ended == ["actor"], "its thread had not heard of the end"
     assert ended[-1] == "engine"
 
 
-def test_the_stage_ends_when_nothing_waits_for_its_roles_any_more() -> None:
+def test_the_builder_ends_when_nothing_waits_for_its_roles_any_more() -> None:
     is_ended, done = threading.Event(), []
 
     def wait() -> None:
@@ -32,9 +32,9 @@ def test_the_stage_ends_when_nothing_waits_for_its_roles_any_more() -> None:
 
     def run() -> None:
         with ExitStack() as stack:
-            stage = Stage(Session(()), {}, stack)
-            with stage.ending():
-                stage._at_end(is_ended.set)
+            builder = RoleBuilder(Session(()), {}, stack)
+            with builder.ending():
+                builder._at_end(is_ended.set)
                 together(wait, fail)
 
     def fail() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from vlmrl.cluster import engines as roles
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
+from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, Steps
+from vlmrl.cluster.remote_call import recorded
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
@@ -40,15 +41,21 @@ class Workers:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, *given: Any, **how: Any) -> list[Any]:
+    def call(self, ask: Any, *item: Any) -> list[Any]:
+        method, given, _ = recorded(ask, *item)
         told = f" {' '.join(given[0])}" if method == "wake" else ""
         self.log.append(f"{self.name} {method}{told}")
         return [ANSWERS.get(method)]
 
     submit = call
 
-    def submit_to(self, worker: int, method: str, *given: Any, **how: Any) -> Any:
-        return self.call(method, *given, **how)[0]
+    def submit_to(self, worker: int, ask: Any) -> Any:
+        return self.call(ask)[0]
+
+    def each(self, ask: Any, items: list[Any]) -> list[Any]:
+        return [self.call(ask, item)[0] for item in items]
+
+    submit_each = each
 
     def wait(self, answers: Any, timeout_s: float | None = None) -> Any:
         return answers
@@ -56,12 +63,16 @@ class Workers:
 
 def start(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, WeightSync, list[str]]:
     log: list[str] = []
-    engines = RemoteEngines(Workers("engines", log), timeout_s=1.0, sleeps=sleeps)  # type: ignore[arg-type]
     groups = {name: Workers(name, log) for name in ("actor", *neighbours)}
-    engines.neighbours = list(groups.values())  # type: ignore[arg-type]
-    cut = Cut("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
+    engines = RemoteEngines(
+        Workers("engines", log),  # type: ignore[arg-type]
+        timeout_s=1.0,
+        sleeps=sleeps,
+        neighbours=lambda: list(groups.values()),  # type: ignore[arg-type]
+    )
+    packing = PackingPlan("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
     policy = RemotePolicy(
-        Ranks(groups["actor"], cut, 100, Tally()),  # type: ignore[arg-type]
+        Ranks(groups["actor"], packing, 100, PassMetrics()),  # type: ignore[arg-type]
         Steps(batch_size=1, epochs=1, seed=0),
     )
     plan = SyncPlan("whole", base_goes_first=False, vision_changes=False, vllm=Vllm(readback_steps=-1))

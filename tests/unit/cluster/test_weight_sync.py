@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vlmrl.cluster.remote_call import recorded
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
@@ -31,16 +32,21 @@ class Workers:
     def address(self) -> tuple[str, int]:
         return "host", 5
 
-    def call(self, method: str, *given: Any, **options: Any) -> list[Any]:
+    def call(self, ask: Any) -> list[Any]:
+        method, given, options = recorded(ask)
         self.log.append((method, *given, *options.values()))
         result = self.results.get(method, f"{self.name} {method}")
         return result if isinstance(result, list) else [result] * self.number
 
     submit = call
 
-    def submit_to(self, worker: int, method: str, *given: Any) -> Any:
+    def submit_to(self, worker: int, ask: Any, *item: Any) -> Any:
+        method, given, _ = recorded(ask, *item)
         self.log.append((f"{method} by {self.name} {worker}", *given))
         return self.results.get(method, f"{self.name} {worker} {method}")
+
+    def submit_each(self, ask: Any, items: list[Any]) -> list[Any]:
+        return [self.submit_to(worker, ask, item) for worker, item in enumerate(items)]
 
     def wait(self, refs: Any) -> Any:
         if "connect" in str(refs) or "receive" in str(refs):

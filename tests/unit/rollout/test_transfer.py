@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.checksum import device_digest
-from vlmrl.rollout.launch import settings
+from vlmrl.rollout.launch import engine_arguments
 from vlmrl.rollout.transfer import (
     NcclSender,
     description,
@@ -122,5 +122,5 @@ class Tools:
 @pytest.mark.parametrize("backend", ["shm", "nccl", "ipc"])
 def test_vllm_is_told_of_the_transfer_unless_it_is_shared_memory(backend: str) -> None:
     chosen = Vllm.model_validate({"sync_backend": backend})
-    arguments = settings(vllm=chosen, columns=Columns(), processor=Tools(), top_p=1.0)  # type: ignore[arg-type]
+    arguments = engine_arguments(vllm=chosen, columns=Columns(), processor=Tools(), top_p=1.0)  # type: ignore[arg-type]
     assert arguments.get("weight_transfer_config") == (None if backend == "shm" else {"backend": backend})

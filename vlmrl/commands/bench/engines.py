@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.data import created_bytes
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.placement import Role, plan
@@ -20,9 +20,11 @@ from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
+from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Metrics, Part
 
 
@@ -35,29 +37,28 @@ def publish(config: PublishBench) -> None:
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
         Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
     ]
-    with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
-        check_devices(config.vllm, machines, stage.places)
+    with _started(roles, shares=config.vllm.sync_backend != "nccl") as (builder, machines):
+        check_devices(config.vllm, machines, builder.places)
         columns = Columns()
         actor = config.actor
         tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
         adapter = plan_adapter(config.actor, config.ds.lora, tools)
         travels_alone = adapter is not None and adapter.fits_engine
-        engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
-        learner = stage.group(
+        engines = _engines(builder, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
+        learner = builder.group(
             "actor",
-            "vlmrl.learning.policy.Policy",
-            {
-                "actor": config.actor,
-                "ds": config.ds,
-                "loop": Loop(),
-                "columns": Columns(),
-                "vision": Vision(),
-                "total_steps": 1,
-                "loss": None,
-                "temperature": 1.0,
-                "bans": True,
-                "adapter": adapter,
-            },
+            PolicySettings(
+                actor=config.actor,
+                ds=config.ds,
+                loop=Loop(),
+                columns=Columns(),
+                vision=Vision(),
+                total_steps=1,
+                loss=None,
+                temperature=1.0,
+                bans=True,
+                adapter=adapter,
+            ).build,
             timeout_s=3600,
             distributed=True,
         )
@@ -90,10 +91,10 @@ def publish(config: PublishBench) -> None:
 def rollout(config: RolloutBench) -> None:
     """`vlmrl bench rollout`: tokens per second, and bytes put into the object store, for several numbers of answers."""
     roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
-    with _stage(roles) as (stage, machines):
-        prompts = stage.prompts(config)
+    with _started(roles) as (builder, machines):
+        prompts = builder.prompts(config)
         max_model_len = config.data.max_len + config.rollout.max_new_tokens
-        engines = _engines(stage, config, config.data, max_model_len=max_model_len)
+        engines = _engines(builder, config, config.data, max_model_len=max_model_len)
         for width in config.bench.n_samples_per_prompt:
             for number in range(config.bench.repeats + 1):
                 sampling = Sampling(
@@ -128,38 +129,37 @@ def rollout(config: RolloutBench) -> None:
 
 
 @contextmanager
-def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, Session]]:
+def _started(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBuilder, Session]]:
     with session() as machines, ExitStack() as stack:
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
-        stage = Stage(machines, places, stack)
-        with stage.ending():
-            yield stage, machines
+        builder = RoleBuilder(machines, places, stack)
+        with builder.ending():
+            yield builder, machines
 
 
 def _engines(
-    stage: Stage,
+    builder: RoleBuilder,
     config: PublishBench | RolloutBench,
     columns: Columns,
     *,
     max_model_len: int,
     adapter: AdapterPlan | None = None,
 ) -> RemoteEngines:
-    group = stage.group(
+    group = builder.group(
         "vllm",
-        "vlmrl.rollout.engine.RolloutEngine",
-        {
-            "model": config.actor.model_name_or_path,
-            "vllm": config.vllm,
-            "columns": columns,
-            "trust_remote_code": config.actor.trust_remote_code,
-            "dtype": config.ds.param_dtype,
-            "max_model_len": max_model_len,
-            "top_p": 1.0,
-            "name": "vllm",
-            "adapter": adapter,
-            "demand": demand(config) if isinstance(config, RolloutBench) else None,
-        },
+        EngineSettings(
+            model=config.actor.model_name_or_path,
+            vllm=config.vllm,
+            columns=columns,
+            trust_remote_code=config.actor.trust_remote_code,
+            dtype=config.ds.param_dtype,
+            max_model_len=max_model_len,
+            top_p=1.0,
+            name="vllm",
+            adapter=adapter,
+            demand=demand(config) if isinstance(config, RolloutBench) else None,
+        ).build,
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,
     )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.placement import plan
@@ -35,6 +35,7 @@ from vlmrl.config.run import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
 from vlmrl.learning.policy import Policy
+from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import together
@@ -87,12 +88,12 @@ class Changeable(Policy):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
 
 
-class _Stage(Stage):
-    """Puts a `Changeable` policy where a run has a `Policy`."""
+class _Builder(RoleBuilder):
+    """Builds a `Changeable` policy where a run has a `Policy`."""
 
-    def group(self, name: str, path: str, settings: Mapping[str, Any], **how: Any) -> WorkerGroup:
-        path = f"{Changeable.__module__}.{Changeable.__name__}" if name == "actor" else path
-        return Stage.group(self, name, path, settings, **how)
+    def policy(self, settings: PolicySettings) -> WorkerGroup[Changeable]:
+        build = partial(Changeable, settings)
+        return self.group("actor", build, timeout_s=settings.loop.timeout_s, distributed=True)
 
 
 class _Quiet:
@@ -113,7 +114,7 @@ class Pair:
     tools: Processor
     engines: RemoteEngines
     policy: RemotePolicy
-    policy_group: WorkerGroup
+    policy_group: WorkerGroup[Changeable]
     memory_sync: WeightSync
     """Through the memory that processes share."""
     device_sync: WeightSync | None
@@ -207,31 +208,37 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     tools = processor_of(model, config.data)
     adapter = plan_of(config, tools)
     with session() as machines, ExitStack() as stack:
-        stage = _Stage(machines, plan(**roles_of(config, machines)), stack)
+        builder = _Builder(machines, plan(**roles_of(config, machines)), stack)
         quiet = _Quiet()
         starts: list[Callable[[], Any]] = [
-            partial(stage.engines, config, quiet, adapter),
-            partial(stage.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
+            partial(builder.engines, config, quiet, adapter),
+            partial(builder.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
         ]
-        # As in `Stage.players`: vLLM takes for its own what others load onto its GPU while it measures.
+        # As in `RoleBuilder.roles`: vLLM takes for its own what others load onto its GPU while it measures.
         first = [starts.pop(0)()] if has_gpu else []
-        engines, learning = [*first, *together(*starts)]
-        probe = adapter_probe(config, tools, engines, learning.policy, adapter)
+        engines, learners = [*first, *together(*starts)]
+        group: WorkerGroup[Changeable] = builder.groups["actor"]
+        probe = adapter_probe(config, tools, engines, learners.policy, adapter)
         assert probe is not None
         yield Pair(
             config,
             tools,
             engines,
-            learning.policy,
-            learning.ranks.group,
-            _weight_sync(config, learning.ranks.group, engines, adapter, backend="shm"),
-            _weight_sync(config, learning.ranks.group, engines, adapter, backend=backend) if has_gpu else None,
+            learners.policy,
+            group,
+            _weight_sync(config, group, engines, adapter, backend="shm"),
+            _weight_sync(config, group, engines, adapter, backend=backend) if has_gpu else None,
             probe,
         )
 
 
 def _weight_sync(
-    config: RlConfig, policy: WorkerGroup, engines: RemoteEngines, adapter: AdapterPlan | None, *, backend: str
+    config: RlConfig,
+    policy: WorkerGroup[Changeable],
+    engines: RemoteEngines,
+    adapter: AdapterPlan | None,
+    *,
+    backend: str,
 ) -> WeightSync:
     # Several buckets, however small the model is.
     vllm = config.vllm.model_copy(update={"sync_backend": backend, "bucket_mib": 1.0})
@@ -271,7 +278,7 @@ def _published(pair: Pair, weight_sync: WeightSync) -> str:
     """Weights x 1.5, and back: each time the digests agree, the responses follow, and the policy says the same."""
     pair.publish_base(weight_sync)
     before, held = pair.generate(), _fingerprint(pair)
-    pair.policy_group.call("scale", _FACTOR)
+    pair.policy_group.call(lambda policy: policy.scale(_FACTOR))
     try:
         started = time.monotonic()
         sent = pair.publish_base(weight_sync)
@@ -280,7 +287,7 @@ def _published(pair: Pair, weight_sync: WeightSync) -> str:
         gap = pair.gap(after)
     finally:
         # The checks that follow begin with the model as it was.
-        pair.policy_group.call("restore")
+        pair.policy_group.call(lambda policy: policy.restore())
     if holds == held:
         raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
     if _spoken(before) == _spoken(after):
@@ -297,9 +304,9 @@ def sleeps(pair: Pair) -> str:
     if not torch.cuda.is_available():
         raise Skipped("no CUDA device")
     before = _alone(pair)
-    pair.engines.group.call("wake")
+    pair.engines.group.call(lambda engine: engine.wake())
     awake, total = torch.cuda.mem_get_info()
-    pair.engines.group.call("sleep")
+    pair.engines.group.call(lambda engine: engine.sleep())
     asleep, _ = torch.cuda.mem_get_info()
     pool = pair.config.vllm.gpu_memory_utilization * total - _OUTSIDE_POOL
     after = _alone(pair)
@@ -321,7 +328,7 @@ def _alone(pair: Pair) -> list[Group]:
 def adapts(pair: Pair) -> str:
     """An adapter arrives; with it and without it the engine answers as the policy does, in one batch."""
     pair.publish_base(pair.memory_sync)
-    pair.policy_group.call("stir", 0)
+    _stir(pair, 0)
     pair.publish_adapter()
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
@@ -343,11 +350,15 @@ def probes(pair: Pair) -> str:
     found = []
     count = _PROBES["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
-        pair.policy_group.call("stir", number)
+        _stir(pair, number)
         pair.publish_adapter()
         found.append(pair.probe.check(pair.version))
     worst = max(line["sync/probe_gap"] for line in found)
     return f"{count} publishes without an alarm, at most {worst:.1g} apart"
+
+
+def _stir(pair: Pair, seed: int) -> None:
+    pair.policy_group.call(lambda policy: policy.stir(seed))
 
 
 def _prompt(tools: Processor, config: RlConfig, index: int, images: int) -> Prompt:

@@ -24,8 +24,17 @@ class Both:
         self.weight = self.held = self.answers_by = 1.0
         self.adapter: dict[str, Any] | None = None
 
-    def call(self, method: str, *arguments: Any) -> None:
-        self.weight = {"scale": 1.5, "restore": 1.0, "stir": self.weight}[method]
+    def call(self, ask: Any) -> None:
+        ask(self)
+
+    def scale(self, factor: float) -> None:
+        self.weight = factor
+
+    def restore(self) -> None:
+        self.weight = 1.0
+
+    def stir(self, seed: int) -> None:
+        """Its adapter changes nothing."""
 
     def send(self, part: str, *, version: int, readback: None) -> int:
         if part == "base":
