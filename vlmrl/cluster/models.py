@@ -121,18 +121,14 @@ class Ranks(Generic[Role_co]):
             self.pass_metrics.add(counts)
         return [by_sample[number] for number in range(len(samples))]
 
-    def update(
-        self, ask: Callable[[Role_co, Work, list[Totals]], list[Counts]], steps: Sequence[Experience]
-    ) -> list[Counts]:
+    def update(self, ask: Callable[[Role_co, Work], list[Counts]], steps: Sequence[Experience]) -> list[Counts]:
         """Deal out each optimizer step to the ranks; returns each rank's metrics of each step, but for those of passes,
         which are kept until the step is reported."""
         work: list[Work] = [[] for _ in range(len(self.group))]
         for part in steps:
             for rank, packs in enumerate(self.packing.spread(part.samples, len(self.group))):
                 work[rank].append([(pack, experience_of(pack, part)) for pack in packs])
-        totals = [count(part.samples) for part in steps]
-        by_rank = self.group.each(lambda role, share: ask(role, share, totals), work)
-        of_steps = [metrics for steps_of_rank in by_rank for metrics in steps_of_rank]
+        of_steps = [metrics for of_rank in self.group.each(ask, work) for metrics in of_rank]
         for metrics in of_steps:
             self.pass_metrics.add({name: value for name, value in metrics.items() if name.startswith("vision/")})
         return [
@@ -193,7 +189,8 @@ class RemotePolicy:
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         steps = self._steps.of(experience, step)
-        return reduce(self.ranks.update(lambda policy, work, totals: policy.update(work, totals), steps))
+        totals = [count(part.samples) for part in steps]
+        return reduce(self.ranks.update(lambda policy, work: policy.update(work, totals), steps))
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """One optimizer step of supervised training."""
@@ -293,7 +290,8 @@ class RemoteCritic:
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         steps = self._steps.of(experience, step)
-        return reduce(self._ranks.update(lambda critic, work, totals: critic.update_values(work, totals), steps))
+        totals = [count(part.samples) for part in steps]
+        return reduce(self._ranks.update(lambda critic, work: critic.update_values(work, totals), steps))
 
     def save_checkpoint(self, folder: Path) -> None:
         self._group.call(lambda critic: critic.save_critic_checkpoint(folder))
