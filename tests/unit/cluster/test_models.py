@@ -17,6 +17,7 @@ from vlmrl.cluster.models import (
     PassMetrics,
     PolicyWithoutAdapter,
     Ranks,
+    RemoteCritic,
     RemotePolicy,
     RemoteReference,
     Steps,
@@ -71,6 +72,19 @@ class Echo:
 
     def each(self, ask: Any, items: list[Any]) -> list[Any]:
         return [self._call(rank, ask, item) for rank, item in enumerate(items)]
+
+
+class Judging(Echo):
+    """The values of a critic: the tokens of a sample, each plus one."""
+
+    def _call(self, rank: int, ask: Any, item: Any) -> Any:
+        method, given, _ = recorded(ask, item)
+        assert method in ("values", "update_values")
+        if method == "update_values":
+            work, totals = given
+            return [{"value/loss": Sum(float(total.num_tokens))} for _, total in zip(work, totals, strict=True)]
+        rows = [(i, s.tokens + 1.0) for pack in given[0] for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
+        return rows, {}
 
 
 def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
@@ -134,6 +148,16 @@ def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adap
     PolicyWithoutAdapter(trained).logprobs([sample(0)])
     trained.logprobs([sample(0)])
     assert [how["adapter"] for _, _, how in group.asked] == [False, True]
+
+
+def test_a_critic_says_values_in_the_order_of_the_samples_and_learns_from_the_same_steps_as_the_policy() -> None:
+    critic = RemoteCritic(Ranks(Judging(2), packing(), 100, PassMetrics()), Steps(4, epochs=1, seed=0))  # type: ignore[arg-type]
+    samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4))]
+    assert [row.tolist() for row in critic.values(samples)] == [(s.tokens + 1.0).tolist() for s in samples]
+    columns = [np.zeros(len(s.tokens), dtype=np.float32) for s in samples]
+    experience = Experience(samples, columns, columns, columns, values=columns, returns=columns)
+    # Two sampled tokens of each of three samples, which both ranks are told.
+    assert critic.update(experience, step=1) == {"value/loss": 2 * 6.0}
 
 
 def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
