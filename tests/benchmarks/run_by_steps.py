@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
@@ -31,10 +31,10 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
     """
     clock = _Clock()
     with session() as machines, ExitStack() as stack:
-        stage = Stage(machines, plan(**roles_of(config, machines)), stack)
-        prompts = stage.prompts(config, _say)
+        builder = RoleBuilder(machines, plan(**roles_of(config, machines)), stack)
+        prompts = builder.prompts(config, _say)
         tools = processor_of(config.actor.model_name_or_path, config.data)
-        engines, policy, reference, critic, judges = stage.players(
+        engines, policy, weight_sync, reference, critic, reward_sources = builder.roles(
             config,
             tools,
             adapter=plan_of(config, tools),
@@ -42,7 +42,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
             num_rows=prompts.num_rows,
             report=clock,
         )
-        policy.publish(0)
+        weight_sync.sync(0)
         course = Course(prompts.num_rows * config.train.num_episodes)
 
         def steps() -> Iterator[Measured]:
@@ -52,8 +52,9 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     config,
                     prompts=prompts,
                     engine=engines,
-                    rewarder=judges,
+                    rewarder=reward_sources,
                     policy=policy,
+                    weight_sync=weight_sync,
                     reference=reference,
                     critic=critic,
                     report=clock,

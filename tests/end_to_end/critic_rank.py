@@ -16,13 +16,14 @@ from ranks import end_together
 
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
-from vlmrl.config.critic import Critic as CriticSettings
+from vlmrl.config.critic import Critic as CriticSection
 from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
+from vlmrl.learning.settings import CriticSettings, PolicyAndCriticSettings, PolicySettings
 from vlmrl.types import Experience, Floats, Sample
 
 KL_COEF = 0.1
@@ -40,7 +41,7 @@ CUTS: dict[str, dict[str, Any]] = {
 """On one rank a single micro-batch, and four of them."""
 
 
-def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> dict[str, Any]:
+def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> CriticSettings:
     adam = {"lr": lr, "eps": 1e-3, "weight_decay": 0.01}
     whole = {
         "model_name_or_path": model,
@@ -51,23 +52,22 @@ def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> di
         "freeze_visual_encoder": False,
         "freeze_projector": False,
     }
-    return {
-        "critic": CriticSettings.model_validate(whole | more),
-        "ds": Ds(param_dtype="fp32"),
-        "loop": Loop(timeout_s=120),
-        "columns": Columns(),
-        "vision": Vision(cache_gib=1.0),
-        "total_steps": 10,
-    }
+    return CriticSettings(
+        critic=CriticSection.model_validate(whole | more),
+        ds=Ds(param_dtype="fp32"),
+        loop=Loop(timeout_s=120),
+        columns=Columns(),
+        vision=Vision(cache_gib=1.0),
+        total_steps=10,
+    )
 
 
 def critic(
     model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", four_bit: bool = False, **how: Any
 ) -> Any:
-    from vlmrl.learning.critic import Critic
-
-    given = settings(model, **how) | {"ds": Ds(param_dtype=dtype, load_in_4bit=four_bit)}  # type: ignore[arg-type]
-    return Critic(**given, adapter=None if lora is None else plan(model, lora, {}))
+    ds = Ds(param_dtype=dtype, load_in_4bit=four_bit)  # type: ignore[arg-type]
+    adapter = None if lora is None else plan(model, lora, {})
+    return replace(settings(model, **how), ds=ds, adapter=adapter).build()
 
 
 def gradients(out: Path, *, model: str, old: str) -> None:
@@ -235,11 +235,10 @@ def pair(
     out: Path, *, model: str, other: str, old: str, cut: str, stage: int = 0, critic_stage: int = 0, **frozen: bool
 ) -> None:
     """A policy and a critic in one process: log-probs, values, a step of each, a checkpoint; what the towers did."""
-    from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.observe.metrics import reduce
 
     given = settings(other, stage=critic_stage, **frozen)
-    both = PolicyAndCritic(policy=_policy_settings(model, stage, frozen), critic=given)
+    both = PolicyAndCriticSettings(policy=_policy_settings(model, stage, frozen), critic=given).build()
     packs = packs_of(both, samples(both._processor), **CUTS[cut])
     counts = [both.logprobs(packs)[1], both.values(packs)[1]]
     steps = both.update(*_work(both, old, cut, 1)) + both.update_values(*_work(both, old, cut, 1))
@@ -263,21 +262,21 @@ def pair(
     _write(out, both_held, steps, {"towers": towers, "shares": shares})
 
 
-def _policy_settings(model: str, stage: int, frozen: dict[str, bool]) -> dict[str, Any]:
+def _policy_settings(model: str, stage: int, frozen: dict[str, bool]) -> PolicySettings:
     from vlmrl.config.actor import Model
 
     adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
-    return {
-        "actor": Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | frozen),
-        "ds": Ds(zero_stage=stage, param_dtype="fp32"),  # type: ignore[arg-type]
-        "loop": Loop(timeout_s=120),
-        "columns": Columns(),
-        "vision": Vision(cache_gib=1.0),
-        "total_steps": 10,
-        "loss": PolicyLoss(aggregation="token", max_new_tokens=8),
-        "temperature": 0.7,
-        "bans": True,
-    }
+    return PolicySettings(
+        actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | frozen),
+        ds=Ds(zero_stage=stage, param_dtype="fp32"),  # type: ignore[arg-type]
+        loop=Loop(timeout_s=120),
+        columns=Columns(),
+        vision=Vision(cache_gib=1.0),
+        total_steps=10,
+        loss=PolicyLoss(aggregation="token", max_new_tokens=8),
+        temperature=0.7,
+        bans=True,
+    )
 
 
 def _weights(learner: Any) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.weights import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt, Rollout
 
 COLUMNS = Columns(max_pixels=200 * 200)
@@ -46,7 +47,7 @@ def rollout_engine(
     dtype: str = "fp32",
     **vllm: Any,
 ) -> RolloutEngine:
-    return kind(
+    settings = EngineSettings(
         model=str(model),
         vllm=Vllm(**({"cpu_kv_cache_gib": 0.25} | vllm)),
         columns=COLUMNS,
@@ -58,6 +59,7 @@ def rollout_engine(
         adapter=adapter,
         temperature=temperature,
     )
+    return kind(settings)
 
 
 class Trainer:

@@ -47,11 +47,11 @@ def policy(
     ema_beta: float | None = None,
     **actor: Any,
 ) -> Any:
-    from vlmrl.learning.policy import Policy
+    from vlmrl.learning.settings import PolicySettings
 
     # A large epsilon makes Adam's step follow the gradient; with a small one it is its sign, rounding noise included.
     adam = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.01}
-    return Policy(
+    return PolicySettings(
         actor=Model.model_validate({"model_name_or_path": model, "adam": adam, "max_norm": 0.5} | actor),
         ds=Ds(zero_stage=stage, param_dtype=dtype, adam_offload=offload, load_in_4bit=four_bit),  # type: ignore[arg-type]
         loop=Loop(timeout_s=120),
@@ -63,7 +63,7 @@ def policy(
         bans=True,
         adapter=None if lora is None else plan(model, lora, actor),
         ema_beta=ema_beta,
-    )
+    ).build()
 
 
 def plan(model: str, lora: dict[str, Any], actor: dict[str, Any]) -> Any:
@@ -143,12 +143,12 @@ def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
     found: dict[str, torch.Tensor] = {}
     # Small enough that there are many buckets, and that one tensor is larger than a bucket. Each takes the memory of
     # the one before.
-    for i in range(learner.num_buckets(30_000, part)):
+    for i in range(learner.begin_sync(30_000, part)):
         ticket = learner.share(i, i)
         assert (ticket is None) == (torch.distributed.get_rank() > 0)
         if ticket is not None:
             found |= {n: t.clone() for n, t in unpack_bucket(learner.bucket(ticket))}
-    told, num_bytes = learner.published()
+    told, num_bytes = learner.finish_sync()
     if found and part != "adapter":
         assert told == fingerprint({n: digest(n, t) for n, t in found.items()})
         assert num_bytes == sum(t.numel() * t.element_size() for t in found.values())
@@ -157,7 +157,7 @@ def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
 
 def score(out: Path, *, model: str) -> None:
     """Log-probs under the starting weights: what the experiences of all other tasks are made of."""
-    from vlmrl.learning.reference import Reference
+    from vlmrl.learning.settings import ReferenceSettings
 
     learner = policy(model)
     rows = samples(learner._processor)
@@ -165,15 +165,14 @@ def score(out: Path, *, model: str) -> None:
     for name, cut in (("shared", SHARED), ("packed", PACKED), ("padded", PADDED)):
         for i, values in learner.logprobs(packs_of(learner, rows, **cut))[0]:
             found[f"{name}.{i}"] = values
-    reference = Reference(
+    reference = ReferenceSettings(
         actor=Model(model_name_or_path=model),
         ds=Ds(param_dtype="fp32"),
-        loop=Loop(),
         columns=Columns(),
         vision=Vision(),
         temperature=0.7,
         bans=True,
-    )
+    ).build()
     # The second time, a frozen tower has nothing left to do.
     for name, calls in (("reference", 4), ("again", 0)):
         scored, counts = reference.logprobs(packs_of(learner, rows, **SHARED))
@@ -265,7 +264,7 @@ def adapt(
     found["on"], counts = learner.logprobs(packs)
     found["off"], others = learner.logprobs(packs, adapter=False)
     parts |= {part: weights(learner, part) for part in ("base", "whole", "adapter")}
-    fingerprint, num_bytes = learner.published()
+    fingerprint, num_bytes = learner.finish_sync()
     zero = [was_zero, learner.adapter_is_zero()]
     if save:
         learner.save_model(Path(save))

@@ -36,6 +36,7 @@ from vlmrl.data.balance import spread  # noqa: E402
 from vlmrl.learning import critic as learning_critic  # noqa: E402
 from vlmrl.learning.policy import Policy, PolicyLoss  # noqa: E402
 from vlmrl.learning.policy_and_critic import PolicyAndCritic  # noqa: E402
+from vlmrl.learning.settings import CriticSettings, PolicyAndCriticSettings, PolicySettings  # noqa: E402
 from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
 from vlmrl.models.load import skeleton  # noqa: E402
 from vlmrl.models.memory import in_turn_with, sizes, trainer, with_value_head  # noqa: E402
@@ -83,11 +84,12 @@ def main(path: str, case: dict[str, Any]) -> None:
 
     def train() -> None:
         if role == "actor":
-            updates = [Policy(**of_policy).update]
+            updates = [Policy(PolicySettings(**of_policy)).update]
         elif role == "critic":
-            updates = [learning_critic.Critic(**of_critic).update_values]
+            updates = [learning_critic.Critic(CriticSettings(**of_critic)).update_values]
         else:
-            pair = PolicyAndCritic(policy=of_policy, critic=of_critic)
+            both = PolicyAndCriticSettings(policy=PolicySettings(**of_policy), critic=CriticSettings(**of_critic))
+            pair = PolicyAndCritic(both)
             updates = [pair.update_values, pair.update]
         for _ in range(2):
             for update in updates:

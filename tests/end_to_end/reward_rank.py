@@ -31,9 +31,9 @@ def main() -> None:
 
 def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:
     """Scores and step scores; and how many numbers of the weights this rank holds between passes."""
-    from vlmrl.learning.reward_model import RewardModel
+    from vlmrl.learning.settings import RewardModelSettings
 
-    model = RewardModel(
+    model = RewardModelSettings(
         path=judge,
         flag="reward.model_name_or_path",
         actor=Model(model_name_or_path=base),
@@ -43,7 +43,7 @@ def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, 
         vision=Vision(),
         offload=offload,
         separator="e",
-    )
+    ).build()
     packs = packs_of(model, samples(model._processor), **cut)
     found = {f"score.{i}": np.array(value) for i, value in model.score(packs)[0]}
     found |= {f"steps.{i}": row for i, row in model.step_scores(packs)[0]}

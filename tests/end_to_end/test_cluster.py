@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
-from vlmrl.cluster.data import created_bytes, put
+from vlmrl.cluster.data import SourceSettings, created_bytes, put
 from vlmrl.cluster.engines import RemotePrompts
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import session
@@ -23,50 +27,51 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.data import Data
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ClusterError, ConfigError
+from vlmrl.observe.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def start(path: str, settings: dict[str, Any], *, timeout_s: float = 60.0, workers: int = 1) -> WorkerGroup:
+def start(build: Callable[[], Any], *, timeout_s: float = 60.0, workers: int = 1) -> WorkerGroup[Any]:
     with session() as machines:
         places = [Place(0, (worker,)) for worker in range(workers)]
-        return WorkerGroup("helper", path, settings, session=machines, places=places, timeout_s=timeout_s)
+        return WorkerGroup("helper", build, session=machines, places=places, timeout_s=timeout_s)
 
 
 def test_a_mistake_found_in_an_actor_arrives_as_itself(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    group = start("vlmrl.observe.run_folder.RunFolder", {"root": tmp_path})
+    group = start(partial(RunFolder, tmp_path))
     with pytest.raises(ConfigError, match="holds another run") as caught:
-        group.call("check", resume=False, has_checkpoint=False)
+        group.call(lambda folder: folder.check(resume=False, has_checkpoint=False))
     assert "Traceback" not in str(caught.value)
     group.shutdown()
 
 
 def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
-    group = start("pathlib.PurePath", {})
+    group = start(PurePath)
     with pytest.raises(ray.exceptions.RayTaskError, match="AttributeError"):
-        group.call("no_such_method")
+        group.call(lambda path: path.no_such_method())
     group.shutdown()
 
 
 def test_an_actor_that_hangs_is_an_error_that_names_it() -> None:
-    group = start("threading.Event", {})
+    group = start(threading.Event)
     with pytest.raises(ClusterError, match=r"helper did not answer within 1 s.*--train.timeout_s"):
-        group.wait(group.submit("wait"), timeout_s=1.0)
+        group.wait(group.submit(lambda event: event.wait()), timeout_s=1.0)
     group.shutdown()
 
 
 def test_an_actor_that_dies_is_an_error_that_names_it() -> None:
-    group = start("importlib.import_module", {"name": "os"})
+    group = start(partial(importlib.import_module, "os"))
     with pytest.raises(ClusterError, match=r"^helper on \S+ ended (with exit code 3|without a word)") as caught:
-        group.call("_exit", 3)
+        group.call(lambda os: os._exit(3))
     assert "\n" not in str(caught.value)
     group.shutdown()
 
 
 def test_what_an_actor_held_in_shared_memory_is_gone_with_it() -> None:
     name = f"vlmrl-test-{os.getpid()}"
-    group = start("multiprocessing.shared_memory.SharedMemory", {"name": name, "create": True, "size": 16})
+    group = start(partial(SharedMemory, name=name, create=True, size=16))
     file = Path("/dev/shm", name)
     assert file.exists()
     group.shutdown()
@@ -79,26 +84,26 @@ def test_what_an_actor_held_in_shared_memory_is_gone_with_it() -> None:
 def test_a_role_that_is_busy_hears_that_it_is_to_end() -> None:
     with session() as machines:
         group = WorkerGroup(
-            *("helper", "threading.Event", {}),
+            *("helper", threading.Event),
             session=machines,
             places=[Place(0, (0,))],
             timeout_s=60,
             interruptible=True,
         )
-    waiting = group.submit("wait")
+    waiting = group.submit(lambda event: event.wait())
     began = time.monotonic()
-    group.end("set")
+    group.end(lambda event: event.set())
     assert group.wait(waiting) == [True]
     assert time.monotonic() - began < 10
     group.shutdown()
 
 
 def test_arguments_meet_their_workers_and_answers_keep_their_order() -> None:
-    group = start("importlib.import_module", {"name": "math"}, workers=2)
-    assert group.each("sqrt", [4.0, 9.0]) == [2.0, 3.0]
-    assert group.call("floor", 2.5) == [2, 2]
-    with pytest.raises(ValueError, match="3 arguments for 2 workers of helper"):
-        group.each("sqrt", [1.0, 2.0, 3.0])
+    group = start(partial(importlib.import_module, "math"), workers=2)
+    assert group.each(lambda math, number: math.sqrt(number), [4.0, 9.0]) == [2.0, 3.0]
+    assert group.call(lambda math: math.floor(2.5)) == [2, 2]
+    with pytest.raises(ValueError, match="3 items for 2 workers of helper"):
+        group.each(lambda math, number: math.sqrt(number), [1.0, 2.0, 3.0])
     group.shutdown()
 
 
@@ -106,25 +111,25 @@ def test_an_image_is_stored_once_however_often_its_handle_travels() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
     before = created_bytes()
     handle = put(InlineMedia(hash="image", size=(256, 256), pixels=pixels))
-    group = start("importlib.import_module", {"name": "operator"})
+    group = start(partial(importlib.import_module, "operator"))
     for _ in range(20):
-        assert group.call("length_hint", [handle] * 16) == [16]
+        assert group.call(lambda operator: operator.length_hint([handle] * 16)) == [16]
     assert pixels.nbytes <= created_bytes() - before < 1.2 * pixels.nbytes
     assert np.array_equal(handle.fetch(), pixels)
     group.shutdown()
 
 
 def test_the_bytes_of_a_draw_are_those_of_its_images(tiny_model: Callable[..., str]) -> None:
-    settings = {
-        "model": tiny_model("qwen2_5_vl", size="micro"),
-        "trust_remote_code": False,
-        "data": Data(prompt_dataset="visual_math?families=count&pixels=224&size=16", max_len=256),
-        "evaluation": None,
-        "seed": 1,
-    }
-    group = start("vlmrl.cluster.data.StoredSource", settings)
+    settings = SourceSettings(
+        model=tiny_model("qwen2_5_vl", size="micro"),
+        trust_remote_code=False,
+        data=Data(prompt_dataset="visual_math?families=count&pixels=224&size=16", max_len=256),
+        evaluation=None,
+        seed=1,
+    )
+    group = start(settings.build)
     before = created_bytes()
-    prompts, metrics = group.call("draw", 8)[0]
+    prompts, metrics = group.call(lambda source: source.draw(8))[0]
     moved = created_bytes() - before
     assert metrics["media/bytes_moved"] == 8 * 224 * 224 * 3
     assert metrics["media/bytes_moved"] <= moved < 1.1 * metrics["media/bytes_moved"]
@@ -145,7 +150,7 @@ from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import session
 with session() as machines:
     places = [Place(0, (1,)), Place(0, (0, 2))]
-    group = WorkerGroup("helper", "builtins.dict", {}, session=machines, places=places, timeout_s=60)
+    group = WorkerGroup("helper", dict, session=machines, places=places, timeout_s=60)
     seen = [ray.get(w.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"])) for w in group._workers]
     print("seen", machines.nodes[0].gpus, seen)
 ray.shutdown()
@@ -176,7 +181,10 @@ import ray
 with session(num_cpus=2) as machines:
     places = [Place(0, (rank,)) for rank in range(2)]
     how = {"session": machines, "places": places, "timeout_s": 60, "distributed": True}
-    group = WorkerGroup("ranks", "vlmrl.learning.deepspeed_engine.init_distributed", {"timeout_s": 30}, **how)
+    def join():
+        from vlmrl.learning.deepspeed_engine import init_distributed
+        init_distributed(30)
+    group = WorkerGroup("ranks", join, **how)
     def look(_):
         import torch.distributed
         tempfile.mkdtemp()
@@ -207,15 +215,15 @@ def test_ray_and_ranks_keep_to_a_folder_of_this_user_alone_which_is_gone_at_the_
 def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "a", "label": "\\\\frac{1}{2}"}\n{"input": "b", "label": "\\\\frac{1}{"}\n')
-    settings = {
-        "model": tiny_model("qwen3", size="micro"),
-        "trust_remote_code": False,
-        "data": Data(prompt_dataset=str(file), max_dropped_fraction=0.5),
-        "evaluation": None,
-        "seed": 1,
-        "functions": ("math",),
-    }
-    group = start("vlmrl.cluster.data.StoredSource", settings)
+    settings = SourceSettings(
+        model=tiny_model("qwen3", size="micro"),
+        trust_remote_code=False,
+        data=Data(prompt_dataset=str(file), max_dropped_fraction=0.5),
+        evaluation=None,
+        seed=1,
+        functions=("math",),
+    )
+    group = start(settings.build)
     told: list[str] = []
     prompts = RemotePrompts(group, say=told.append)
     prompts.look_at_labels()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from recipes import recipe
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands import run
 from vlmrl.commands.rl import train_rl
@@ -53,7 +53,7 @@ BY_SIGKILL = r"(was killed by signal 9 \(SIGKILL\)|ended without a word)"
 
 
 def line_of_death(
-    kill: Callable[[dict[str, WorkerGroup]], None],
+    kill: Callable[[dict[str, WorkerGroup[Any]]], None],
     *,
     model: str,
     out: Path,
@@ -61,11 +61,11 @@ def line_of_death(
     **flags: Any,
 ) -> str:
     """What the run says that `kill` was let loose on after its first step."""
-    started: list[Stage] = []
+    started: list[RoleBuilder] = []
     died: list[float] = []
 
-    class Seen(Stage):
-        def group(self, *given: Any, **how: Any) -> WorkerGroup:
+    class Seen(RoleBuilder):
+        def group(self, *given: Any, **how: Any) -> WorkerGroup[Any]:
             started.append(self)
             return super().group(*given, **how)
 
@@ -76,7 +76,7 @@ def line_of_death(
         kill(started[0].groups)
         died.append(time.monotonic())
 
-    monkeypatch.setattr(run, "Stage", Seen)
+    monkeypatch.setattr(run, "RoleBuilder", Seen)
     threading.Thread(target=wait_and_kill, daemon=True).start()
     words = recipe("visual_math_tiny.yaml", model, out, **(COUNTING | flags))
     with pytest.raises(ClusterError) as error:
@@ -95,7 +95,7 @@ def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_a
 ) -> None:
     out = tmp_path / "run"
 
-    def kill(groups: dict[str, WorkerGroup]) -> None:
+    def kill(groups: dict[str, WorkerGroup[Any]]) -> None:
         os.kill(groups["data"].pids[0], signal.SIGKILL)
 
     (tmp_path / "theirs.py").write_text(REWARD)
@@ -147,7 +147,7 @@ DEATHS = {
 def test_the_death_of_any_role_is_one_line(
     who: str, tmp_path: Path, tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(groups: dict[str, WorkerGroup]) -> None:
+    def kill(groups: dict[str, WorkerGroup[Any]]) -> None:
         process = psutil.Process(groups["vllm" if who == "engine core" else who].pids[-1])
         if who == "engine core":
             process = next(child for child in process.children() if "VLLM" in " ".join(child.cmdline()))

@@ -32,7 +32,7 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ClusterError, ConfigError, DataError, SyncError
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
-from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Group, Prompt
 
 MODELS = [
@@ -308,7 +308,7 @@ def test_a_prompt_that_does_not_fit_is_named(vision: Pair) -> None:
 
 
 def test_a_nucleus_is_reported_by_the_log_probs_of_the_model_itself(engines: Engines) -> None:
-    engine = RolloutEngine(
+    engine = EngineSettings(
         model=str(engines.folder("qwen3")),
         vllm=Vllm(),
         columns=COLUMNS,
@@ -317,7 +317,7 @@ def test_a_nucleus_is_reported_by_the_log_probs_of_the_model_itself(engines: Eng
         max_model_len=64,
         name="engine-0",
         top_p=0.9,
-    )
+    ).build()
     assert engine.arguments()["logprobs_mode"] == "raw_logprobs"
 
 

@@ -23,6 +23,7 @@ from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt
 from vlmrl.verify.images import check
 from vlmrl.verify.noise import NoiseCheck, Paths
@@ -72,7 +73,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
     model = tiny_model("qwen2_5_vl", size="micro")
-    engine = RolloutEngine(
+    engine = EngineSettings(
         model=model,
         vllm=Vllm(cpu_kv_cache_gib=0.25),
         columns=COLUMNS,
@@ -81,7 +82,7 @@ def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
         max_model_len=640,
         top_p=0.9,
         name="engine-0",
-    )
+    ).build()
     tools = plugins.processor_of(model, COLUMNS)
     with asyncio.Runner() as runner:
         runner.run(engine.start())

@@ -17,6 +17,7 @@ from vlmrl.models import tiny
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt
 
 TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
@@ -31,7 +32,7 @@ def with_engine(model: Path, use: Callable[[RolloutEngine], Awaitable[Any]], **v
     """Start an engine, use it, stop it."""
 
     async def run() -> Any:
-        engine = RolloutEngine(
+        engine = EngineSettings(
             model=str(model),
             vllm=Vllm(gpu_memory_utilization=0.2, enforce_eager=True, **vllm),
             columns=Columns(),
@@ -41,7 +42,7 @@ def with_engine(model: Path, use: Callable[[RolloutEngine], Awaitable[Any]], **v
             top_p=1.0,
             name="vllm",
             temperature=0.5,
-        )
+        ).build()
         await engine.start()
         try:
             return await use(engine)

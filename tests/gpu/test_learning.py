@@ -24,10 +24,10 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
     from vlmrl.config.train import Loop
     from vlmrl.config.vision import Vision
     from vlmrl.data.packing import cut
-    from vlmrl.learning.policy import Policy
+    from vlmrl.learning.settings import PolicySettings
     from vlmrl.types import Sample, Totals
 
-    learner = Policy(
+    learner = PolicySettings(
         actor=Model.model_validate({"model_name_or_path": model, "adam": {"lr": 1e-3}}),
         ds=Ds.model_validate({"zero_stage": 2, "param_dtype": dtype, "enable_sleep": bool(sleeps)}),
         loop=Loop(),
@@ -37,7 +37,7 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
         loss=None,
         temperature=1.0,
         bans=False,
-    )
+    ).build()
     rng = np.random.default_rng(0)
     prompts = rng.integers(97, 122, (4, 4))
     samples = [

@@ -24,6 +24,7 @@ from vlmrl.models.checksum import checksum, device_digest
 from vlmrl.models.weights import fingerprint
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.rollout.transfer import Backend, IpcSender, NcclSender, init_infos, merged
 from vlmrl.types import Group, Prompt
 
@@ -52,7 +53,7 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
     """Start an engine, let it meet a sender, use both, stop."""
 
     async def run() -> Any:
-        engine = RolloutEngine(
+        engine = EngineSettings(
             model=str(model),
             vllm=Vllm(gpu_memory_utilization=0.2, enforce_eager=True, sync_backend=backend),
             columns=Columns(),
@@ -61,7 +62,7 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
             max_model_len=256,
             top_p=1.0,
             name="vllm",
-        )
+        ).build()
         await engine.start()
         try:
             with socket.socket() as probe:

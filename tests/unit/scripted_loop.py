@@ -100,7 +100,15 @@ class RememberingPolicy:
         own = self.logprobs(experience.samples)
         return {"policy/loss": 0.0} | ({} if experience.old_logprobs is not None else compare_engine(experience, own))
 
-    def publish(self, version: int) -> Metrics:
+    def take_pass_metrics(self) -> Metrics:
+        return {}
+
+
+class ScriptedSync:
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+
+    def sync(self, version: int) -> Metrics:
         self.engine.version = version
         return {"sync/version": float(version)}
 
@@ -155,6 +163,7 @@ def run(
         last_step=steps,
         **{  # type: ignore[arg-type]
             "prompts": CountingPrompts(),
+            "weight_sync": ScriptedSync(policy.engine),
             "first_step": 1,
             "reference": None,
             "course": Course(num_prompts),

@@ -1,88 +1,139 @@
-"""Puts roles on machines: which class runs as which role, with which settings."""
+"""Builds the roles of a run: starts them where the placement puts them, and joins them."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from vlmrl.cluster.data import wants_of
-from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
-from vlmrl.cluster.models import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
+from vlmrl.cluster.models import (
+    PackingPlan,
+    PassMetrics,
+    PolicyWithoutAdapter,
+    Ranks,
+    RemoteCritic,
+    RemotePolicy,
+    RemoteReference,
+    Steps,
+)
 from vlmrl.cluster.placement import Place
-from vlmrl.cluster.publish import publication
-from vlmrl.cluster.rewards import Judges, RemoteRewarder, RewardModel
-from vlmrl.cluster.role_settings import absolute, critic_settings, demand, model_settings, policy_loss
+from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
+from vlmrl.cluster.role_settings import (
+    critic_settings,
+    engine_settings,
+    policy_settings,
+    reference_settings,
+    reward_model_settings,
+    rewarder_settings,
+    source_settings,
+)
 from vlmrl.cluster.session import Session
+from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.watch import Watch
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
-from vlmrl.config.schedule import optimizer_steps
 from vlmrl.config.train import Loop
-from vlmrl.config.vllm import Vllm
+from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
-from vlmrl.observe.run_folder import RunFolder
 from vlmrl.parallel import settle, together
 from vlmrl.plugins import Processor
-from vlmrl.rewards.client import read_token
 from vlmrl.rollout.capacity import described
+
+if TYPE_CHECKING:
+    from vlmrl.cluster.engines import Neighbours
+    from vlmrl.learning.critic import Critic
+    from vlmrl.learning.policy import Policy
+    from vlmrl.learning.policy_and_critic import PolicyAndCritic
+    from vlmrl.learning.reference import Reference
+    from vlmrl.learning.reward_model import RewardModel
+
+_Role = TypeVar("_Role")
 
 _SETTLE_S = 30.0
 """For starts that were given up, most of which end as soon as their workers have."""
 
 
 class Progress(Protocol):
-    """Whoever is told what happens."""
+    """Shows people how a run goes."""
 
     def say(self, what: str) -> None:
-        """Something that stays on the screen."""
+        """Show a line that stays on the screen."""
 
     def generated(self, done: int, total: int) -> None:
-        """How many of a step's prompts are answered."""
+        """Show how many of a step's prompts have their responses."""
+
+
+class Learners(NamedTuple):
+    """The models over ranks, but for reward models."""
+
+    policy: RemotePolicy
+    reference: RemoteReference | PolicyWithoutAdapter | None
+    critic: RemoteCritic | None
+
+
+class Roles(NamedTuple):
+    """All roles that a step's samples go through."""
+
+    engines: RemoteEngines
+    policy: RemotePolicy
+    weight_sync: WeightSync
+    reference: RemoteReference | PolicyWithoutAdapter | None
+    critic: RemoteCritic | None
+    reward_sources: RewardSources
+
+
+class _Trained(NamedTuple):
+    """Ranks of the models that train."""
+
+    policy: WorkerGroup[Policy]
+    critic: WorkerGroup[Critic | PolicyAndCritic] | None
+    pair: WorkerGroup[PolicyAndCritic] | None
+    """The ranks of both, where they share processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where roles are put: machines, places, and the stack that stops them."""
+class RoleBuilder:
+    """Starts roles on the machines of a run, and ends them with it."""
 
     machines: Session
     places: dict[str, list[Place]]
     stack: ExitStack
+    """Stops the roles when it ends."""
     watch: Watch | None = None
     """Over the other machines, when there are any."""
-    groups: dict[str, WorkerGroup] = field(default_factory=dict)
-    """The workers of every role that has started."""
+    groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
+    """The workers of the roles that have started, by name."""
     is_over: threading.Event = field(default_factory=threading.Event)
-    """Set when the stack ends: roles that other threads are still starting end at once."""
+    """Set when the run ends: roles that other threads are still starting end at once."""
 
     def __post_init__(self) -> None:
         # Ends last: what waits for roles has nothing left to wait for, and Ray must not end under it.
         self.stack.callback(settle, _SETTLE_S)
 
-    def group(self, name: str, path: str, settings: Mapping[str, Any], *, timeout_s: float, **how: bool) -> WorkerGroup:
-        """Workers of a role, which end with the stage, also when they or others do not start."""
-        self.groups[name] = WorkerGroup(
+    def group(self, name: str, build: Callable[[], _Role], *, timeout_s: float, **options: bool) -> WorkerGroup[_Role]:
+        """Workers of a role, which end with the run, also when they or others do not start. See `WorkerGroup`."""
+        group = WorkerGroup(
             name,
-            path,
-            settings,
+            build,
             session=self.machines,
             places=self.places.get(name, [Place(0, ())]),
             timeout_s=timeout_s,
             at_end=self._at_end,
-            **how,
+            **options,
         )
-        return self.groups[name]
+        self.groups[name] = group
+        return group
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Around whatever uses the stage: nothing starts any more once it has ended, whatever its end."""
+        """Around whatever uses the roles: none starts any more once it has ended, whatever its end."""
         try:
             yield
         finally:
@@ -98,16 +149,7 @@ class Stage:
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
     ) -> RemotePrompts:
-        settings = {
-            "model": config.actor.model_name_or_path,
-            "trust_remote_code": config.actor.trust_remote_code,
-            "data": config.data,
-            "evaluation": getattr(config, "eval", None),
-            "seed": config.train.seed,
-            "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
-            "wants": wants_of(config),
-        }
-        group = self.group("data", "vlmrl.cluster.data.StoredSource", settings, timeout_s=config.train.timeout_s)
+        group = self.group("data", source_settings(config).build, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
             prompts.look_at_labels()
@@ -116,25 +158,12 @@ class Stage:
         return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig, say: Callable[[str], None] = print) -> RemoteRewarder | None:
-        """Reward functions and servers; None when models alone say what answers are worth."""
-        reward = config.reward
-        if not reward.functions and reward.remote_url is None:
+        """Reward functions and servers; None when models alone score responses."""
+        settings = rewarder_settings(config)
+        if settings is None:
             return None
-        if reward.user_function is not None:
-            # The worker stands in another folder than the user does.
-            reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
-        log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
-        settings = {"reward": reward, "token": read_token(), "log": log, "label_key": config.data.label_key}
-        rewarder = RemoteRewarder(
-            self.group(
-                "reward",
-                "vlmrl.rewards.rewarder.Rewarder",
-                settings,
-                timeout_s=config.train.timeout_s,
-                concurrent=True,
-            ),
-            say=say,
-        )
+        group = self.group("reward", settings.build, timeout_s=config.train.timeout_s, concurrent=True)
+        rewarder = RemoteRewarder(group, say=say)
         self.stack.callback(rewarder.close)
         return rewarder
 
@@ -142,38 +171,26 @@ class Stage:
         self, config: RlConfig | EvalConfig, report: Progress, adapter: AdapterPlan | None = None
     ) -> RemoteEngines:
         """The engines; they prepare for an adapter that they can apply themselves."""
-        settings = {
-            "model": config.actor.model_name_or_path,
-            "vllm": config.vllm,
-            "columns": config.data,
-            "trust_remote_code": config.actor.trust_remote_code,
-            "dtype": config.ds.param_dtype,
-            "max_model_len": config.data.max_len + config.rollout.max_new_tokens,
-            "top_p": config.rollout.top_p,
-            "temperature": config.rollout.temperature,
-            "name": "vllm",
-            "adapter": adapter if adapter is not None and adapter.fits_engine else None,
-            "demand": demand(config),
-        }
-        group = self.group(
-            "vllm",
-            "vlmrl.rollout.engine.RolloutEngine",
-            settings,
-            timeout_s=max(config.vllm.start_timeout_s, config.train.timeout_s),
-            concurrent=True,
-        )
+        timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
+        group = self.group("vllm", engine_settings(config, adapter).build, timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
             group,
             timeout_s=config.vllm.generate_timeout_s,
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
-            device_path=None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm),
+            neighbours=partial(self._neighbours, config),
         )
         self.stack.callback(engines.shutdown)
         report.say(described(engines.status()[0]["limits"]))
         return engines
 
-    def players(
+    def _neighbours(self, config: RlConfig | EvalConfig) -> Neighbours:
+        """The other roles on the engines' devices."""
+        pools = config.pools if isinstance(config, RlConfig) else []
+        names = [name for pool in pools if "vllm" in pool for name in sorted(pool - {"vllm"})]
+        return [self.groups[name] for name in names if name in self.groups]
+
+    def roles(
         self,
         config: RlConfig,
         tools: Processor,
@@ -182,28 +199,29 @@ class Stage:
         critics: AdapterPlan | None,
         num_rows: int,
         report: Progress,
-    ) -> Players:
-        """All roles that samples go through, joined; nothing is published yet. `critics` is the critic's adapter."""
+    ) -> Roles:
+        """All roles that samples go through; no weights are sent yet. `critics` is the critic's adapter."""
         starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
             lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
             lambda: self.rewarder(config, report.say),
-            lambda: self.reward_models(config),
+            lambda: self._reward_models(config),
         ]
         # Side by side: each spends most of its start waiting for imports and files. But vLLM takes for its own what
         # others load onto its GPUs while it measures what is free there.
         shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
         first = [starts.pop(0)()] if shares_gpus else []
         engines, learners, rewarder, models = [*first, *together(*starts)]
-        learners.policy.engines = engines
-        engines.neighbours = [
-            self.groups[name]
-            for pool in config.pools
-            for name in sorted(pool - {"vllm"})
-            if "vllm" in pool and name in self.groups
-        ]
-        judges = Judges(rewarder, [model.over(learners.ranks) for model in models])
-        return Players(engines, learners.policy, learners.reference, learners.critic, judges)
+        ranks = learners.policy.ranks
+        plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
+        return Roles(
+            engines,
+            learners.policy,
+            WeightSync(ranks.group, engines, plan),
+            learners.reference,
+            learners.critic,
+            RewardSources(rewarder, remote_reward_models(config, ranks, models)),
+        )
 
     def learners(
         self,
@@ -216,178 +234,112 @@ class Stage:
         say: Callable[[str], None],
     ) -> Learners:
         """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
-        loop, is_rl = config.train, isinstance(config, RlConfig)
-        critic = critic_settings(config, critics, num_rows) if isinstance(config, RlConfig) else {}
-        group, critic_group, reference_group = together(
-            lambda: self._actor(config, critic, adapter=adapter, num_rows=num_rows),
-            lambda: self._critic(config, critic),
+        trained: _Trained
+        reference: WorkerGroup[Reference] | None
+        trained, reference = together(
+            lambda: self._trained(config, adapter=adapter, critics=critics, num_rows=num_rows),
             lambda: self._reference(config),
         )
-        ranks = Ranks(
-            group,
-            cut_of(group, loop, tools, say),
-            max_tokens=(config.rollout.max_tokens_per_gpu if isinstance(config, RlConfig) else None)
-            or loop.max_tokens_per_gpu,
-            tally=Tally(),
-        )
-        steps = Steps(loop.batch_size, epochs=loop.max_epochs if is_rl else 1, seed=loop.seed)
-        how = publication(
-            adapter,
-            ds=config.ds,
-            vllm=config.vllm if isinstance(config, RlConfig) else Vllm(),
-            vision_trains=vision_trains(config.actor, adapter),
-        )
-        policy = RemotePolicy(ranks, steps, how)
-        if not isinstance(config, RlConfig):
-            return Learners(ranks, policy, None, None)
+        loop = config.train
+        rl = config if isinstance(config, RlConfig) else None
+        max_tokens = (None if rl is None else rl.rollout.max_tokens_per_gpu) or loop.max_tokens_per_gpu
+        ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, tools, say), max_tokens, PassMetrics())
+        steps = Steps(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
+        policy = RemotePolicy(ranks, steps)
+        if rl is None:
+            return Learners(policy, None, None)
         return Learners(
-            ranks,
             policy,
-            reference_over(config, ranks, reference_group, say) if config.algo.kl.init_coef > 0 else None,
-            critic_over(ranks, critic_group, steps, say) if config.has_critic else None,
+            remote_reference(rl, policy, reference, say) if rl.algo.kl.init_coef > 0 else None,
+            remote_critic(trained, ranks, steps, say),
         )
 
-    def _actor(
-        self, config: RlConfig | SftConfig, critic: Mapping[str, Any], *, adapter: AdapterPlan | None, num_rows: int
-    ) -> WorkerGroup:
-        """The policy's ranks, with the critic in them where both share processes."""
-        path = "vlmrl.learning.policy.Policy"
-        frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
-        settings = model_settings(config) | {
-            "total_steps": optimizer_steps(config, num_rows, frozen=frozen),
-            "loss": policy_loss(config) if isinstance(config, RlConfig) else None,
-            "adapter": adapter,
-            "ema_beta": config.train.ema_beta if isinstance(config, RlConfig) and config.train.enable_ema else None,
-        }
-        if isinstance(config, RlConfig) and config.critic_is_with_actor:
-            path = "vlmrl.learning.policy_and_critic.PolicyAndCritic"
-            settings = {"policy": settings, "critic": critic}
-        return self.group("actor", path, settings, timeout_s=config.train.timeout_s, distributed=True)
+    def _trained(
+        self,
+        config: RlConfig | SftConfig,
+        *,
+        adapter: AdapterPlan | None,
+        critics: AdapterPlan | None,
+        num_rows: int,
+    ) -> _Trained:
+        timeout_s = config.train.timeout_s
+        policy = policy_settings(config, adapter, num_rows)
+        if not isinstance(config, RlConfig) or not config.has_critic:
+            return _Trained(self.policy(policy), None, None)
+        critic = critic_settings(config, critics, num_rows)
+        if config.critic_is_with_actor:
+            both = PolicyAndCriticSettings(policy=policy, critic=critic)
+            pair = self.group("actor", both.build, timeout_s=timeout_s, distributed=True)
+            return _Trained(pair, pair, pair)
+        policy_group, critic_group = together(
+            lambda: self.policy(policy),
+            lambda: self.group("critic", critic.build, timeout_s=timeout_s, distributed=True),
+        )
+        return _Trained(policy_group, critic_group, None)
 
-    def _critic(self, config: RlConfig | SftConfig, settings: Mapping[str, Any]) -> WorkerGroup | None:
-        """The critic's ranks; None without one, and where it is with the actor."""
-        if not isinstance(config, RlConfig) or not config.has_critic or config.critic_is_with_actor:
-            return None
-        path = "vlmrl.learning.critic.Critic"
-        return self.group("critic", path, settings, timeout_s=config.train.timeout_s, distributed=True)
+    def policy(self, settings: PolicySettings) -> WorkerGroup[Policy]:
+        """The policy's ranks, where it does not share them with the critic."""
+        return self.group("actor", settings.build, timeout_s=settings.loop.timeout_s, distributed=True)
 
-    def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup | None:
+    def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup[Reference] | None:
         """The ranks of a reference model; None without one, and where the policy is it, with its adapters off."""
         if not isinstance(config, RlConfig) or not config.has_reference:
             return None
-        path = config.ref.model_name_or_path or config.actor.model_name_or_path
-        return self.group(
-            "ref",
-            "vlmrl.learning.reference.Reference",
-            model_settings(config) | {"actor": config.actor.model_copy(update={"model_name_or_path": path})},
-            timeout_s=config.train.timeout_s,
-            distributed=True,
-        )
+        build = reference_settings(config).build
+        return self.group("ref", build, timeout_s=config.train.timeout_s, distributed=True)
 
-    def reward_models(self, config: RlConfig) -> list[JudgeRanks]:
-        """Models that score answers, or the steps of answers."""
-        reward = config.reward
-        shared = {
-            "actor": config.actor,
-            "ds": config.ds,
-            "loop": config.train,
-            "columns": config.data,
-            "vision": config.vision,
-            "offload": reward.offload,
-        }
-        answers = {
-            "path": reward.model_name_or_path,
-            "flag": "reward.model_name_or_path",
-            "normalize": reward.normalize_enable,
-        }
-        steps = {
-            "path": reward.process_model_name_or_path,
-            "flag": "reward.process_model_name_or_path",
-            "separator": reward.process_separator,
-        }
-        wanted = [
-            (role, name, own, weight)
-            for role, name, own, weight in (
-                (REWARD_MODELS[0], "model", answers, reward.model_weight),
-                (REWARD_MODELS[1], "process", steps, reward.process_weight),
-            )
-            if own["path"] is not None
-        ]
-        path, timeout_s = "vlmrl.learning.reward_model.RewardModel", config.train.timeout_s
-        groups = together(
-            *(
-                partial(self.group, role, path, shared | own, timeout_s=timeout_s, distributed=True)
-                for role, _, own, _ in wanted
-            )
-        )
-        return [
-            JudgeRanks(group, name, weight, own is steps)
-            for group, (_, name, own, weight) in zip(groups, wanted, strict=True)
-        ]
+    def _reward_models(self, config: RlConfig) -> dict[str, WorkerGroup[RewardModel]]:
+        """The ranks of reward models, by role."""
+        settings = reward_model_settings(config)
+        start = partial(self.group, timeout_s=config.train.timeout_s, distributed=True)
+        groups = together(*(partial(start, role, given.build) for role, given in settings.items()))
+        return dict(zip(settings, groups, strict=True))
 
 
-class JudgeRanks(NamedTuple):
-    """A reward model's ranks, before it is known how samples are cut."""
-
-    group: WorkerGroup
-    name: str
-    weight: float
-    is_process: bool
-
-    def over(self, actor: Ranks) -> RewardModel:
-        """The same, asked with the actor's packs."""
-        return RewardModel(self.name, replace(actor, group=self.group), self.weight, is_process=self.is_process)
-
-
-class Learners(NamedTuple):
-    """Models over ranks."""
-
-    ranks: Ranks
-    """The policy's."""
-    policy: RemotePolicy
-    reference: RemoteReference | None
-    critic: RemoteCritic | None
-
-
-class Players(NamedTuple):
-    """All roles that a step's samples go through."""
-
-    engines: RemoteEngines
-    policy: RemotePolicy
-    reference: RemoteReference | None
-    critic: RemoteCritic | None
-    judges: Judges
-
-
-def critic_over(actor: Ranks, group: WorkerGroup | None, steps: Steps, say: Callable[[str], None]) -> RemoteCritic:
-    """The critic over ranks of its own, or with None over the actor's."""
-    if group is not None:
-        return RemoteCritic(replace(actor, group=group), steps)
-    if actor.group.call("shares_features")[0]:
+def remote_critic(
+    trained: _Trained, ranks: Ranks[Policy], steps: Steps, say: Callable[[str], None]
+) -> RemoteCritic | None:
+    """The critic over ranks of its own, or over the policy's; None without one."""
+    if trained.critic is None:
+        return None
+    if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
         say("critic: in the actor's processes, with the actor's features of images")
-    return RemoteCritic(actor, steps)
+    return RemoteCritic(ranks.over(trained.critic), steps)
 
 
-def reference_over(
-    config: RlConfig, actor: Ranks, group: WorkerGroup | None, say: Callable[[str], None]
-) -> RemoteReference:
-    """The reference over ranks of its own, or with None over the actor's, adapters off."""
+def remote_reference(
+    config: RlConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
+) -> RemoteReference | PolicyWithoutAdapter:
+    """The reference over ranks of its own, or with None the policy with its adapters off."""
     if group is not None:
-        return RemoteReference(replace(actor, group=group))
+        return RemoteReference(policy.ranks.over(group))
     without = config.actor.adapter_name_or_path
     base = f"{config.actor.model_name_or_path}{f' without {without}' if without else ''}"
     say(f"reference: the policy with its adapters off, which is {base}")
-    return RemoteReference(actor, adapter=False)
+    return PolicyWithoutAdapter(policy)
 
 
-def cut_of(ranks: WorkerGroup, loop: Loop, tools: Processor, say: Callable[[str], None]) -> Cut:
-    """How samples become packs, from what the policy's ranks tell of their model."""
-    patch_cost, is_recurrent = ranks.call("traits")[0]
+def remote_reward_models(
+    config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
+) -> list[RemoteRewardModel]:
+    """The reward models, which get samples in the policy's packs."""
+    outcome, process = REWARD_MODELS
+    names = {outcome: "model", process: "process"}
+    weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
+    return [
+        RemoteRewardModel(names[role], policy.over(group), weights[role], is_process=role == process)
+        for role, group in groups.items()
+    ]
+
+
+def packing_plan(policy: WorkerGroup[Policy], loop: Loop, tools: Processor, say: Callable[[str], None]) -> PackingPlan:
+    """How samples become packs, from what the policy's ranks know of their model."""
+    patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
     if tools.resize_factor is not None:
         say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
     if is_recurrent and loop.layout != "padded":
         say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
-    return Cut(
+    return PackingPlan(
         layout="padded" if is_recurrent else loop.layout,
         max_tokens=loop.max_tokens_per_gpu,
         max_samples=loop.micro_batch_size,

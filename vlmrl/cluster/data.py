@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
+from vlmrl.config.data import Columns
+from vlmrl.config.rollout import Held
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NOTHING, Wants
 from vlmrl.data.media import InlineMedia
@@ -45,12 +46,31 @@ def created_bytes() -> int:
     return sum(int(stat.store_stats.cumulative_created_bytes) for stat in stats)
 
 
-class StoredSource(Source):
-    """The run's data, its pixels in the object store. `functions` are the built-in reward functions of the run: rows
-    whose label they cannot use are dropped."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """Settings of the run's `Source`, whose pixels are in the object store."""
 
-    def __init__(self, *, functions: Sequence[str] = (), **settings: Any) -> None:
-        super().__init__(**settings, share=put, label_problems=LabelCheck(functions))
+    model: str
+    """Folder or Hub id whose processor reads the data."""
+    trust_remote_code: bool
+    data: Columns
+    evaluation: Held | None
+    seed: int
+    functions: Sequence[str] = ()
+    """The built-in reward functions of the run: rows whose label they cannot use are dropped."""
+    wants: Wants = NOTHING
+
+    def build(self) -> Source:
+        return Source(
+            model=self.model,
+            trust_remote_code=self.trust_remote_code,
+            data=self.data,
+            evaluation=self.evaluation,
+            seed=self.seed,
+            share=put,
+            label_problems=LabelCheck(self.functions),
+            wants=self.wants,
+        )
 
 
 def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:

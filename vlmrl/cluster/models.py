@@ -1,28 +1,39 @@
-"""Models spread over ranks: how samples are dealt out to them, and how what they answer comes together."""
+"""Models spread over ranks: how samples are dealt out to them, and how their results come together."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.publish import Publication
-from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.cluster.worker_group import Role_co, WorkerGroup
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import FILLER, ImageCost, Pack
 from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.types import Experience, Floats, Layout, Metrics, Sample, Totals
 
+if TYPE_CHECKING:
+    from vlmrl.learning.critic import Critic
+    from vlmrl.learning.policy import Policy
+    from vlmrl.learning.policy_and_critic import PolicyAndCritic
+    from vlmrl.learning.reference import Reference
+
+_Role = TypeVar("_Role")
+_Result = TypeVar("_Result")
+
+Work = list[list[tuple[Pack, Experience]]]
+"""A rank's share of an update: for each optimizer step its packs, each with what the loss needs of it."""
+Counts = dict[str, Metric]
+
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PackingPlan:
     """How samples become packs; the same for every pass over them."""
 
     layout: Layout
@@ -40,6 +51,7 @@ class Cut:
         max_tokens: int | None = None,
         layout: Layout | None = None,
     ) -> list[list[Pack]]:
+        """The packs of each rank."""
         return spread(
             samples,
             num_ranks=num_ranks,
@@ -51,72 +63,77 @@ class Cut:
         )
 
 
-class Tally:
-    """What the passes without gradients of a step took, over all models and ranks, until the step is reported.
+class PassMetrics:
+    """Metrics of a step's passes, over all models and ranks, until the step is reported.
 
-    Models that learn side by side tell it at the same time.
+    Models that learn side by side add to it at the same time.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, Metric] = {}
+        self._counts: Counts = {}
         self._lock = threading.Lock()
 
-    def add(self, counts: dict[str, Metric]) -> None:
+    def add(self, counts: Counts) -> None:
         with self._lock:
             self._counts = merge([self._counts, counts])
 
-    def take(self) -> dict[str, Metric]:
+    def take(self) -> Counts:
         with self._lock:
             counts, self._counts = self._counts, {}
         return counts
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Ranks(Generic[Role_co]):
     """One model over ranks, and how samples get there."""
 
-    group: WorkerGroup
-    cut: Cut
+    group: WorkerGroup[Role_co]
+    packing: PackingPlan
     max_tokens: int
     """Token budget of a pass without gradient."""
-    tally: Tally
+    pass_metrics: PassMetrics
 
-    def ask(
+    def over(self, group: WorkerGroup[_Role]) -> Ranks[_Role]:
+        """Another model's ranks, which get samples in the same way."""
+        return Ranks(group, self.packing, self.max_tokens, self.pass_metrics)
+
+    def forward(
         self,
-        method: str,
+        ask: Callable[[Role_co, list[Pack]], tuple[Sequence[tuple[int, _Result]], Counts]],
         samples: Sequence[Sample],
         *,
         layout: Layout | None = None,
         undivided: bool = False,
-        **how: bool,
-    ) -> dict[int, Any]:
-        """What the ranks answer to each sample, by its number; `layout` is the run's unless another is asked for.
+    ) -> list[_Result]:
+        """The ranks' result for each sample; `layout` is the run's unless another is asked for.
 
         With `undivided` the samples are not dealt out: every rank makes the same passes, those of one rank alone. Few
         samples on many ranks would lie one by one, and share nothing that a layout shares.
         """
-        packs = self.cut.spread(samples, 1 if undivided else len(self.group), max_tokens=self.max_tokens, layout=layout)
+        num_ranks = 1 if undivided else len(self.group)
+        packs = self.packing.spread(samples, num_ranks, max_tokens=self.max_tokens, layout=layout)
         if undivided:
             same = [replace(pack, ids=(FILLER,) * len(pack.ids)) for pack in packs[0]]
             packs += [same] * (len(self.group) - 1)
-        found: dict[int, Any] = {}
-        for answers, counts in self.group.each(method, packs, **how):
-            found.update(answers)
-            self.tally.add(counts)
-        return found
+        by_sample: dict[int, _Result] = {}
+        for results, counts in self.group.each(ask, packs):
+            by_sample.update(results)
+            self.pass_metrics.add(counts)
+        return [by_sample[number] for number in range(len(samples))]
 
-    def teach(self, method: str, steps: Sequence[Experience]) -> list[dict[str, Metric]]:
-        """Deal out each optimizer step to the ranks; what each rank says of each step, but for what the tally keeps."""
-        work: list[list[list[tuple[Pack, Experience]]]] = [[] for _ in range(len(self.group))]
+    def update(self, ask: Callable[[Role_co, Work], list[Counts]], steps: Sequence[Experience]) -> list[Counts]:
+        """Deal out each optimizer step to the ranks; returns each rank's metrics of each step, but for those of passes,
+        which are kept until the step is reported."""
+        work: list[Work] = [[] for _ in range(len(self.group))]
         for part in steps:
-            for rank, packs in enumerate(self.cut.spread(part.samples, len(self.group))):
+            for rank, packs in enumerate(self.packing.spread(part.samples, len(self.group))):
                 work[rank].append([(pack, experience_of(pack, part)) for pack in packs])
-        totals = [count(part.samples) for part in steps]
-        shares = [self.group.submit_to(rank, method, work[rank], totals) for rank in range(len(self.group))]
-        found = [metrics for steps in self.group.wait(shares) for metrics in steps]
-        for metrics in found:
-            self.tally.add({name: value for name, value in metrics.items() if name.startswith("vision/")})
-        return [{name: value for name, value in metrics.items() if not name.startswith("vision/")} for metrics in found]
+        of_steps = [metrics for of_rank in self.group.each(ask, work) for metrics in of_rank]
+        for metrics in of_steps:
+            self.pass_metrics.add({name: value for name, value in metrics.items() if name.startswith("vision/")})
+        return [
+            {name: value for name, value in metrics.items() if not name.startswith("vision/")} for metrics in of_steps
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,139 +161,156 @@ class Steps:
         return [replace(part, span=span) for part, span in zip(parts, pairwise(edges), strict=True)]
 
 
-class RemoteReference:
-    """A frozen model over ranks; or the policy's own ranks, asked with `adapter=False`."""
+class RemotePolicy:
+    """The trained model over ranks."""
 
-    def __init__(self, ranks: Ranks, **how: bool) -> None:
-        """`how` goes along with every question."""
-        self._ranks = ranks
-        self._how = how
-
-    def logprobs(self, samples: Sequence[Sample], *, layout: Layout | None = None, **how: bool) -> list[Floats]:
-        """One array of [T] per sample; `layout` is that of the run unless another is asked for. See `Ranks.ask`."""
-        found = self._ranks.ask("logprobs", samples, layout=layout, **(self._how | how))
-        return [found[number] for number in range(len(samples))]
-
-
-class RemotePolicy(RemoteReference):
-    """The trained model over ranks, and the way from it to the engines."""
-
-    def __init__(self, ranks: Ranks, steps: Steps, publication: Publication) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: Ranks[Policy], steps: Steps) -> None:
+        self.ranks = ranks
         self._group = ranks.group
         self._steps = steps
-        self.engines: RemoteEngines | None = None
-        """Where `publish` sends the weights; set once both sides have started."""
-        self._publication = publication
-        self._has_published = False
+
+    def logprobs(
+        self,
+        samples: Sequence[Sample],
+        *,
+        layout: Layout | None = None,
+        undivided: bool = False,
+        gradient: bool = False,
+        adapter: bool = True,
+        exact: bool = False,
+    ) -> list[Floats]:
+        """One array of [T] per sample; see `Ranks.forward` and `Policy.logprobs`."""
+        return self.ranks.forward(
+            lambda policy, packs: policy.logprobs(packs, gradient=gradient, adapter=adapter, exact=exact),
+            samples,
+            layout=layout,
+            undivided=undivided,
+        )
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        return reduce(self._ranks.teach("update", self._steps.of(experience, step)))
+        steps = self._steps.of(experience, step)
+        totals = [count(part.samples) for part in steps]
+        return reduce(self.ranks.update(lambda policy, work: policy.update(work, totals), steps))
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """One optimizer step of supervised training."""
-        packs = self._ranks.cut.spread(samples, len(self._group))
-        total = count(samples)
-        shares = [self._group.submit_to(rank, "fit", packs[rank], total) for rank in range(len(self._group))]
-        return reduce(self._group.wait(shares))
+        packs, total = self.ranks.packing.spread(samples, len(self._group)), count(samples)
+        return reduce(self._group.each(lambda policy, share: policy.fit(share, total), packs))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Within the context, passes are no part of a step: what they take is forgotten."""
-        before = self._ranks.tally.take()
+        """Within the context, passes are no part of a step: their metrics are forgotten."""
+        before = self.ranks.pass_metrics.take()
         try:
             yield
         finally:
-            self._ranks.tally.take()
-            self._ranks.tally.add(before)
+            self.ranks.pass_metrics.take()
+            self.ranks.pass_metrics.add(before)
 
-    def publish(self, version: int) -> Metrics:
-        """Send the weights; the metrics hold what the step's passes took, too, over all models."""
-        assert self.engines is not None
-        is_first, self._has_published = not self._has_published, True
-        sent = self._publication.send(self._group, self.engines, version=version, is_first=is_first)
-        return sent | reduce([self._ranks.tally.take()])
+    def take_pass_metrics(self) -> Metrics:
+        """Metrics of the passes since the last call, over all models and ranks."""
+        return reduce([self.ranks.pass_metrics.take()])
 
     @property
     def layout(self) -> Layout:
         """How samples lie in its passes."""
-        return self._ranks.cut.layout
+        return self.ranks.packing.layout
 
     def compare_layouts(self, samples: Sequence[Sample]) -> dict[Layout, tuple[float, float]]:
         """How far the layouts that this run relies on are from `padded`: see `learning.layout_check`."""
         layouts: dict[Layout, list[Layout]] = {"padded": [], "packed": ["packed"], "shared": ["packed", "shared"]}
-        found: dict[Layout, tuple[float, float]] = {}
-        if layouts[self.layout]:
-            found = self._group.call("compare_layouts", list(samples), layouts[self.layout])[0]
-        return found
+        compared = layouts[self.layout]
+        if not compared:
+            return {}
+        return self._group.call(lambda policy: policy.compare_layouts(list(samples), compared))[0]
 
     def adapter_is_zero(self) -> bool:
         """Whether the adapter changes nothing yet."""
-        return bool(self._group.call("adapter_is_zero")[0])
+        return self._group.call(lambda policy: policy.adapter_is_zero())[0]
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
-        self._group.call("save_checkpoint", folder, extra)
+        self._group.call(lambda policy: policy.save_checkpoint(folder, extra))
 
     def checkpoint_damage(self, folder: Path) -> list[str]:
         """What is wrong with the files of a checkpoint, `name: why` each; [] where it is whole."""
-        return _damage(self._group, folder)
+        by_rank = self._group.call(lambda policy: policy.checkpoint_damage(folder))
+        return [line for lines in by_rank for line in lines]
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        extra: dict[str, Any] = self._group.call("load_checkpoint", folder)[0]
-        return extra
+        return self._group.call(lambda policy: policy.load_checkpoint(folder))[0]
 
     def follow(self, share: float) -> None:
         """Go on at the learning rate of a run that is so far, from 0 to 1."""
-        self._group.call("follow", share)
+        self._group.call(lambda policy: policy.follow(share))
 
     def save_model(self, folder: Path) -> None:
-        self._group.call("save_model", folder)
+        self._group.call(lambda policy: policy.save_model(folder))
 
     def save_average(self, folder: Path) -> None:
         """The moving average of the weights, as `save_model` writes the weights themselves."""
-        self._group.call("save_average", folder)
+        self._group.call(lambda policy: policy.save_average(folder))
 
     def table(self) -> list[Any]:
-        table: list[Any] = self._group.call("table")[0]
-        return table
+        return self._group.call(lambda policy: policy.table())[0]
+
+
+class RemoteReference:
+    """A frozen model over ranks of its own."""
+
+    def __init__(self, ranks: Ranks[Reference]) -> None:
+        self._ranks = ranks
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """One array of [T] per sample."""
+        return self._ranks.forward(lambda reference, packs: reference.logprobs(packs), samples)
+
+
+class PolicyWithoutAdapter:
+    """The reference of a policy that is an adapter on it: the policy's ranks with their adapters off."""
+
+    def __init__(self, policy: RemotePolicy) -> None:
+        self._policy = policy
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """One array of [T] per sample."""
+        return self._policy.logprobs(samples, adapter=False)
 
 
 class RemoteCritic:
     """The critic over ranks: its own, or the policy's."""
 
-    def __init__(self, ranks: Ranks, steps: Steps) -> None:
+    def __init__(self, ranks: Ranks[Critic | PolicyAndCritic], steps: Steps) -> None:
         self._ranks = ranks
+        self._group = ranks.group
         self._steps = steps
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
         """One array of [T] per sample: what is expected from each sampled token on; 0 elsewhere."""
-        found = self._ranks.ask("values", samples)
-        return [found[number] for number in range(len(samples))]
+        return self._ranks.forward(lambda critic, packs: critic.values(packs), samples)
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        return reduce(self._ranks.teach("update_values", self._steps.of(experience, step)))
+        steps = self._steps.of(experience, step)
+        totals = [count(part.samples) for part in steps]
+        return reduce(self._ranks.update(lambda critic, work: critic.update_values(work, totals), steps))
 
     def save_checkpoint(self, folder: Path) -> None:
-        self._ranks.group.call("save_critic_checkpoint", folder)
+        self._group.call(lambda critic: critic.save_critic_checkpoint(folder))
 
     def checkpoint_damage(self, folder: Path) -> list[str]:
         """As `RemotePolicy.checkpoint_damage`, of the critic's part."""
-        return _damage(self._ranks.group, folder)
+        by_rank = self._group.call(lambda critic: critic.checkpoint_damage(folder))
+        return [line for lines in by_rank for line in lines]
 
     def load_checkpoint(self, folder: Path) -> None:
-        self._ranks.group.call("load_critic_checkpoint", folder)
+        self._group.call(lambda critic: critic.load_critic_checkpoint(folder))
 
     def follow(self, share: float) -> None:
         """As `RemotePolicy.follow`; in the policy's processes both follow whoever is asked."""
-        self._ranks.group.call("follow", share)
+        self._group.call(lambda critic: critic.follow(share))
 
     def save_model(self, folder: Path) -> None:
         """A folder that a reward model or another critic can start from."""
-        self._ranks.group.call("save_critic", folder)
-
-
-def _damage(group: WorkerGroup, folder: Path) -> list[str]:
-    return [line for lines in group.call("checkpoint_damage", folder) for line in lines]
+        self._group.call(lambda critic: critic.save_critic(folder))
 
 
 def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:

@@ -1,42 +1,131 @@
-"""What a run's settings say to its roles: of which models they are, for how many steps, and with which loss."""
+"""Settings of a run's roles, from the run's configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.cluster.data import SourceSettings, wants_of
+from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import names_function
+from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.schedule import optimizer_steps
+from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSettings, RewardModelSettings
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.rewards.client import read_token
 from vlmrl.rollout.capacity import LEAST_DEPTH, Demand, prompts_at_once
+from vlmrl.rollout.settings import EngineSettings
 
 
-def model_settings(config: RlConfig | SftConfig) -> dict[str, Any]:
-    """What policy and reference are made of, so that both are asked the same question."""
+def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> SourceSettings:
+    return SourceSettings(
+        model=config.actor.model_name_or_path,
+        trust_remote_code=config.actor.trust_remote_code,
+        data=config.data,
+        evaluation=config.eval if isinstance(config, RlConfig | EvalConfig) else None,
+        seed=config.train.seed,
+        functions=tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
+        wants=wants_of(config),
+    )
+
+
+def rewarder_settings(config: RlConfig | EvalConfig) -> RewarderSettings | None:
+    """None when the run has neither reward functions nor reward servers: models alone score responses."""
+    reward = config.reward
+    if not reward.functions and reward.remote_url is None:
+        return None
+    if reward.user_function is not None:
+        # The worker stands in another folder than the user does.
+        reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
+    log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
+    return RewarderSettings(reward=reward, token=read_token(), log=log, label_key=config.data.label_key)
+
+
+def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = None) -> EngineSettings:
+    """`adapter` is the policy's: the engines prepare for one that they can apply themselves."""
+    return EngineSettings(
+        model=config.actor.model_name_or_path,
+        vllm=config.vllm,
+        columns=config.data,
+        trust_remote_code=config.actor.trust_remote_code,
+        dtype=config.ds.param_dtype,
+        max_model_len=config.data.max_len + config.rollout.max_new_tokens,
+        top_p=config.rollout.top_p,
+        temperature=config.rollout.temperature,
+        name="vllm",
+        adapter=adapter if adapter is not None and adapter.fits_engine else None,
+        demand=demand(config),
+    )
+
+
+def policy_settings(config: RlConfig | SftConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
+    """`num_rows` are those of the training data."""
+    rl = config if isinstance(config, RlConfig) else None
+    frozen = max(0, rl.critic.freezing_steps) if rl is not None and rl.has_critic else 0
+    return PolicySettings(
+        actor=config.actor,
+        ds=config.ds,
+        loop=config.train,
+        columns=config.data,
+        vision=config.vision,
+        total_steps=optimizer_steps(config, num_rows, frozen=frozen),
+        loss=None if rl is None else policy_loss(rl),
+        temperature=1.0 if rl is None else rl.rollout.temperature,
+        bans=rl is not None and rl.rollout.top_p == 1.0,
+        adapter=adapter,
+        ema_beta=rl.train.ema_beta if rl is not None and rl.train.enable_ema else None,
+    )
+
+
+def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> CriticSettings:
+    """`adapter` is the critic's own; `num_rows` are those of the training data."""
+    return CriticSettings(
+        critic=config.whole_critic,
+        adapter=adapter,
+        ds=config.ds,
+        loop=config.train,
+        columns=config.data,
+        vision=config.vision,
+        total_steps=optimizer_steps(config, num_rows),
+    )
+
+
+def reference_settings(config: RlConfig) -> ReferenceSettings:
+    path = config.ref.model_name_or_path or config.actor.model_name_or_path
+    return ReferenceSettings(
+        actor=config.actor.model_copy(update={"model_name_or_path": path}),
+        ds=config.ds,
+        columns=config.data,
+        vision=config.vision,
+        temperature=config.rollout.temperature,
+        bans=config.rollout.top_p == 1.0,
+    )
+
+
+def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
+    """By role, those of the reward models that the run has."""
+    reward = config.reward
+    outcome, process = REWARD_MODELS
+    paths = {outcome: reward.model_name_or_path, process: reward.process_model_name_or_path}
+    flags = {outcome: "reward.model_name_or_path", process: "reward.process_model_name_or_path"}
     return {
-        "actor": config.actor,
-        "ds": config.ds,
-        "loop": config.train,
-        "columns": config.data,
-        "vision": config.vision,
-        "temperature": config.rollout.temperature if isinstance(config, RlConfig) else 1.0,
-        "bans": isinstance(config, RlConfig) and config.rollout.top_p == 1.0,
-    }
-
-
-def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> dict[str, Any]:
-    """What the critic is made of."""
-    return {
-        "critic": config.whole_critic,
-        "adapter": adapter,
-        "ds": config.ds,
-        "loop": config.train,
-        "columns": config.data,
-        "vision": config.vision,
-        "total_steps": optimizer_steps(config, num_rows),
+        role: RewardModelSettings(
+            path=path,
+            flag=flags[role],
+            actor=config.actor,
+            ds=config.ds,
+            loop=config.train,
+            columns=config.data,
+            vision=config.vision,
+            offload=reward.offload,
+            normalize=role == outcome and reward.normalize_enable,
+            separator=reward.process_separator if role == process else None,
+        )
+        for role, path in paths.items()
+        if path is not None
     }
 
 

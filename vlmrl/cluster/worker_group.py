@@ -8,12 +8,11 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import psutil
 import ray
@@ -22,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vlmrl.cluster.deaths import DOUBT_S, SURE_S, Member, advice_of
 from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.remote_call import Call, recorded
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup.driver import has_gpu
@@ -29,22 +29,12 @@ from vlmrl.system import memory, stops
 from vlmrl.system.exits import Pidfd
 from vlmrl.system.scratch import MEETING_FILE, enter_that_of_the_run
 
+Role_co = TypeVar("Role_co", covariant=True)
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
 _END_S = 60.0
 _PROCESS = re.compile(r"\(pid=(\d+), ip=([^,)\s]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Role:
-    """What a worker builds."""
-
-    path: str
-    """`package.module.Class`."""
-    settings: Mapping[str, Any]
-    """Its keyword arguments."""
-    variables: Mapping[str, str]
-    """Of the environment, set before the class is imported."""
-    driver: Mapping[str, str] | None
-    """The driver's environment where the run has several machines, else None."""
 
 
 class _Process(NamedTuple):
@@ -79,13 +69,16 @@ class _Worker:
         """A file that is not there yet, in a folder of this node that this user alone may enter."""
         return str(Path(tempfile.mkdtemp(prefix="vlmrl-ranks-")) / "store")
 
-    def build(self, role: _Role) -> None:
-        os.environ.update(role.variables)
-        os.environ.update(_loopback() if role.driver is None else _network(role.driver))
+    def set_environment(self, variables: Mapping[str, str], driver: Mapping[str, str] | None) -> None:
+        """Comes before `build`, whose argument imports modules as it arrives. `driver` is the driver's environment
+        where the run has several machines, else None."""
+        os.environ.update(variables)
+        os.environ.update(_loopback() if driver is None else _network(driver))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
             memory.keep_memory()
-        module, name = role.path.rsplit(".", 1)
-        self._role = getattr(import_module(module), name)(**role.settings)
+
+    def build(self, build: Callable[[], Any]) -> None:
+        self._role = build()
 
     def process(self) -> _Process:
         log = Path("/proc/self/fd/2").resolve()
@@ -111,9 +104,14 @@ class _AsyncWorker(_Worker):
     async def address(self) -> tuple[str, int]:  # type: ignore[override]
         return super().address()
 
-    async def build(self, role: _Role) -> None:  # type: ignore[override]
+    async def set_environment(  # type: ignore[override]
+        self, variables: Mapping[str, str], driver: Mapping[str, str] | None
+    ) -> None:
+        super().set_environment(variables, driver)
+
+    async def build(self, build: Callable[[], Any]) -> None:  # type: ignore[override]
         # Model code may block for seconds while it starts: the event loop stays free for Ray's own messages.
-        await asyncio.to_thread(super().build, role)
+        await asyncio.to_thread(super().build, build)
 
 
 def _network(driver: Mapping[str, str]) -> dict[str, str]:
@@ -129,13 +127,19 @@ def _loopback() -> dict[str, str]:
     return {} if loopback is None or os.environ.get(NAMES[0]) else {NAMES[0]: loopback}
 
 
-class WorkerGroup:
-    """N actors of one class, one per place.
+def _start(worker: Any, call: Call, **options: Any) -> ray.ObjectRef[Any]:
+    ref: ray.ObjectRef[Any] = worker.call.options(**options).remote(call.method, *call.args, **call.kwargs)
+    return ref
+
+
+class WorkerGroup(Generic[Role_co]):
+    """N actors of one role, one per place.
+
+    A call is a function of the role that calls one method of it: see `remote_call`.
 
     Args:
-        name: what the role is called in messages.
-        path: `package.module.Class` of the role.
-        settings: its keyword arguments, the same on every worker.
+        name: the role's, for messages.
+        build: makes the role; it runs in each worker, and imports there what the role needs.
         places: where the workers run, from `placement.plan`.
         distributed: the workers form one torch.distributed world: RANK and WORLD_SIZE are set, and where they meet.
         concurrent: the role's methods are coroutines.
@@ -147,8 +151,7 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        path: str,
-        settings: Mapping[str, Any],
+        build: Callable[[], Role_co],
         *,
         session: Session,
         places: Sequence[Place],
@@ -192,7 +195,7 @@ class WorkerGroup:
         """Of each worker: its process."""
         try:
             self._enlist()
-            self._build(path, settings, distributed=distributed)
+            self._build(build, distributed=distributed)
         except BaseException:
             self.shutdown()
             raise
@@ -211,19 +214,17 @@ class WorkerGroup:
                 log = Path(process.log) if process.log else None
                 self._roster.add(worker, replace(member, process=Pidfd(process.pid), log=log))
 
-    def _build(self, path: str, settings: Mapping[str, Any], *, distributed: bool) -> None:
-        """The roles in their workers."""
+    def _build(self, build: Callable[[], Role_co], *, distributed: bool) -> None:
+        """Build the role in each worker."""
         world: dict[str, str] = {}
         if distributed:
             world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._meeting()
-        self._get(
-            [
-                worker.build.remote(
-                    _Role(path, settings, world | ({"RANK": str(rank)} if distributed else {}), self._driver)
-                )
-                for rank, worker in enumerate(self._alive())
-            ]
-        )
+        prepared = []
+        for rank, worker in enumerate(self._alive()):
+            variables = world | ({"RANK": str(rank)} if distributed else {})
+            prepared.append(worker.set_environment.remote(variables, self._driver))
+        self._get(prepared)
+        self._get([worker.build.remote(build) for worker in self._alive()])
 
     def _meeting(self) -> dict[str, str]:
         """Where the ranks meet: in a file when they are on one machine, else at a port of the first one's."""
@@ -246,38 +247,46 @@ class WorkerGroup:
         address, port = self._get(self._alive()[0].address.remote())
         return address, port
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` with the same arguments on every worker; the answers in order."""
-        results: list[Any] = self._get(self.submit(method, *args, **kwargs))
+    @overload
+    def call(self, ask: Callable[[Role_co], Awaitable[_Result]]) -> list[_Result]: ...
+    @overload
+    def call(self, ask: Callable[[Role_co], _Result]) -> list[_Result]: ...
+    def call(self, ask: Callable[[Role_co], Any]) -> list[Any]:
+        """Make the same call on every worker; the results in order."""
+        results: list[Any] = self._get(self.submit(ask))
         return results
 
-    def each(self, method: str, arguments: Sequence[Any], **kwargs: Any) -> list[Any]:
-        """Call `method` on worker i with `arguments[i]`, and with `kwargs` on all; the answers in order."""
+    def each(self, ask: Callable[[Role_co, _Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """Make the call with `items[i]` on worker i; the results in order."""
+        results: list[_Result] = self._get(self.submit_each(ask, items))
+        return results
+
+    def submit(self, ask: Callable[[Role_co], Any]) -> list[ray.ObjectRef[Any]]:
+        """Start the call on every worker and return at once. An ObjectRef among its arguments arrives as its value."""
+        call = recorded(ask)
+        return [_start(worker, call) for worker in self._alive()]
+
+    def submit_each(self, ask: Callable[[Role_co, _Item], Any], items: Sequence[_Item]) -> list[ray.ObjectRef[Any]]:
+        """Start the call with `items[i]` on worker i and return at once."""
         workers = self._alive()
-        if len(arguments) != len(workers):
-            raise ValueError(f"{len(arguments)} arguments for {len(workers)} workers of {self.name}")
-        calls = [worker.call.remote(method, item, **kwargs) for worker, item in zip(workers, arguments, strict=True)]
-        results: list[Any] = self._get(calls)
-        return results
+        if len(items) != len(workers):
+            raise ValueError(f"{len(items)} items for {len(workers)} workers of {self.name}")
+        return [_start(worker, recorded(ask, item)) for worker, item in zip(workers, items, strict=True)]
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef[Any]]:
-        """Start `method` on every worker and return at once. An ObjectRef among `args` arrives as its value."""
-        return [worker.call.remote(method, *args, **kwargs) for worker in self._alive()]
-
-    def submit_to(self, worker: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef[Any]:
-        """Start `method` on one worker and return at once."""
-        ref: ray.ObjectRef[Any] = self._alive()[worker].call.remote(method, *args, **kwargs)
-        return ref
+    def submit_to(self, worker: int, ask: Callable[[Role_co], Any]) -> ray.ObjectRef[Any]:
+        """Start the call on one worker and return at once."""
+        return _start(self._alive()[worker], recorded(ask))
 
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
-        """The values of what `submit` started."""
+        """The results of calls that `submit` or `submit_to` started."""
         return self._get(refs, timeout_s)
 
-    def end(self, method: str) -> None:
+    def end(self, ask: Callable[[Role_co], Any]) -> None:
         """Ask the workers to end by themselves. Who does not answer must not hide what ended the run."""
+        call = recorded(ask)
         with suppress(ClusterError):
-            calls = [worker.call.options(concurrency_group=self._end_group).remote(method) for worker in self._alive()]
-            self.wait(calls, timeout_s=_END_S)
+            started = [_start(worker, call, concurrency_group=self._end_group) for worker in self._alive()]
+            self.wait(started, timeout_s=_END_S)
 
     def shutdown(self) -> None:
         """End the actors, at once."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import RemoteCritic, RemotePolicy, RemoteReference
-from vlmrl.cluster.rewards import Judges
+from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
+from vlmrl.cluster.rewards import RewardSources
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -60,9 +60,9 @@ def image_check(
     config: RlConfig,
     engines: RemoteEngines,
     policy: RemotePolicy,
-    reference: RemoteReference | None,
+    reference: RemoteReference | PolicyWithoutAdapter | None,
     critic: RemoteCritic | None,
-    judges: Judges,
+    reward_sources: RewardSources,
 ) -> ImageGroundingCheck:
     """The image check of every path that computes log-probs in this run, of the critic and of reward models."""
     paths = {
@@ -77,7 +77,7 @@ def image_check(
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
-    paths |= {f"{model.name}_reward": model.everywhere for model in judges.models}
+    paths |= {f"{model.name}_reward": model.everywhere for model in reward_sources.models}
     of_policy = {"engine", "old", "old_again", "padded", "update"}
     return ImageGroundingCheck(
         config.train.image_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - of_policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmrl.cluster.rewards import Judges
+from vlmrl.cluster.rewards import RewardSources
 from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, started
 from vlmrl.config.run import EvalConfig
@@ -17,11 +17,11 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     folder, _, warnings = prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config)
-    with started(config, folder, warnings) as (stage, report):
-        prompts = stage.prompts(config, report.say)
+    with started(config, folder, warnings) as (builder, report):
+        prompts = builder.prompts(config, report.say)
         sets = named(prompts.evaluation())
-        rewarder = Judges(stage.rewarder(config, report.say), [])
-        engines = stage.engines(config, report)
+        rewarder = RewardSources(builder.rewarder(config, report.say), [])
+        engines = builder.engines(config, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
             metrics, answers = evaluate_sets(

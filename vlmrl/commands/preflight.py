@@ -15,11 +15,10 @@ from rich.text import Text
 
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.data import wants_of
-from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.publish import check_publication
 from vlmrl.cluster.roles import describe, nodes_wanted, roles_of
 from vlmrl.cluster.session import Session, joins_cluster, local_session
+from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
 from vlmrl.config.data import Data
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
@@ -51,7 +50,7 @@ def plan_of(config: RlConfig | SftConfig, tools: Processor) -> AdapterPlan | Non
     """
     plan = plan_adapter(config.actor, config.ds.lora, tools)
     if isinstance(config, RlConfig):
-        check_publication(plan, ds=config.ds, vllm=config.vllm)
+        check_engine_base(plan, ds=config.ds, vllm=config.vllm)
     return plan
 
 

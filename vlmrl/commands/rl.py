@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from vlmrl.cluster.publish import described
+from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.commands.checks import Checks, adapter_check, image_check, noise_check
 from vlmrl.commands.preflight import check_data, plan_of, plan_of_critic
 from vlmrl.commands.run import begin, prepare, started
@@ -26,11 +26,11 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     adapter, critics = plan_of(config, tools), plan_of_critic(config)
     if dry_run:
         return check_data(config, adapter)
-    with started(config, folder, warnings, adapter) as (stage, report):
-        prompts = stage.prompts(config, report.say)
+    with started(config, folder, warnings, adapter) as (builder, report):
+        prompts = builder.prompts(config, report.say)
         check_steps(config, prompts.num_rows)
         sets = named(prompts.evaluation())  # before engines start: its rows are checked like those of training
-        engines, policy, reference, critic, judges = stage.players(
+        engines, policy, weight_sync, reference, critic, reward_sources = builder.roles(
             config, tools, adapter=adapter, critics=critics, num_rows=prompts.num_rows, report=report
         )
         saves = Saves(config, folder, prompts, policy, report, critic)
@@ -40,13 +40,13 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         begin(config, report, folder, policy, last=last, done=done)
         course = Course(prompts.num_rows * config.train.num_episodes, drawn=saves.drawn)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
-        evaluations = Evaluations(config, sets, engines, judges, policy, transcripts, saves, report, last=last)
-        policy.publish(done)
+        evaluations = Evaluations(config, sets, engines, reward_sources, policy, transcripts, saves, report, last=last)
+        weight_sync.sync(done)
         checks = Checks(
             report,
             policy,
-            images=image_check(config, engines, policy, reference, critic, judges),
-            noise=noise_check(config, engines, policy, on_gpu=stage.machines.has_gpus, say=report.say),
+            images=image_check(config, engines, policy, reference, critic, reward_sources),
+            noise=noise_check(config, engines, policy, on_gpu=builder.machines.has_gpus, say=report.say),
             adapters=adapter_check(config, tools, engines, policy, adapter),
             first_step=done + 1,
         )
@@ -60,9 +60,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             return evaluations.after(step)
 
         if adapter is not None:
-            report.say(described(adapter, ds=config.ds, vllm=config.vllm))
+            report.say(format_sync(adapter, ds=config.ds, vllm=config.vllm))
             report.say(format_check(checks.published(done)))
-        stage.stack.enter_context(saves.kept())
+        builder.stack.enter_context(saves.kept())
         if done == 0 or saves.owes_evaluation:
             report.evaluation(done, evaluations.at(done))
         try:
@@ -70,8 +70,9 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 config,
                 prompts=prompts,
                 engine=engines,
-                rewarder=judges,
+                rewarder=reward_sources,
                 policy=policy,
+                weight_sync=weight_sync,
                 reference=reference,
                 critic=critic,
                 report=report,

@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.deaths import told_of
-from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import describe, roles_of
 from vlmrl.cluster.session import session
+from vlmrl.cluster.sync_plan import check_devices
 from vlmrl.cluster.watch import watched
 from vlmrl.commands.preflight import (
     check_algorithm,
@@ -107,7 +107,7 @@ def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
 @contextmanager
 def started(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
-) -> Iterator[tuple[Stage, RunReport]]:
+) -> Iterator[tuple[RoleBuilder, RunReport]]:
     """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes.
 
     `warnings` are for people, and come after the plan.
@@ -134,6 +134,6 @@ def started(
             report.say(describe(places, machines))
             for line in (*checkpoints_planned(config), *warnings):
                 report.say(line)
-            stage = Stage(machines, places, stack, watch)
-            with stage.ending():
-                yield stage, report
+            builder = RoleBuilder(machines, places, stack, watch)
+            with builder.ending():
+                yield builder, report

@@ -19,6 +19,7 @@ from vlmrl.data.balance import spread
 from vlmrl.data.media import make_row_media
 from vlmrl.data.responses import sft_sample
 from vlmrl.errors import DataError
+from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.rewards.client import read_token
 from vlmrl.rewards.local_worker import RewardResult
 from vlmrl.rewards.protocol import RewardRequest
@@ -69,13 +70,11 @@ class ModelScorer:
 
     def __init__(self, config: ServeConfig, path: str) -> None:
         """Raises ConfigError when there is no such model."""
-        from vlmrl.learning.reward_model import RewardModel  # torch: a server of a function does without
-
         columns = config.data
         model = Model(model_name_or_path=path)
         self._columns = columns
         self._max_tokens = config.train.max_tokens_per_gpu
-        self._model = RewardModel(
+        settings = RewardModelSettings(
             path=path,
             flag="reward.model_name_or_path",
             actor=model,
@@ -85,6 +84,7 @@ class ModelScorer:
             vision=Vision(),
             normalize=config.reward.normalize_enable,
         )
+        self._model = settings.build()  # imports torch: a server of a function does without
         self._processor = self._model.processor
         self.wants_images = self._processor.resize_factor is not None
 

@@ -16,16 +16,16 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     adapter = plan_of(config, tools)
     if dry_run:
         return check_data(config)
-    with started(config, folder, warnings) as (stage, report):
-        prompts = stage.prompts(config, report.say)
+    with started(config, folder, warnings) as (builder, report):
+        prompts = builder.prompts(config, report.say)
         check_steps(config, prompts.num_rows)
-        policy = stage.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
+        policy = builder.learners(config, tools, adapter=adapter, num_rows=prompts.num_rows, say=report.say).policy
         saves = Saves(config, folder, prompts, policy, report)
         done, _ = saves.restore()
         last = last_step_from(config, prompts.num_rows, done=done, drawn=saves.drawn)
         saves.look_ahead(done=done, last=last)
         begin(config, report, folder, policy, last=last, done=done)
-        stage.stack.enter_context(saves.kept())
+        builder.stack.enter_context(saves.kept())
         fit(
             rows=prompts,
             learner=policy,

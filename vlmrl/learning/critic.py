@@ -11,16 +11,11 @@ from transformers import PreTrainedModel
 
 from vlmrl.algorithms.aggregation import token_mean
 from vlmrl.algorithms.losses import value_loss
-from vlmrl.config.critic import Critic as CriticSettings
-from vlmrl.config.data import Columns
-from vlmrl.config.ds import Ds
-from vlmrl.config.train import Loop
-from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.learning.base import Learner, Share
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.forward import Scored, ValueForward, read_value_model
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.learning.settings import CriticSettings
 from vlmrl.models.value_head import Valuer
 from vlmrl.observe.metrics import Mean, Metric, merge
 from vlmrl.types import Experience, Totals
@@ -40,22 +35,10 @@ class Critic(Learner):
     _section = "critic"
     _forward: ValueForward
 
-    def __init__(
-        self,
-        *,
-        critic: CriticSettings,
-        ds: Ds,
-        loop: Loop,
-        columns: Columns,
-        vision: Vision,
-        total_steps: int,
-        adapter: AdapterPlan | None = None,
-    ) -> None:
-        """`critic` is `RlConfig.whole_critic`; `total_steps` is the number of its optimizer steps in the whole run.
-
-        With an `adapter`, that and the value head alone train. A model without a head gets one drawn from `loop.seed`.
-        """
-        ds = ds.model_copy(update={"zero_stage": critic.zero_stage})
+    def __init__(self, settings: CriticSettings) -> None:
+        """A model without a head gets one drawn from `settings.loop.seed`."""
+        critic, columns, loop = settings.critic, settings.columns, settings.loop
+        ds = settings.ds.model_copy(update={"zero_stage": critic.zero_stage})
         model = critic.as_model
         super().__init__(
             lambda where: read_value_model(
@@ -64,11 +47,11 @@ class Critic(Learner):
             model=model,
             ds=ds,
             loop=loop,
-            adapter=adapter,
+            adapter=settings.adapter,
         )
         _thaw_head(self._net)
         valuer = Valuer(self._net)
-        passing = self._begin(valuer, total_steps=total_steps, vision=vision)
+        passing = self._begin(valuer, total_steps=settings.total_steps, vision=settings.vision)
         self._forward = ValueForward(valuer, self._processor, **passing)
         self._clip = critic.value_clip
 

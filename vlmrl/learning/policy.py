@@ -15,11 +15,6 @@ from torch import Tensor
 from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
-from vlmrl.config.actor import Model
-from vlmrl.config.data import Columns
-from vlmrl.config.ds import Ds
-from vlmrl.config.train import Loop
-from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.learning.base import Learner, Share
 from vlmrl.learning.checkpoint import save_adapter, save_model
@@ -27,8 +22,8 @@ from vlmrl.learning.ema import Ema
 from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward, Scored, read_model
 from vlmrl.learning.layout_check import compare_layouts
-from vlmrl.learning.publisher import Publisher
-from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.learning.settings import PolicySettings
+from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapters import adapters_off
 from vlmrl.models.cost import patch_cost
 from vlmrl.models.scorer import Scorer
@@ -39,7 +34,7 @@ from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 __all__ = ["Policy", "PolicyLoss"]
 
 
-class Policy(Learner, Publisher):
+class Policy(Learner, WeightSender):
     """One per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in the same order.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
@@ -49,41 +44,24 @@ class Policy(Learner, Publisher):
     _section = "actor"
     _forward: Forward
 
-    def __init__(
-        self,
-        *,
-        actor: Model,
-        ds: Ds,
-        loop: Loop,
-        columns: Columns,
-        vision: Vision,
-        total_steps: int,
-        loss: PolicyLoss | None,
-        temperature: float,
-        bans: bool,
-        adapter: AdapterPlan | None = None,
-        ema_beta: float | None = None,
-    ) -> None:
-        """`total_steps` is the number of optimizer steps of the whole run; `loss` is None for supervised training.
-
-        With `bans`, the log-probs are of the distribution without the tokens that the engines never sample. With an
-        `adapter` it alone trains, and goes on from `actor.adapter_name_or_path` where that is given. With `ema_beta` a
-        moving average of what trains is kept, of which so much stays at each optimizer step.
-        """
+    def __init__(self, settings: PolicySettings) -> None:
+        actor, ds, columns = settings.actor, settings.ds, settings.columns
         Learner.__init__(
             self,
             lambda where: read_model(actor, ds=ds, columns=columns, where=where),
             model=actor,
             ds=ds,
-            loop=loop,
-            adapter=adapter,
+            loop=settings.loop,
+            adapter=settings.adapter,
         )
-        Publisher.__init__(self, self._net, adapter)
+        WeightSender.__init__(self, self._net, settings.adapter)
         scorer = Scorer(self._net)
-        passing = self._begin(scorer, total_steps=total_steps, vision=vision)
-        self._forward = Forward(scorer, self._processor, temperature=temperature, bans=bans, **passing)
-        self._loss = None if loss is None else _with_own(loss)
-        self._average = None if ema_beta is None else Ema(self._net, beta=ema_beta)
+        passing = self._begin(scorer, total_steps=settings.total_steps, vision=settings.vision)
+        self._forward = Forward(
+            scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **passing
+        )
+        self._loss = None if settings.loss is None else _with_own(settings.loss)
+        self._average = None if settings.ema_beta is None else Ema(self._net, beta=settings.ema_beta)
 
     def logprobs(
         self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True, exact: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from vlmrl.data.packing import Pack
 from vlmrl.learning.critic import Critic
 from vlmrl.learning.forward import Passes, Scored
 from vlmrl.learning.policy import Policy
+from vlmrl.learning.settings import PolicyAndCriticSettings
 from vlmrl.learning.weights import cut, gathered
 from vlmrl.models.checksum import device_digest
 from vlmrl.models.weights import fingerprint
@@ -23,10 +24,9 @@ _GATHER_BYTES = 1 << 28
 class PolicyAndCritic(Policy):
     """One per rank: a `Policy`, with the methods of a `Critic` beside its own."""
 
-    def __init__(self, *, policy: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
-        """What `Policy` and what `Critic` take by name."""
-        super().__init__(**policy)
-        self._critic = Critic(**critic)
+    def __init__(self, settings: PolicyAndCriticSettings) -> None:
+        super().__init__(settings.policy)
+        self._critic = Critic(settings.critic)
         self._compare_towers()
 
     def shares_features(self) -> bool:

@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from vlmrl.config.actor import Model
-from vlmrl.config.data import Columns
-from vlmrl.config.ds import Ds
-from vlmrl.config.train import Loop
-from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
 from vlmrl.learning.deepspeed_engine import device, init_distributed, release_memory, sharded_loading, start_frozen
 from vlmrl.learning.forward import Passes, Scored, read_value_model
+from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
@@ -34,37 +30,18 @@ class RewardModel:
     sharded, and every method is a collective.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        flag: str,
-        actor: Model,
-        ds: Ds,
-        loop: Loop,
-        columns: Columns,
-        vision: Vision,
-        offload: bool = False,
-        normalize: bool = False,
-        separator: str | None = None,
-    ) -> None:
-        """`path` is the model's folder or Hub id, and `flag` the setting that it came from.
-
-        Args:
-            actor: whose answers it scores: they must mean the same to both.
-            offload: the weights are in CPU memory while nobody asks.
-            normalize: scores are in units of the scale that the model's config.json holds.
-            separator: the text that ends a step, for `step_scores`.
-
-        Raises ConfigError when it is no reward model, when it reads other tokens or images than the actor, or when its
-        config.json holds no scale to normalise with.
+    def __init__(self, settings: RewardModelSettings) -> None:
+        """Raises ConfigError when it is no reward model, when it reads other tokens or images than the actor, or when
+        its config.json holds no scale to normalise with.
         """
-        is_sharded = ds.zero_stage == 3
+        path, flag, actor = settings.path, settings.flag, settings.actor
+        columns, offload = settings.columns, settings.offload
+        is_sharded = settings.ds.zero_stage == 3
         if is_sharded:
-            init_distributed(loop.timeout_s)
+            init_distributed(settings.loop.timeout_s)
         self._device = device()
         # In 4 bits it would be another model, and its scores would be others: nothing trains that could make up for it.
-        ds = ds.model_copy(update={"load_in_4bit": False})
+        ds = settings.ds.model_copy(update={"load_in_4bit": False})
         model = actor.model_copy(update={"model_name_or_path": path})
         with sharded_loading(ds, offload=offload):
             net, reader = read_value_model(model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag)
@@ -72,8 +49,8 @@ class RewardModel:
         check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
         self._processor = reader
         net.requires_grad_(False)
-        self._scale = _scale(net.config, path, flag) if normalize else Scale(0.0, 1.0)
-        self._steps = None if separator is None else Steps(reader, separator)
+        self._scale = _scale(net.config, path, flag) if settings.normalize else Scale(0.0, 1.0)
+        self._steps = None if settings.separator is None else Steps(reader, settings.separator)
         self._valuer = Valuer(net).eval()
         self._comes_and_goes = offload and not is_sharded
         if not is_sharded and not offload:
@@ -82,7 +59,7 @@ class RewardModel:
             self._valuer,
             reader,
             device=self._device,
-            cache_bytes=int(vision.cache_gib * 2**30),
+            cache_bytes=int(settings.vision.cache_gib * 2**30),
             call=start_frozen(self._valuer, ds=ds, offload=offload) if is_sharded else self._valuer,
             ranks_move_together=is_sharded and torch.distributed.get_world_size() > 1,
         )

@@ -1,10 +1,15 @@
-"""Whole tensors out of a model whose parameters may be sharded over the ranks, under the names of its checkpoint."""
+"""Whole tensors out of a model whose parameters may be sharded over the ranks, and their way out of it.
+
+They have the names of the checkpoint, whatever the model calls them in memory; those of an adapter the names of PEFT's
+files.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import deepspeed
 import torch.distributed
@@ -12,8 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlmrl.models.adapters import delta
+from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
+from vlmrl.models.adapters import adapter_tensors, delta
+from vlmrl.models.checksum import device_digest
 from vlmrl.models.quantize import dequantized, is_four_bit, true_dtype, true_shape
+from vlmrl.models.transfer import Outbox, Ticket, opened
+from vlmrl.models.weights import Bucket, fingerprint
+from vlmrl.types import Part
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -117,3 +127,135 @@ def _real(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool) -> Te
 def _on_cpu(tensor: Tensor) -> Tensor:
     # What was gathered is released again, so it must be copied even where it is on the CPU already.
     return dequantized(tensor).to("cpu", copy=hasattr(tensor, "ds_id") and not is_four_bit(tensor))
+
+
+class DeviceSender(Protocol):
+    """One rank's way from its GPU to the engines'."""
+
+    def offer(self, tensors: NamedTensors) -> dict[str, Any]:
+        """Take the tensors, on the device; returns a description that the engines need to receive them."""
+
+    def send(self) -> None:
+        """Send the offered tensors."""
+
+    def release(self) -> None:
+        """Free what `offer` has taken."""
+
+
+class MakeSender(Protocol):
+    """Makes the sender of a rank."""
+
+    def __call__(self, *, rank: int) -> DeviceSender: ...
+
+
+class WeightSender:
+    """The trainer's end of a weight sync, one per rank: sends all weights, the base alone, or the adapter.
+
+    Every method but `bucket` is a collective: call it on all ranks, in the same order.
+    """
+
+    def __init__(self, net: PreTrainedModel, adapter: AdapterPlan | None) -> None:
+        self._net = net
+        self._adapter = adapter
+        self._part: Part = "whole"
+        self._buckets: list[NamedTensors] = []
+        self._digests: dict[str, str] = {}
+        self._num_bytes = 0
+        self._max_bytes = 0
+        self._sender: DeviceSender | None = None
+        self._outbox = Outbox()
+        self._is_first = torch.distributed.get_rank() == 0
+
+    def begin_sync(self, max_bytes: int, part: Part = "whole") -> int:
+        """Begin a sync; returns the number of buckets for this part of the weights.
+
+        None holds more than `max_bytes`, single tensors apart. `finish_sync` is about the buckets since.
+        """
+        assert part == "whole" or self._adapter is not None, f"without an adapter there is no {part}"
+        self._part = part
+        self._digests = {}
+        self._num_bytes = 0
+        self._max_bytes = max_bytes
+        self._outbox.begin(keep_bytes=max_bytes)
+        tensors: NamedTensors = (
+            list(adapter_tensors(self._net)) if part == "adapter" else list(saved_tensors(self._net))
+        )
+        self._buckets = cut(tensors, max_bytes=max_bytes)
+        return len(self._buckets)
+
+    def share(self, i: int, num_loaded: int) -> Ticket | None:
+        """Copy the weights of bucket `i` into memory that the engines of this machine can open; rank 0 returns the
+        ticket with which they do.
+
+        The engines must have loaded the first `num_loaded` buckets: their memory is used again.
+
+        Raises ClusterError when the machine has no memory for it.
+        """
+        with self._gathered(i) as run:
+            if not self._is_first:
+                return None
+            tensors = self._written(run)
+            self._outbox.release(num_loaded)
+            ticket, digests = self._outbox.put(tensors)
+            self._digests |= digests
+            self._num_bytes += _num_bytes(tensors)
+            return ticket
+
+    def bucket(self, ticket: Ticket) -> Bucket:
+        """Read a shared bucket back, for engines of another machine. No collective: call it on rank 0 alone."""
+        return opened(ticket)
+
+    def connect(self, make_sender: MakeSender) -> None:
+        """Make the sender with which `offer` and `send` bring weights to the engines without leaving the device.
+
+        Over NCCL this waits for the engines.
+        """
+        self._sender = make_sender(rank=torch.distributed.get_rank())
+
+    def offer(self, i: int) -> dict[str, Any]:
+        """Take bucket `i` onto the device, in place of the one before; returns its description for the engines."""
+        assert self._sender is not None, "offer comes after connect"
+        with self._gathered(i) as run:
+            tensors = self._written(run)
+            if self._is_first:
+                self._digests |= {name: device_digest(name, tensor) for name, tensor in tensors}
+                self._num_bytes += _num_bytes(tensors)
+            return self._sender.offer(tensors)
+
+    def send(self) -> None:
+        """Send the offered bucket; the engines must be receiving it at the same time."""
+        assert self._sender is not None, "send comes after connect"
+        self._sender.send()
+
+    def finish_sync(self) -> tuple[str, int]:
+        """End a sync; rank 0 returns fingerprint and bytes of all tensors since `begin_sync`.
+
+        The engines must hold the same fingerprint now.
+        """
+        if self._sender is not None:
+            self._sender.release()
+        self._outbox.begin(keep_bytes=self._max_bytes)
+        if self._part == "adapter":
+            assert self._adapter is not None
+            return adapter_fingerprint(self._digests, self._adapter.scaling), self._num_bytes
+        return fingerprint(self._digests), self._num_bytes
+
+    def adapter_is_zero(self) -> bool:
+        """Whether no adapter has learnt anything yet: every B is 0, so that the model is its base. The same on all
+        ranks."""
+        halves: NamedTensors = [(n, t) for n, t in adapter_tensors(self._net) if n.endswith(".lora_B.weight")]
+        with gathered(halves):
+            return not any(bool(tensor.any()) for _, tensor in halves)
+
+    @contextmanager
+    def _gathered(self, i: int) -> Iterator[NamedTensors]:
+        merges = self._part == "whole" and self._adapter is not None
+        with gathered(self._buckets[i], adapters_of=self._net if merges else None):
+            yield self._buckets[i]
+
+    def _written(self, run: NamedTensors) -> NamedTensors:
+        return run if self._part == "adapter" else written(self._net, run, merge=self._part == "whole")
+
+
+def _num_bytes(tensors: NamedTensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)

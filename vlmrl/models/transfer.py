@@ -3,7 +3,7 @@
 The memory is anonymous (`memfd_create`): a reader opens it as a file of the process that made it. It has no name, so
 nothing can be left behind in /dev/shm however a process ends, /dev/shm's size (64 MiB in many containers) does not
 bound it, and only processes of the same user can open it. It serves engines on CPU and on GPU; only the CPU was
-measured. What keeps weights on the GPUs all the way is `rollout.device_transfer`.
+measured. Weights stay on the GPUs all the way with `rollout.transfer`.
 """
 
 from __future__ import annotations

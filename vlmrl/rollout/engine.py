@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlmrl import plugins, startup
-from vlmrl.config.data import Columns
-from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, DataError, DiedError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weights import fingerprint
 from vlmrl.rollout import requests
-from vlmrl.rollout.capacity import Demand, Limits
+from vlmrl.rollout.capacity import Limits
 from vlmrl.rollout.compatibility import line
 from vlmrl.rollout.inbox import Inbox
-from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, one_line, settings
+from vlmrl.rollout.launch import LAST_WORDS_S, Launch, check_base, check_device, engine_arguments, one_line
 from vlmrl.rollout.reports import (
     HeldAdapter,
     ReadbackPlan,
@@ -32,6 +30,7 @@ from vlmrl.rollout.reports import (
     problem_of_adapter,
 )
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -59,34 +58,14 @@ class RolloutEngine(Inbox):
     adapter once one was published on the base that it holds: a new base waits for its adapter.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        vllm: Vllm,
-        columns: Columns,
-        trust_remote_code: bool,
-        dtype: str,
-        max_model_len: int,
-        top_p: float,
-        name: str,
-        adapter: AdapterPlan | None = None,
-        temperature: float | None = None,
-        demand: Demand | None = None,
-    ) -> None:
-        """Starts nothing yet. `dtype` is bf16 or fp32; `max_model_len` counts the tokens of prompt and answer
-        together. Room is made for `adapter`, which must be one that `fits_engine`, and for `demand`. `temperature` is
-        that of what `score` is asked about; None: it says the model's own log-probs.
-        """
-        assert adapter is None or adapter.fits_engine
-        super().__init__(name, vllm)
+    def __init__(self, settings: EngineSettings) -> None:
+        """Starts nothing yet."""
+        assert settings.adapter is None or settings.adapter.fits_engine
+        super().__init__(settings.name, settings.vllm)
         self.version = 0
-        self._model, self._columns = model, columns
-        self._trust_remote_code, self._dtype = trust_remote_code, dtype
-        self._max_model_len, self._top_p, self._temperature = max_model_len, top_p, temperature
-        self._demand = demand
+        self._settings = settings
         self._llm: AsyncLLM | None = None
-        self._launch = Launch(f"{name} ({model})")
+        self._launch = Launch(f"{settings.name} ({settings.model})")
         self._counter = itertools.count()
         self._running: dict[str, bool] = {}
         """The requests under way, and whether each is for the adapter."""
@@ -95,7 +74,7 @@ class RolloutEngine(Inbox):
         """The version of the update that has begun."""
         self._broken: str | None = None
         self._digests: dict[str, str] = {}
-        self._plan = adapter
+        self._plan = settings.adapter
         self._adapter: HeldAdapter | None = None
         self._coming: AdapterPlan | None = None
         """What the update that has begun is of; None: of the base."""
@@ -109,7 +88,8 @@ class RolloutEngine(Inbox):
     @cached_property
     def _processor(self) -> plugins.Processor:
         startup.prepare()
-        return plugins.processor_of(self._model, self._columns, trust_remote_code=self._trust_remote_code)
+        given = self._settings
+        return plugins.processor_of(given.model, given.columns, trust_remote_code=given.trust_remote_code)
 
     # ---- life
 
@@ -121,8 +101,8 @@ class RolloutEngine(Inbox):
         its adapter in fp32.
         """
         check_base(self._vllm)
-        check_device(adapter=self._plan, dtype=self._dtype)
-        if Path(self._model).is_dir():
+        check_device(adapter=self._plan, dtype=self._settings.dtype)
+        if Path(self._settings.model).is_dir():
             os.environ["HF_HUB_OFFLINE"] = "1"
         _ = self._processor  # a model that is not there is found before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
@@ -132,8 +112,9 @@ class RolloutEngine(Inbox):
         if lacks:
             await self.shutdown()
             raise ClusterError(f"rollout engine {self.name}: {line(lacks, on_gpu=torch.cuda.is_available())}")
-        if self._temperature is not None and self._top_p == 1.0:
-            await self._call("vlmrl_score_as_sampled", self._temperature, list(self._processor.banned_tokens))
+        temperature = self._settings.temperature
+        if temperature is not None and self._settings.top_p == 1.0:
+            await self._call("vlmrl_score_as_sampled", temperature, list(self._processor.banned_tokens))
         await self._llm.update_weight_version(str(self.version))
 
     async def shutdown(self) -> None:
@@ -331,18 +312,19 @@ class RolloutEngine(Inbox):
 
     def arguments(self) -> dict[str, Any]:
         """What vLLM is started with: arguments of its AsyncEngineArgs."""
+        given = self._settings
         return {
-            "model": self._model,
-            "dtype": _DTYPES.get(self._dtype, self._dtype),
-            "max_model_len": self._max_model_len,
-            "trust_remote_code": self._trust_remote_code,
-        } | settings(
-            vllm=self._vllm,
-            columns=self._columns,
+            "model": given.model,
+            "dtype": _DTYPES.get(given.dtype, given.dtype),
+            "max_model_len": given.max_model_len,
+            "trust_remote_code": given.trust_remote_code,
+        } | engine_arguments(
+            vllm=given.vllm,
+            columns=given.columns,
             processor=self._processor,
-            top_p=self._top_p,
-            adapter=self._plan,
-            demand=self._demand,
+            top_p=given.top_p,
+            adapter=given.adapter,
+            demand=given.demand,
         )
 
     def _started(self) -> AsyncLLM:

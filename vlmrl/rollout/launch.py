@@ -48,7 +48,7 @@ LAST_WORDS_S = 0.5
 """The news that an engine is dead comes before the last lines that it wrote."""
 
 
-def settings(
+def engine_arguments(
     *,
     vllm: Vllm,
     columns: Columns,

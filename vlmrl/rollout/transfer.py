@@ -1,8 +1,8 @@
 """How a bucket of weights gets from the learner's GPU to the engines' without the host: vLLM's weight-transfer API.
 
 Over NCCL where trainer and engines have GPUs of their own, by CUDA IPC where they share them. Written against vLLM 0.32
-and not yet run on a GPU. The learner's process builds a sender by its dotted path; the engine's end is vLLM's own
-transfer engine in each worker, which hands what arrives to the worker's `WeightUpdate`.
+and not yet run on a GPU. Each rank of the learner has a sender; the engine's end is vLLM's own transfer engine in each
+worker, which hands what arrives to the worker's `WeightUpdate`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ Backend = Literal["nccl", "ipc"]
 Offer = dict[str, Any]
 """What the engines must know of a bucket before it comes: vLLM's update info, in plain values that any RPC carries."""
 
-SENDERS: dict[Backend, str] = {
-    "nccl": "vlmrl.rollout.transfer.NcclSender",
-    "ipc": "vlmrl.rollout.transfer.IpcSender",
-}
-"""Dotted paths, for the learner's ranks. A bucket lies on the device from `offer` to the next one or `release`."""
-
 
 class NcclSender:
-    """Broadcasts from rank 0 to all workers of all engines; the other ranks have nothing to do."""
+    """Broadcasts from rank 0 to all workers of all engines; the other ranks have nothing to do.
+
+    A bucket lies on the device from `offer` to the next one or `release`, as it does with `IpcSender`.
+    """
 
     def __init__(self, *, rank: int, address: str, port: int, world_size: int) -> None:
         """Blocks until all workers have joined. `world_size` counts them and rank 0."""

@@ -64,8 +64,15 @@ class Policy(Reference, Protocol):
     def update(self, experience: Experience, *, step: int) -> Metrics:
         """Learn from the experience; one or several optimizer steps."""
 
-    def publish(self, version: int) -> Metrics:
-        """Hand the weights to the engines, and prove that they arrived."""
+    def take_pass_metrics(self) -> Metrics:
+        """Metrics of the passes since the last call, over all models."""
+
+
+class WeightSync(Protocol):
+    """The way of the policy's weights to the engines."""
+
+    def sync(self, version: int) -> Metrics:
+        """Bring the current weights to all engines, and prove that they arrived."""
 
 
 class Critic(Protocol):
@@ -146,6 +153,7 @@ def train(
     engine: Engine,
     rewarder: Rewarder,
     policy: Policy,
+    weight_sync: WeightSync,
     reference: Reference | None,
     critic: Critic | None,
     report: Report,
@@ -217,12 +225,13 @@ def train(
                 # A policy that does not move stays with its reference, which is no reason to let it go.
                 kl_controller = kl_controller.updated(judging.get("kl/reference", 0.0), num_samples=len(samples))
             with report.phase("publish"):
-                publishing = policy.publish(step)
+                syncing = weight_sync.sync(step)
+            passes = policy.take_pass_metrics()
             probing = check_publish(step)
             after = after_step(step, judged)
             if step == last_step and 0 < course.left < config.rollout.batch_size:
                 after = after | {"data/left_out": float(course.left)}
-            report.step(step, collected.metrics | seeing | judging | learning | publishing | probing | after)
+            report.step(step, collected.metrics | seeing | judging | learning | syncing | passes | probing | after)
             save(step, Carried(kl_controller.coef, seen))
         stops.check()
     return Ending(max(last_step, first_step - 1))

@@ -10,6 +10,7 @@ import pytest
 
 from vlmrl.cluster import engines as roles
 from vlmrl.cluster.engines import RemoteEngines
+from vlmrl.cluster.remote_call import recorded
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Group, Prompt
 
@@ -25,10 +26,11 @@ class Engines:
     def __len__(self) -> int:
         return 3
 
-    def call(self, method: str, *given: Any, **how: Any) -> list[Any]:
+    def call(self, ask: Any) -> list[Any]:
         return [None] * len(self)
 
-    def submit_to(self, engine: int, method: str, asked: Any, *given: Any, **how: Any) -> Any:
+    def submit_to(self, engine: int, ask: Any) -> Any:
+        method, (asked, *_), _ = recorded(ask)
         index = asked.prompt.index if method == "score" else asked.index
         self.log.append((method, engine, index))
         return (method, index) if method == "generate" else []

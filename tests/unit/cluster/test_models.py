@@ -1,4 +1,4 @@
-"""What the driver does beside calling ranks: cuts, sums of counts, answers back in the order of the question."""
+"""What the driver does beside calling ranks: packs, sums of counts, results in the order of the samples."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,17 +13,19 @@ from vlmrl.algorithms.aggregation import reduce
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss, policy_loss
 from vlmrl.cluster.models import (
-    Cut,
+    PackingPlan,
+    PassMetrics,
+    PolicyWithoutAdapter,
     Ranks,
+    RemoteCritic,
     RemotePolicy,
     RemoteReference,
     Steps,
-    Tally,
     count,
     experience_of,
     minibatches,
 )
-from vlmrl.cluster.publish import Publication
+from vlmrl.cluster.remote_call import recorded
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
@@ -37,8 +39,8 @@ def sample(group: int, length: int = 3, sampled: int = 2) -> Sample:
     return Sample(tokens=np.arange(length), sampled=flags, group=group)
 
 
-def cut(layout: Layout = "shared", max_tokens: int = 100) -> Cut:
-    return Cut(layout, max_tokens, max_samples=None, image_cost=lambda image: 10.0, filler=None)
+def packing(layout: Layout = "shared", max_tokens: int = 100) -> PackingPlan:
+    return PackingPlan(layout, max_tokens, max_samples=None, image_cost=lambda image: 10.0, filler=None)
 
 
 class Echo:
@@ -51,7 +53,8 @@ class Echo:
     def __len__(self) -> int:
         return self.number
 
-    def submit_to(self, rank: int, method: str, *given: Any, **how: Any) -> Any:
+    def _call(self, rank: int, ask: Any, item: Any) -> Any:
+        method, given, how = recorded(ask, item)
         if method == "update":
             work, totals = given
             return [
@@ -60,33 +63,40 @@ class Echo:
             ]
         assert method == "logprobs"
         (packs,) = given
-        self.asked.append((rank, packs, how))
+        self.asked.append((rank, packs, dict(how)))
         rows: list[tuple[int, Floats]] = []
         for pack in packs:
             rows += [(i, s.tokens.astype(np.float32)) for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
         counts: dict[str, Metric] = {"vision/tower_calls": Sum(len(packs))}
         return rows[::-1], counts
 
-    def each(self, method: str, given: list[Any], **how: Any) -> list[Any]:
-        return [self.submit_to(rank, method, item, **how) for rank, item in enumerate(given)]
+    def each(self, ask: Any, items: list[Any]) -> list[Any]:
+        return [self._call(rank, ask, item) for rank, item in enumerate(items)]
 
-    def wait(self, answers: list[Any]) -> list[Any]:
-        return answers
+
+class Judging(Echo):
+    """The values of a critic: the tokens of a sample, each plus one."""
+
+    def _call(self, rank: int, ask: Any, item: Any) -> Any:
+        method, given, _ = recorded(ask, item)
+        assert method in ("values", "update_values")
+        if method == "update_values":
+            work, totals = given
+            return [{"value/loss": Sum(float(total.num_tokens))} for _, total in zip(work, totals, strict=True)]
+        rows = [(i, s.tokens + 1.0) for pack in given[0] for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
+        return rows, {}
 
 
 def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
     return [pack.rows for _, packs, _ in group.asked for pack in packs]
 
 
-def remote(group: Any, tally: Tally, *, max_tokens: int = 100) -> RemoteReference:
-    return RemoteReference(Ranks(group, cut(), max_tokens, tally))
+def remote(group: Any, pass_metrics: PassMetrics, *, max_tokens: int = 100) -> RemoteReference:
+    return RemoteReference(Ranks(group, packing(), max_tokens, pass_metrics))
 
 
-WHOLE = Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1)
-
-
-def policy(group: Any, tally: Tally, publication: Publication = WHOLE) -> RemotePolicy:
-    return RemotePolicy(Ranks(group, cut(), 100, tally), Steps(batch_size=4, epochs=1, seed=0), publication)
+def policy(group: Any, pass_metrics: PassMetrics) -> RemotePolicy:
+    return RemotePolicy(Ranks(group, packing(), 100, pass_metrics), Steps(batch_size=4, epochs=1, seed=0))
 
 
 def test_every_epoch_meets_every_sample_in_another_order() -> None:
@@ -103,7 +113,7 @@ def test_every_epoch_meets_every_sample_in_another_order() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
     samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4), (2, 6), (1, 7))]
-    found = remote(Echo(num_ranks), Tally()).logprobs(samples)
+    found = remote(Echo(num_ranks), PassMetrics()).logprobs(samples)
     assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
 
 
@@ -111,7 +121,7 @@ def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
 def test_samples_that_are_not_dealt_out_share_their_prompts_on_every_rank(num_ranks: int) -> None:
     samples = [sample(group, 5) for group in (0, 0, 1, 1)]
     group = Echo(num_ranks)
-    found = remote(group, Tally()).logprobs(samples, undivided=True)
+    found = policy(group, PassMetrics()).logprobs(samples, undivided=True)
     assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
     assert len({str(packs[0].rows) for _, packs, _ in group.asked}) == 1, "collectives stay in step"
     assert [[branch.members for row in packs[0].rows for branch in row] for _, packs, _ in group.asked] == [
@@ -124,38 +134,30 @@ def test_samples_that_are_not_dealt_out_share_their_prompts_on_every_rank(num_ra
 
 def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
     group = Echo(1)
-    ask = remote(group, Tally())
+    ask = policy(group, PassMetrics())
     samples = [sample(0, 3, 1), sample(0, 4, 2)]
     ask.logprobs(samples)
     ask.logprobs(samples, layout="padded", gradient=True)
     assert rows_asked(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
-    assert [how for _, _, how in group.asked] == [{}, {"gradient": True}]
+    assert [how["gradient"] for _, _, how in group.asked] == [False, True]
 
 
 def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adapter() -> None:
     group = Echo(1)
-    reference = RemoteReference(Ranks(group, cut(), 100, Tally()), adapter=False)  # type: ignore[arg-type]
-    reference.logprobs([sample(0)])
-    reference.logprobs([sample(0)], gradient=True)
-    assert [how for _, _, how in group.asked] == [{"adapter": False}, {"adapter": False, "gradient": True}]
+    trained = policy(group, PassMetrics())
+    PolicyWithoutAdapter(trained).logprobs([sample(0)])
+    trained.logprobs([sample(0)])
+    assert [how["adapter"] for _, _, how in group.asked] == [False, True]
 
 
-class Received:
-    """Engines that note which part of a model came with which version."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, str]] = []
-
-    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
-        self.parts.append((version, part))
-        return 8
-
-
-def test_the_base_goes_once_and_the_adapter_each_time() -> None:
-    ranks, engines = policy(Echo(1), Tally(), Publication("adapter", True, 1, False, readback_steps=-1)), Received()
-    ranks.engines = engines  # type: ignore[assignment]
-    assert [ranks.publish(version)["sync/bytes"] for version in (0, 1)] == [16.0, 8.0]
-    assert engines.parts == [(0, "base"), (0, "adapter"), (1, "adapter")]
+def test_a_critic_says_values_in_the_order_of_the_samples_and_learns_from_the_same_steps_as_the_policy() -> None:
+    critic = RemoteCritic(Ranks(Judging(2), packing(), 100, PassMetrics()), Steps(4, epochs=1, seed=0))  # type: ignore[arg-type]
+    samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4))]
+    assert [row.tolist() for row in critic.values(samples)] == [(s.tokens + 1.0).tolist() for s in samples]
+    columns = [np.zeros(len(s.tokens), dtype=np.float32) for s in samples]
+    experience = Experience(samples, columns, columns, columns, values=columns, returns=columns)
+    # Two sampled tokens of each of three samples, which both ranks are told.
+    assert critic.update(experience, step=1) == {"value/loss": 2 * 6.0}
 
 
 def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
@@ -163,32 +165,31 @@ def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
     # Together 2 + 1 + 2 tokens.
     for max_tokens, number in ((5, 1), (4, 2)):
         group.asked.clear()
-        remote(group, Tally(), max_tokens=max_tokens).logprobs([sample(0, 3, 1), sample(0, 4, 2)])
+        remote(group, PassMetrics(), max_tokens=max_tokens).logprobs([sample(0, 3, 1), sample(0, 4, 2)])
         assert len(rows_asked(group)) == number
 
 
 def test_an_image_counts_towards_the_budget() -> None:
     shown = [Sample(np.arange(3), np.arange(3) > 1, (dot(str(n)),), n) for n in range(2)]
     for max_tokens, number in ((26, 1), (25, 2)):
-        (packs,) = cut(max_tokens=max_tokens).spread(shown, 1)
+        (packs,) = packing(max_tokens=max_tokens).spread(shown, 1)
         assert len(packs) == number
 
 
 def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
-    tally, group = Tally(), Echo(2)
-    ranks, reference = policy(group, tally), remote(group, tally)
+    counted, group = PassMetrics(), Echo(2)
+    ranks, reference = policy(group, counted), remote(group, counted)
     samples = [sample(0), sample(0), sample(1), sample(1)]
     columns = [np.zeros(3, dtype=np.float32)] * 4
     experience = Experience(samples, columns, columns, columns)
     ranks.logprobs(samples)
     reference.logprobs(samples)
     assert ranks.update(experience, step=1) == {"policy/loss": 2.0}
-    ranks.engines = Received()  # type: ignore[assignment]
     # A call per rank for the policy's pass and for the reference's, and one per rank in the update.
-    assert ranks.publish(1)["vision/tower_calls"] == 2 + 2 + 2
+    assert ranks.take_pass_metrics()["vision/tower_calls"] == 2 + 2 + 2
     ranks.update(experience, step=2)
-    assert ranks.publish(2)["vision/tower_calls"] == 2
-    assert tally.take() == {}
+    assert ranks.take_pass_metrics()["vision/tower_calls"] == 2
+    assert counted.take() == {}
 
 
 def test_a_group_is_never_torn_apart() -> None:

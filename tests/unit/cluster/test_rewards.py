@@ -11,7 +11,8 @@ import torch
 from scripted_loop import make_prompt, make_rollout
 
 from vlmrl.algorithms.advantages import advantages
-from vlmrl.cluster.rewards import Judges, RemoteRewarder, RewardModel
+from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
 from vlmrl.errors import RewardError
 from vlmrl.types import Group, Sample, Score
 
@@ -23,9 +24,10 @@ class FixedRanks:
         self.answers = answers
         self.asked: list[str] = []
 
-    def ask(self, method: str, samples: Sequence[Sample], **how: bool) -> dict[int, Any]:
+    def forward(self, ask: Any, samples: Sequence[Sample]) -> list[Any]:
+        method, _, how = recorded(ask, [])
         self.asked.append(f"{method} {how}" if how.get("as_odds") else method)
-        return self.answers
+        return [self.answers[number] for number in range(len(samples))]
 
 
 class Functions:
@@ -68,9 +70,9 @@ def groups() -> list[Group]:
     return found
 
 
-def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) -> RewardModel:
+def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) -> RemoteRewardModel:
     name = "process" if is_process else "model"
-    return RewardModel(name, FixedRanks(answers), weight, is_process)  # type: ignore[arg-type]
+    return RemoteRewardModel(name, FixedRanks(answers), weight, is_process)  # type: ignore[arg-type]
 
 
 def test_an_actor_scores_after_it_has_begun_and_its_failures_are_shown() -> None:
@@ -90,12 +92,12 @@ def test_an_actor_scores_after_it_has_begun_and_its_failures_are_shown() -> None
 def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
     functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.0)], [Score(0.5), Score(0.0, failure="response")]])
     model = source({0: 2.0, 1: -1.0, 2: 0.0, 3: 4.0}, weight=0.5)
-    judges = Judges(functions, [model])  # type: ignore[arg-type]
-    found = judges.score(groups())
+    sources = RewardSources(functions, [model])  # type: ignore[arg-type]
+    found = sources.score(groups())
     assert [[score.total for score in group] for group in found] == [[2.0, -0.5], [0.5, 0.0]]
     assert found[0][0].parts == {"math": 1.0, "model": 2.0}
     assert found[1][1].failed, "an answer that a function could not score gets 0, whatever the model thinks"
-    judges.begin(groups()[1])
+    sources.begin(groups()[1])
     assert functions.begun == [1]
 
 
@@ -107,7 +109,7 @@ def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_i
         ]
     )
     model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
-    found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
+    found = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
     assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [-3.0, -3.0]]
 
 
@@ -115,7 +117,7 @@ def test_without_a_group_to_compare_with_it_does_not_pay_to_break_a_reward_eithe
     alone = [Group(group.prompt, group.rollouts[:1]) for group in groups()]
     for other, worth in ((-1.0, -1.0), (1.0, 0.0)):
         functions = Functions([[Score(other)], [Score(0.0, failure="response")]])
-        found = Judges(functions, []).score(alone)  # type: ignore[arg-type]
+        found = RewardSources(functions, []).score(alone)  # type: ignore[arg-type]
         assert [score.total for group in found for score in group] == [other, worth]
 
 
@@ -126,7 +128,7 @@ def test_an_answer_that_could_not_be_scored_has_steps_like_others_and_the_worth_
     functions = Functions([[Score(1.0), Score(0.0), Score(0.0, failure="response")]])
     steps = [np.array([0.0, 0.0, paid], np.float32) for paid in (0.75, 0.25, 0.25)]
     model = source(dict(enumerate(steps)), weight=1.0, is_process=True)
-    (scores,) = Judges(functions, [model]).score([group])  # type: ignore[arg-type]
+    (scores,) = RewardSources(functions, [model]).score([group])  # type: ignore[arg-type]
     assert [score.earned for score in scores] == [1.75, 0.25, 0.0]
     found = advantages(
         torch.tensor([[score.total for score in scores]]),
@@ -141,7 +143,7 @@ def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> 
     lost = Score(0.0, failure="infrastructure")
     functions = Functions([[Score(-1.0), lost], [Score(0.0, failure="response"), lost]])
     model = source({0: -4.0, 1: -99.0, 2: -7.0, 3: 1.0}, weight=0.5)
-    found = Judges(functions, [model]).score(groups())  # type: ignore[arg-type]
+    found = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
     assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [-3.0, 0.0]]
     assert [[score.failure for score in group] for group in found] == [
         [None, "infrastructure"],
@@ -152,7 +154,7 @@ def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> 
 def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:
     rows = {number: np.array([0.0, 0.0, 0.25 * number], np.float32) for number in range(4)}
     model = source(rows, weight=2.0, is_process=True)
-    found = [score for group in Judges(None, [model]).score(groups()) for score in group]
+    found = [score for group in RewardSources(None, [model]).score(groups()) for score in group]
     assert [score.total for score in found] == [0.0] * 4
     assert found[3].token_rewards is not None
     assert found[3].token_rewards.tolist() == [0.0, 0.0, 1.5]
@@ -162,7 +164,7 @@ def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:
 def test_a_model_whose_score_is_no_number_stops_the_run_and_names_the_answer() -> None:
     model = source({0: 0.0, 1: float("nan"), 2: 0.0, 3: 0.0}, weight=1.0)
     with pytest.raises(RewardError, match="the model reward of an answer to toy:0 is nan"):
-        Judges(None, [model]).score(groups())
+        RewardSources(None, [model]).score(groups())
 
 
 def test_the_image_check_meets_scores_on_every_token_and_steps_as_odds() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,21 @@ import torch
 from scripted_loop import config
 
 from vlmrl.algorithms.corrections import Correction, correct
-from vlmrl.cluster.role_settings import absolute, critic_settings, demand, policy_loss
+from vlmrl.cluster.role_settings import (
+    absolute,
+    critic_settings,
+    demand,
+    engine_settings,
+    policy_loss,
+    policy_settings,
+    reference_settings,
+    reward_model_settings,
+    rewarder_settings,
+)
+from vlmrl.config.run import SftConfig
 from vlmrl.config.schedule import last_step, last_step_from, optimizer_steps, share_done
 from vlmrl.errors import ConfigError
+from vlmrl.models.adapter_plan import AdapterPlan
 
 GAE = {"advantage": {"estimator": "gae"}}
 
@@ -83,9 +99,79 @@ def test_a_file_of_the_users_is_found_from_wherever_a_rank_stands(
 
 def test_a_critic_gets_settings_that_leave_nothing_open() -> None:
     settings = critic_settings(config(algo=GAE), None, num_rows=8)
-    critic = settings["critic"]
+    critic = settings.critic
     assert (critic.model_name_or_path, critic.zero_stage, critic.freeze_visual_encoder) == ("model", 2, False)
-    assert settings["total_steps"] == 4
+    assert settings.total_steps == 4
+
+
+def test_policy_and_reference_answer_the_same_question() -> None:
+    rollout = {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4, "temperature": 0.7}
+    rl = config(algo={"kl": {"init_coef": 0.1}}, ref={"model_name_or_path": "other"}, rollout=rollout)
+    policy, reference = policy_settings(rl, None, num_rows=8), reference_settings(rl)
+    assert (policy.temperature, policy.bans) == (reference.temperature, reference.bans) == (0.7, True)
+    assert (policy.columns, policy.vision, policy.ds) == (reference.columns, reference.vision, reference.ds)
+    assert (policy.actor.model_name_or_path, reference.actor.model_name_or_path) == ("model", "other")
+    # Below top_p 1 the engines report the model's own log-probs, without bans.
+    nucleus = config(rollout=rollout | {"top_p": 0.9, "temperature": 1.0})
+    assert not policy_settings(nucleus, None, num_rows=8).bans
+
+
+def test_supervised_training_has_no_loss_of_rewards_and_no_moving_average() -> None:
+    sft = SftConfig.model_validate({"actor": actor(), "data": {"prompt_dataset": "toy"}, "train": {"batch_size": 4}})
+    settings = policy_settings(sft, None, num_rows=8)
+    assert (settings.loss, settings.temperature, settings.bans, settings.ema_beta) == (None, 1.0, False, None)
+    averaging = config(train={"batch_size": 4, "enable_ema": True, "ema_beta": 0.9})
+    assert policy_settings(averaging, None, num_rows=8).ema_beta == 0.9
+
+
+def test_a_reward_model_scores_responses_and_a_process_model_their_steps() -> None:
+    both = {
+        "model_name_or_path": "outcome",
+        "normalize_enable": True,
+        "process_model_name_or_path": "process",
+        "process_separator": ".",
+    }
+    settings = reward_model_settings(config(reward=both))
+    assert {role: (one.path, one.flag) for role, one in settings.items()} == {
+        "reward_model": ("outcome", "reward.model_name_or_path"),
+        "process_model": ("process", "reward.process_model_name_or_path"),
+    }
+    assert [(one.normalize, one.separator) for one in settings.values()] == [(True, None), (False, ".")]
+    assert reward_model_settings(config()) == {}
+
+
+def test_only_an_adapter_that_vllm_applies_exactly_is_the_engines() -> None:
+    plan = AdapterPlan(8, 16.0, 0.0, False, False, targets=("q",), groups=frozenset({"language"}))
+    merged = replace(plan, groups=frozenset({"language", "vision"}))
+    assert engine_settings(config(), plan).adapter is plan
+    assert engine_settings(config(), merged).adapter is None
+    assert engine_settings(config()).max_model_len == config().data.max_len + 4
+
+
+def test_models_alone_need_no_rewarder_and_a_file_is_found_wherever_the_worker_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert rewarder_settings(config(reward={"functions": {}, "model_name_or_path": "outcome"})) is None
+    settings = rewarder_settings(config(reward={"functions": {}, "remote_url": "mine.py:reward"}))
+    assert settings is not None
+    assert settings.reward.user_function == f"{tmp_path}/mine.py:reward"
+
+
+@pytest.mark.parametrize(
+    "module", ["learning.settings", "rollout.settings", "cluster.rewards", "cluster.data", "cluster.worker_group"]
+)
+def test_settings_reach_a_process_without_what_other_roles_import(module: str) -> None:
+    heavy = {"torch", "transformers", "vllm", "deepspeed", "peft"}
+    code = f"import sys, vlmrl.{module}; print(sorted(set(sys.modules) & {heavy!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_settings_travel_with_the_way_to_build_from_them() -> None:
+    settings = engine_settings(config())
+    build = pickle.loads(pickle.dumps(settings.build))
+    assert build.__self__ == settings
 
 
 def test_the_schedule_spans_every_optimizer_step() -> None:

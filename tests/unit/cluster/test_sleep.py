@@ -10,17 +10,20 @@ import pytest
 
 from vlmrl.cluster import engines as roles
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
-from vlmrl.cluster.publish import Publication
+from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, Steps
+from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.sync_plan import SyncPlan
+from vlmrl.cluster.weight_sync import WeightSync
+from vlmrl.config.vllm import Vllm
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.types import Experience, Prompt, Sample
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)
 ANSWERS = {
-    "num_buckets": 1,
+    "begin_sync": 1,
     "share": "ticket",
-    "published": ("abc", 8),
+    "finish_sync": ("abc", 8),
     "finish_update": "abc",
     "update": [{}],
     "generate": "group",
@@ -38,60 +41,71 @@ class Workers:
     def __len__(self) -> int:
         return 1
 
-    def call(self, method: str, *given: Any, **how: Any) -> list[Any]:
+    def call(self, ask: Any, *item: Any) -> list[Any]:
+        method, given, _ = recorded(ask, *item)
         told = f" {' '.join(given[0])}" if method == "wake" else ""
         self.log.append(f"{self.name} {method}{told}")
         return [ANSWERS.get(method)]
 
     submit = call
 
-    def submit_to(self, worker: int, method: str, *given: Any, **how: Any) -> Any:
-        return self.call(method, *given, **how)[0]
+    def submit_to(self, worker: int, ask: Any) -> Any:
+        return self.call(ask)[0]
+
+    def each(self, ask: Any, items: list[Any]) -> list[Any]:
+        return [self.call(ask, item)[0] for item in items]
+
+    submit_each = each
 
     def wait(self, answers: Any, timeout_s: float | None = None) -> Any:
         return answers
 
 
-def stage(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, list[str]]:
+def start(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, WeightSync, list[str]]:
     log: list[str] = []
-    engines = RemoteEngines(Workers("engines", log), timeout_s=1.0, sleeps=sleeps)  # type: ignore[arg-type]
     groups = {name: Workers(name, log) for name in ("actor", *neighbours)}
-    engines.neighbours = list(groups.values())  # type: ignore[arg-type]
-    cut = Cut("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
-    policy = RemotePolicy(
-        Ranks(groups["actor"], cut, 100, Tally()),  # type: ignore[arg-type]
-        Steps(batch_size=1, epochs=1, seed=0),
-        Publication("whole", base_goes_first=False, bucket_bytes=1, vision_changes=False, readback_steps=-1),
+    engines = RemoteEngines(
+        Workers("engines", log),  # type: ignore[arg-type]
+        timeout_s=1.0,
+        sleeps=sleeps,
+        neighbours=lambda: list(groups.values()),  # type: ignore[arg-type]
     )
-    policy.engines = engines
-    return engines, policy, log
+    packing = PackingPlan("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
+    policy = RemotePolicy(
+        Ranks(groups["actor"], packing, 100, PassMetrics()),  # type: ignore[arg-type]
+        Steps(batch_size=1, epochs=1, seed=0),
+    )
+    plan = SyncPlan("whole", base_goes_first=False, vision_changes=False, vllm=Vllm(readback_steps=-1))
+    return engines, policy, WeightSync(groups["actor"], engines, plan), log  # type: ignore[arg-type]
 
 
-def step(engines: RemoteEngines, policy: RemotePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def step(
+    engines: RemoteEngines, policy: RemotePolicy, weight_sync: WeightSync, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the loop does on the ranks from an update to the next answers."""
     samples = [Sample(tokens=np.arange(2), sampled=np.array([False, True]), group=0)]
     column = [np.zeros(2, dtype=np.float32)]
     policy.update(Experience(samples, column, column, column), step=1)
-    policy.publish(1)
+    weight_sync.sync(1)
     with monkeypatch.context() as patched:
         patched.setattr(roles, "ray", SimpleNamespace(wait=lambda refs, **how: (refs[:1], [])))
         engines.generate([PROMPT], SAMPLING)
 
 
 PUBLISH = [
-    *("actor num_buckets", "actor share", "engines begin_update", "engines load"),
-    *("actor published", "engines finish_update"),
+    *("actor begin_sync", "actor share", "engines begin_update", "engines load"),
+    *("actor finish_sync", "engines finish_update"),
 ]
 
 
 def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engines, policy, log = stage("critic", "ref", "reward_model", sleeps=True)
+    engines, policy, weight_sync, log = start("critic", "ref", "reward_model", sleeps=True)
     # Others load their models where the engines have measured what is free.
     assert log == ["engines start", "engines sleep"]
     log.clear()
-    step(engines, policy, monkeypatch)
+    step(engines, policy, weight_sync, monkeypatch)
     release = [f"{name} release" for name in ("actor", "critic", "ref", "reward_model")]
     assert log == [
         "actor update",
@@ -101,10 +115,10 @@ def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_doe
 
 
 def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, policy, log = stage(sleeps=True)
+    engines, _, weight_sync, log = start(sleeps=True)
     log.clear()
-    policy.publish(0)
-    policy.publish(1)
+    weight_sync.sync(0)
+    weight_sync.sync(1)
     assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
     log.clear()
     engines.respond_each(PROMPT, SAMPLING)
@@ -114,6 +128,6 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_nobody_sleeps_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, policy, log = stage("ref", sleeps=False)
-    step(engines, policy, monkeypatch)
+    engines, policy, weight_sync, log = start("ref", sleeps=False)
+    step(engines, policy, weight_sync, monkeypatch)
     assert log == ["engines start", "actor update", *PUBLISH, "engines generate"]

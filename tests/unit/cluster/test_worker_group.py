@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
 from vlmrl.cluster.deaths import Member, Roster
-from vlmrl.cluster.models import Cut, Ranks, RemotePolicy, Steps, Tally
-from vlmrl.cluster.publish import Publication
+from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, Steps
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import ClusterError, DiedError
 
 
 @pytest.fixture
-def ended() -> WorkerGroup:
+def ended() -> WorkerGroup[Any]:
     """Ended by the watch, since a machine has died, while the driver was between two calls."""
-    group = WorkerGroup.__new__(WorkerGroup)
+    group: WorkerGroup[Any] = WorkerGroup.__new__(WorkerGroup)
     group.name, group._timeout_s, group._workers, group._roster = "actor", 1.0, [], Roster()
     group.shutdown()
     return group
 
 
-def test_a_model_is_never_told_to_be_saved_by_workers_that_are_gone(ended: WorkerGroup, tmp_path: Path) -> None:
-    ranks = Ranks(ended, Cut("packed", 1, None, lambda sample: 0, None), 1, Tally())
-    policy = RemotePolicy(ranks, Steps(1, 1, 0), Publication("whole", False, 1, False, -1))
+def test_a_model_is_never_told_to_be_saved_by_workers_that_are_gone(ended: WorkerGroup[Any], tmp_path: Path) -> None:
+    ranks = Ranks(ended, PackingPlan("packed", 1, None, lambda sample: 0, None), 1, PassMetrics())
+    policy = RemotePolicy(ranks, Steps(1, 1, 0))
     with pytest.raises(ClusterError, match="the workers of actor have been ended"):
         policy.save_model(tmp_path)
     with pytest.raises(ClusterError, match="the workers of actor have been ended"):
         policy.save_checkpoint(tmp_path, {})
 
 
-def test_who_asks_ended_workers_is_told_so(ended: WorkerGroup) -> None:
+def test_who_asks_ended_workers_is_told_so(ended: WorkerGroup[Any]) -> None:
     for ask in (
-        lambda: ended.call("publish"),
-        lambda: ended.each("update", []),
-        lambda: ended.submit_to(0, "fit"),
+        lambda: ended.call(lambda policy: policy.table()),
+        lambda: ended.each(lambda policy, packs: policy.fit(packs), []),
+        lambda: ended.submit_to(0, lambda policy: policy.table()),
         ended.address,
     ):
         with pytest.raises(ClusterError, match="have been ended"):
             ask()
-    ended.end("shutdown")  # ending them again is no error
+    ended.end(lambda engine: engine.shutdown())  # ending them again is no error
 
 
 def test_an_engine_whose_process_died_is_named_with_its_rank_and_machine(
-    ended: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+    ended: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended._workers, ended.pids, ended._addresses = ["a", "b"], [11, 12], ["10.0.0.1", "10.0.0.2"]
     for number, worker in enumerate(ended._workers):

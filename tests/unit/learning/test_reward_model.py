@@ -20,6 +20,7 @@ from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import FILLER, Pack, make_pack
 from vlmrl.errors import ConfigError
 from vlmrl.learning.reward_model import RewardModel, Steps
+from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models import tiny
 from vlmrl.models.inputs import model_inputs
 from vlmrl.models.value_head import Scale, Valuer, save_value_model, value_net
@@ -66,7 +67,7 @@ def start(folder: Path, *, judge: str = "judge", actor: Path | None = None, **ho
         "columns": Columns(min_pixels=3136, max_pixels=100_000),
         "vision": Vision(),
     }
-    return RewardModel(**settings | how)
+    return RewardModelSettings(**settings | how).build()
 
 
 def samples_of(reader: Processor) -> list[Sample]:

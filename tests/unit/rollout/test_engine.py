@@ -13,11 +13,12 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.settings import EngineSettings
 
 
 def engine(**settings: Any) -> RolloutEngine:
     usual = {"model": "nowhere", "vllm": Vllm(), "columns": Columns(), "trust_remote_code": False, "dtype": "fp32"}
-    return RolloutEngine(**(usual | {"max_model_len": 8, "top_p": 1.0, "name": "engine-3"} | settings))
+    return EngineSettings(**(usual | {"max_model_len": 8, "top_p": 1.0, "name": "engine-3"} | settings)).build()
 
 
 def test_an_engine_that_was_not_started_says_so() -> None:

@@ -13,7 +13,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.rollout import launch
 from vlmrl.rollout.capacity import Demand
-from vlmrl.rollout.launch import check_base, settings
+from vlmrl.rollout.launch import check_base, engine_arguments
 
 
 class Tools:
@@ -21,7 +21,7 @@ class Tools:
 
 
 def started_with(adapter: AdapterPlan | None, *, demand: Demand | None = None, **vllm: Any) -> dict[str, Any]:
-    return settings(
+    return engine_arguments(
         vllm=Vllm(**vllm),
         columns=Columns(),
         processor=Tools(),  # type: ignore[arg-type]

@@ -13,9 +13,8 @@ from torch import Tensor
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.checksum import device_digest
-from vlmrl.rollout.launch import settings
+from vlmrl.rollout.launch import engine_arguments
 from vlmrl.rollout.transfer import (
-    SENDERS,
     NcclSender,
     description,
     init_infos,
@@ -116,15 +115,6 @@ def test_a_buffer_of_another_process_is_closed_even_when_loading_fails() -> None
     assert engine.calls == ["reset", "shutdown"]
 
 
-def test_the_learner_finds_the_senders_by_their_paths() -> None:
-    from vlmrl.rollout import transfer as device_transfer
-
-    for path in SENDERS.values():
-        module, name = path.rsplit(".", 1)
-        assert module == device_transfer.__name__
-        assert hasattr(device_transfer, name)
-
-
 class Tools:
     resize_factor = None
 
@@ -132,5 +122,5 @@ class Tools:
 @pytest.mark.parametrize("backend", ["shm", "nccl", "ipc"])
 def test_vllm_is_told_of_the_transfer_unless_it_is_shared_memory(backend: str) -> None:
     chosen = Vllm.model_validate({"sync_backend": backend})
-    arguments = settings(vllm=chosen, columns=Columns(), processor=Tools(), top_p=1.0)  # type: ignore[arg-type]
+    arguments = engine_arguments(vllm=chosen, columns=Columns(), processor=Tools(), top_p=1.0)  # type: ignore[arg-type]
     assert arguments.get("weight_transfer_config") == (None if backend == "shm" else {"backend": backend})

@@ -14,7 +14,16 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted_loop import CountingPrompts, LabelRewarder, Notebook, RememberingPolicy, ScriptedEngine, config, run
+from scripted_loop import (
+    CountingPrompts,
+    LabelRewarder,
+    Notebook,
+    RememberingPolicy,
+    ScriptedEngine,
+    ScriptedSync,
+    config,
+    run,
+)
 
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.sampling import Sampling
@@ -310,13 +319,19 @@ class Policy(RememberingPolicy):
         self.asked.at("update")
         return super().update(experience, step=step)
 
-    def publish(self, version: int) -> Metrics:
-        self.asked.at("publish")
-        return super().publish(version)
-
     def logprobs(self, samples: Sequence[Sample]) -> Any:
         self.asked.at("logprob")
         return super().logprobs(samples)
+
+
+class WeightSync(ScriptedSync):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.asked = engine.asked
+
+    def sync(self, version: int) -> Metrics:
+        self.asked.at("sync")
+        return super().sync(version)
 
 
 STEPS, PER_STEP = 4, 2
@@ -343,6 +358,7 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
                 rewarder=Rewarder(asked),
                 notebook=notebook,
                 prompts=prompts,
+                weight_sync=WeightSync(policy.engine),
                 course=Course(1000, drawn=position),
                 first_step=done + 1,
                 save=save,
@@ -356,13 +372,13 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
     return finished[-1]
 
 
-@pytest.mark.parametrize("place", ["data", "rollout", "reward", "logprob", "update", "publish", "save"])
+@pytest.mark.parametrize("place", ["data", "rollout", "reward", "logprob", "update", "sync", "save"])
 def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -> None:
     whole = Notebook()
     train(Asked(-1, ""), (0, 0), whole)
     broken = Notebook()
     saved = train(Asked(3, place), (0, 0), broken)
-    has_begun = place in ("update", "publish", "save")
+    has_begun = place in ("update", "sync", "save")
     assert broken.stopped, place  # type: ignore[attr-defined]
     assert saved == ((3, 3 * PER_STEP) if has_begun else (2, 2 * PER_STEP))
     assert sorted(broken.steps) == list(range(1, saved[0] + 1)), "a step is reported when it is done, and only then"

@@ -15,6 +15,7 @@ from scripted_loop import (
     Notebook,
     RememberingPolicy,
     ScriptedEngine,
+    ScriptedSync,
     config,
     make_rollout,
     run,
@@ -78,13 +79,14 @@ def test_a_gap_that_the_update_finds_stops_the_run_before_its_weights_go_anywher
     assert policy.engine.version == 0
 
 
-def test_an_engine_that_missed_a_publish_stops_the_run() -> None:
-    class DeafPolicy(RememberingPolicy):
-        def publish(self, version: int) -> Metrics:
+def test_an_engine_that_missed_a_sync_stops_the_run() -> None:
+    class LostSync(ScriptedSync):
+        def sync(self, version: int) -> Metrics:
             return {"sync/version": float(version)}
 
+    engine = ScriptedEngine()
     with pytest.raises(SyncError, match=r"toy:2 comes from weights of version 0, the trainer is at version 1"):
-        run(config(), DeafPolicy(ScriptedEngine()), steps=2)
+        run(config(), RememberingPolicy(engine), steps=2, weight_sync=LostSync(engine))
 
 
 def test_an_engine_with_other_weights_stops_the_run() -> None:

@@ -7,22 +7,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from vlmrl.cluster.build import Stage
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.data import created_bytes
-from vlmrl.cluster.device_path import DevicePath, check_devices
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.placement import Role, plan
-from vlmrl.cluster.publish import readback_plan
 from vlmrl.cluster.role_settings import demand
 from vlmrl.cluster.session import Session, session
+from vlmrl.cluster.sync_plan import check_devices, plan_sync
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.bench.output import say
 from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
+from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
 from vlmrl.rollout.sampling import Sampling
+from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Metrics, Part
 
 
@@ -35,44 +37,39 @@ def publish(config: PublishBench) -> None:
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
         Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
     ]
-    with _stage(roles, shares=config.vllm.sync_backend != "nccl") as (stage, machines):
-        check_devices(config.vllm, machines, stage.places)
+    with _started(roles, shares=config.vllm.sync_backend != "nccl") as (builder, machines):
+        check_devices(config.vllm, machines, builder.places)
         columns = Columns()
         actor = config.actor
         tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
         adapter = plan_adapter(config.actor, config.ds.lora, tools)
         travels_alone = adapter is not None and adapter.fits_engine
-        engines = _engines(stage, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
-        learner = stage.group(
+        engines = _engines(builder, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
+        learner = builder.group(
             "actor",
-            "vlmrl.learning.policy.Policy",
-            {
-                "actor": config.actor,
-                "ds": config.ds,
-                "loop": Loop(),
-                "columns": Columns(),
-                "vision": Vision(),
-                "total_steps": 1,
-                "loss": None,
-                "temperature": 1.0,
-                "bans": True,
-                "adapter": adapter,
-            },
+            PolicySettings(
+                actor=config.actor,
+                ds=config.ds,
+                loop=Loop(),
+                columns=Columns(),
+                vision=Vision(),
+                total_steps=1,
+                loss=None,
+                temperature=1.0,
+                bans=True,
+                adapter=adapter,
+            ).build,
             timeout_s=3600,
             distributed=True,
         )
+        sync_plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=True)
+        weight_sync = WeightSync(learner, engines, sync_plan)
         parts: tuple[Part, ...] = ("base", "adapter") if travels_alone else ("whole",)
         for number in range(config.bench.repeats + 1):
             for part in parts:
                 started = time.perf_counter()
-                num_bytes = engines.load(
-                    learner,
-                    version=number,
-                    max_bytes=config.vllm.bucket_bytes,
-                    vision_changed=True,
-                    part=part,
-                    readback=readback_plan(config.vllm.readback_steps, version=number, is_first=False),
-                )
+                readback = sync_plan.readback(number, is_first=False)
+                num_bytes = weight_sync.send(part, version=number, readback=readback)
                 seconds = time.perf_counter() - started
                 _say(
                     machines,
@@ -87,17 +84,17 @@ def publish(config: PublishBench) -> None:
                     seconds=round(seconds, 4),
                     bytes=num_bytes,
                     gib_per_s=round(num_bytes / 2**30 / seconds, 4),
-                    **({} if part == "adapter" else _rounded(engines.readback())),
+                    **({} if part == "adapter" else _rounded(weight_sync.readback())),
                 )
 
 
 def rollout(config: RolloutBench) -> None:
     """`vlmrl bench rollout`: tokens per second, and bytes put into the object store, for several numbers of answers."""
     roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
-    with _stage(roles) as (stage, machines):
-        prompts = stage.prompts(config)
+    with _started(roles) as (builder, machines):
+        prompts = builder.prompts(config)
         max_model_len = config.data.max_len + config.rollout.max_new_tokens
-        engines = _engines(stage, config, config.data, max_model_len=max_model_len)
+        engines = _engines(builder, config, config.data, max_model_len=max_model_len)
         for width in config.bench.n_samples_per_prompt:
             for number in range(config.bench.repeats + 1):
                 sampling = Sampling(
@@ -132,43 +129,41 @@ def rollout(config: RolloutBench) -> None:
 
 
 @contextmanager
-def _stage(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[Stage, Session]]:
+def _started(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBuilder, Session]]:
     with session() as machines, ExitStack() as stack:
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
-        stage = Stage(machines, places, stack)
-        with stage.ending():
-            yield stage, machines
+        builder = RoleBuilder(machines, places, stack)
+        with builder.ending():
+            yield builder, machines
 
 
 def _engines(
-    stage: Stage,
+    builder: RoleBuilder,
     config: PublishBench | RolloutBench,
     columns: Columns,
     *,
     max_model_len: int,
     adapter: AdapterPlan | None = None,
 ) -> RemoteEngines:
-    group = stage.group(
+    group = builder.group(
         "vllm",
-        "vlmrl.rollout.engine.RolloutEngine",
-        {
-            "model": config.actor.model_name_or_path,
-            "vllm": config.vllm,
-            "columns": columns,
-            "trust_remote_code": config.actor.trust_remote_code,
-            "dtype": config.ds.param_dtype,
-            "max_model_len": max_model_len,
-            "top_p": 1.0,
-            "name": "vllm",
-            "adapter": adapter,
-            "demand": demand(config) if isinstance(config, RolloutBench) else None,
-        },
+        EngineSettings(
+            model=config.actor.model_name_or_path,
+            vllm=config.vllm,
+            columns=columns,
+            trust_remote_code=config.actor.trust_remote_code,
+            dtype=config.ds.param_dtype,
+            max_model_len=max_model_len,
+            top_p=1.0,
+            name="vllm",
+            adapter=adapter,
+            demand=demand(config) if isinstance(config, RolloutBench) else None,
+        ).build,
         timeout_s=max(config.vllm.start_timeout_s, 3600),
         concurrent=True,
     )
-    device_path = None if config.vllm.sync_backend == "shm" else DevicePath(group, config.vllm)
-    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False, device_path=device_path)
+    return RemoteEngines(group, timeout_s=config.vllm.generate_timeout_s, sleeps=False)
 
 
 def _rounded(metrics: Metrics) -> Metrics:

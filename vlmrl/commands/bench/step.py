@@ -42,6 +42,7 @@ from vlmrl.data.packing import Pack, place
 from vlmrl.learning.deepspeed_engine import device
 from vlmrl.learning.forward import Forward
 from vlmrl.learning.policy import Policy, PolicyLoss
+from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import plan_adapter
 from vlmrl.models.cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
@@ -136,7 +137,7 @@ class _TimedPolicy(Policy):
         columns = Columns()
         actor = config.actor
         tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
-        super().__init__(
+        settings = PolicySettings(
             actor=config.actor.model_copy(update={"lr_scheduler": "constant"}),
             ds=config.ds,
             loop=config.train,
@@ -149,6 +150,7 @@ class _TimedPolicy(Policy):
             bans=True,
             adapter=plan_adapter(config.actor, config.ds.lora, tools),
         )
+        super().__init__(settings)
         self.processor = self._processor
         self.device = self._device
         self.vocabulary = int(self._net.config.get_text_config().vocab_size)

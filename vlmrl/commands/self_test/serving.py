@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmrl.cluster.build import Stage
-from vlmrl.cluster.device_path import DevicePath
+from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
+from vlmrl.cluster.sync_plan import plan_sync
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.checks import adapter_check
 from vlmrl.commands.preflight import plan_of
@@ -34,6 +35,8 @@ from vlmrl.config.run import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
 from vlmrl.learning.policy import Policy
+from vlmrl.learning.settings import PolicySettings
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import together
 from vlmrl.plugins import Processor, processor_of
@@ -85,12 +88,12 @@ class Changeable(Policy):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
 
 
-class _Stage(Stage):
-    """Puts a `Changeable` policy where a run has a `Policy`."""
+class _Builder(RoleBuilder):
+    """Builds a `Changeable` policy where a run has a `Policy`."""
 
-    def group(self, name: str, path: str, settings: Mapping[str, Any], **how: Any) -> WorkerGroup:
-        path = f"{Changeable.__module__}.{Changeable.__name__}" if name == "actor" else path
-        return Stage.group(self, name, path, settings, **how)
+    def policy(self, settings: PolicySettings) -> WorkerGroup[Changeable]:
+        build = partial(Changeable, settings)
+        return self.group("actor", build, timeout_s=settings.loop.timeout_s, distributed=True)
 
 
 class _Quiet:
@@ -110,10 +113,12 @@ class Pair:
     config: RlConfig
     tools: Processor
     engines: RemoteEngines
-    engine_group: WorkerGroup
     policy: RemotePolicy
-    policy_group: WorkerGroup
-    device_path: DevicePath | None
+    policy_group: WorkerGroup[Changeable]
+    memory_sync: WeightSync
+    """Through the memory that processes share."""
+    device_sync: WeightSync | None
+    """From GPU to GPU; None without one."""
     adapters: AdapterCheck
     version: int = 0
 
@@ -147,19 +152,16 @@ class Pair:
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
 
-    def publish_base(self, path: DevicePath | None) -> int:
+    def publish_base(self, weight_sync: WeightSync) -> int:
         """Base, then adapter, which a new base takes away; the bytes of the base. SyncError where digests differ."""
-        self.engines._device_path = path
         self.version += 1
-        max_bytes = 2**20  # several buckets, however small the model is
-        how: dict[str, Any] = {"version": self.version, "max_bytes": max_bytes, "vision_changed": True}
-        sent = self.engines.load(self.policy_group, part="base", **how)
-        self.engines.load(self.policy_group, part="adapter", **how)
+        sent = weight_sync.send("base", version=self.version, readback=None)
+        weight_sync.send("adapter", version=self.version, readback=None)
         return sent
 
     def publish_adapter(self) -> None:
         self.version += 1
-        self.policy.publish(self.version)
+        self.memory_sync.sync(self.version)
 
 
 def settings(model: str, output: str, *, backend: str, has_gpu: bool) -> dict[str, Any]:
@@ -206,28 +208,41 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     tools = processor_of(model, config.data)
     adapter = plan_of(config, tools)
     with session() as machines, ExitStack() as stack:
-        stage = _Stage(machines, plan(**roles_of(config, machines)), stack)
+        builder = _Builder(machines, plan(**roles_of(config, machines)), stack)
         quiet = _Quiet()
         starts: list[Callable[[], Any]] = [
-            partial(stage.engines, config, quiet, adapter),
-            partial(stage.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
+            partial(builder.engines, config, quiet, adapter),
+            partial(builder.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
         ]
-        # As in `Stage.players`: vLLM takes for its own what others load onto its GPU while it measures.
+        # As in `RoleBuilder.roles`: vLLM takes for its own what others load onto its GPU while it measures.
         first = [starts.pop(0)()] if has_gpu else []
-        engines, learning = [*first, *together(*starts)]
-        learning.policy.engines = engines
-        check = adapter_check(config, tools, engines, learning.policy, adapter)
+        engines, learners = [*first, *together(*starts)]
+        group: WorkerGroup[Changeable] = builder.groups["actor"]
+        check = adapter_check(config, tools, engines, learners.policy, adapter)
         assert check is not None
         yield Pair(
             config,
             tools,
             engines,
-            engines._group,
-            learning.policy,
-            learning.ranks.group,
-            engines._device_path,
+            learners.policy,
+            group,
+            _weight_sync(config, group, engines, adapter, backend="shm"),
+            _weight_sync(config, group, engines, adapter, backend=backend) if has_gpu else None,
             check,
         )
+
+
+def _weight_sync(
+    config: RlConfig,
+    policy: WorkerGroup[Changeable],
+    engines: RemoteEngines,
+    adapter: AdapterPlan | None,
+    *,
+    backend: str,
+) -> WeightSync:
+    # Several buckets, however small the model is.
+    vllm = config.vllm.model_copy(update={"sync_backend": backend, "bucket_mib": 1.0})
+    return WeightSync(policy, engines, plan_sync(adapter, ds=config.ds, vllm=vllm, vision_trains=True))
 
 
 def generates(pair: Pair) -> str:
@@ -249,35 +264,35 @@ def generates(pair: Pair) -> str:
 
 def publishes_by_memory(pair: Pair) -> str:
     """Through the memory that processes share (`vllm.sync_backend` shm)."""
-    return _published(pair, None)
+    return _published(pair, pair.memory_sync)
 
 
 def publishes_by_device(pair: Pair) -> str:
     """From GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
-    if pair.device_path is None:
+    if pair.device_sync is None:
         raise Skipped("no CUDA device")
-    return _published(pair, pair.device_path)
+    return _published(pair, pair.device_sync)
 
 
-def _published(pair: Pair, path: DevicePath | None) -> str:
+def _published(pair: Pair, weight_sync: WeightSync) -> str:
     """Weights x 1.5, and back: each time the digests agree, the responses follow, and the policy says the same."""
-    pair.publish_base(path)
+    pair.publish_base(weight_sync)
     before, held = pair.generate(), _fingerprint(pair)
-    pair.policy_group.call("scale", _FACTOR)
+    pair.policy_group.call(lambda policy: policy.scale(_FACTOR))
     try:
         started = time.monotonic()
-        sent = pair.publish_base(path)
+        sent = pair.publish_base(weight_sync)
         seconds = time.monotonic() - started
         after, holds = pair.generate(), _fingerprint(pair)
         gap = pair.gap(after)
     finally:
         # The checks that follow begin with the model as it was.
-        pair.policy_group.call("restore")
+        pair.policy_group.call(lambda policy: policy.restore())
     if holds == held:
         raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
     if _spoken(before) == _spoken(after):
         raise Broken(f"the engine responds the same before and after weights x {_FACTOR}")
-    pair.publish_base(path)
+    pair.publish_base(weight_sync)
     if _fingerprint(pair) != held:
         raise Broken("the engine does not hold the old digest after the old weights were sent again")
     back = pair.gap(pair.generate())
@@ -289,9 +304,9 @@ def sleeps(pair: Pair) -> str:
     if not torch.cuda.is_available():
         raise Skipped("no CUDA device")
     before = _alone(pair)
-    pair.engine_group.call("wake")
+    pair.engines.group.call(lambda engine: engine.wake())
     awake, total = torch.cuda.mem_get_info()
-    pair.engine_group.call("sleep")
+    pair.engines.group.call(lambda engine: engine.sleep())
     asleep, _ = torch.cuda.mem_get_info()
     pool = pair.config.vllm.gpu_memory_utilization * total - _OUTSIDE_POOL
     after = _alone(pair)
@@ -312,8 +327,8 @@ def _alone(pair: Pair) -> list[Group]:
 
 def adapts(pair: Pair) -> str:
     """An adapter arrives; with it and without it the engine answers as the policy does, in one batch."""
-    pair.publish_base(None)
-    pair.policy_group.call("stir", 0)
+    pair.publish_base(pair.memory_sync)
+    _stir(pair, 0)
     pair.publish_adapter()
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
@@ -335,11 +350,15 @@ def checks_adapters(pair: Pair) -> str:
     found = []
     count = _PROBES["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
-        pair.policy_group.call("stir", number)
+        _stir(pair, number)
         pair.publish_adapter()
         found.append(pair.adapters.check(pair.version))
     worst = max(line["verify/adapters/gap"] for line in found)
     return f"{count} publishes without an alarm, at most {worst:.1g} apart"
+
+
+def _stir(pair: Pair, seed: int) -> None:
+    pair.policy_group.call(lambda policy: policy.stir(seed))
 
 
 def _prompt(tools: Processor, config: RlConfig, index: int, images: int) -> Prompt:

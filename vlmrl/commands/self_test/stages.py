@@ -20,6 +20,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import make_pack
 from vlmrl.learning.policy import Policy
+from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.load import load_model
 from vlmrl.plugins import processor_of
 from vlmrl.types import Floats, Sample
@@ -68,7 +69,7 @@ def check(folder: Path) -> str:
 
 def trained(model: str, stage: int, dtype: str) -> Stage:
     """The policy of a run with `ds.zero_stage`, alone in this process."""
-    policy = _Opened(
+    settings = PolicySettings(
         actor=Model.model_validate({"model_name_or_path": model}),
         ds=Ds.model_validate({"zero_stage": stage, "param_dtype": dtype}),
         loop=Loop(),
@@ -79,6 +80,7 @@ def trained(model: str, stage: int, dtype: str) -> Stage:
         temperature=1.0,
         bans=False,
     )
+    policy = _Opened(settings)
     sample = _sample(model)
     ((_, row),) = policy.logprobs([make_pack([sample], [0], "shared")])[0]
     return Stage({name: buffer.detach().cpu().clone() for name, buffer in policy.buffers()}, row[sample.sampled])

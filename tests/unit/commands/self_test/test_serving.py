@@ -24,16 +24,25 @@ class Both:
         self.weight = self.held = self.answers_by = 1.0
         self.adapter: dict[str, Any] | None = None
 
-    def call(self, method: str, *arguments: Any) -> None:
-        self.weight = {"scale": 1.5, "restore": 1.0, "stir": self.weight}[method]
+    def call(self, ask: Any) -> None:
+        ask(self)
 
-    def load(self, learner: Any, *, version: int, part: str, **how: Any) -> int:
+    def scale(self, factor: float) -> None:
+        self.weight = factor
+
+    def restore(self) -> None:
+        self.weight = 1.0
+
+    def stir(self, seed: int) -> None:
+        """Its adapter changes nothing."""
+
+    def send(self, part: str, *, version: int, readback: None) -> int:
         if part == "base":
             self.held = self.held if self.fault == "keeps its weights" else self.weight
             self.answers_by = self.answers_by if self.fault == "answers from a stale copy" else self.held
         return 2**20
 
-    def publish(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.adapter = {"version": version - (self.fault == "keeps its adapter")}
 
     def status(self) -> list[dict[str, Any]]:

@@ -1,0 +1,202 @@
+"""The order in which both ends of a weight sync are called, and what becomes of an engine with other weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.sync_plan import SyncPlan
+from vlmrl.cluster.weight_sync import WeightSync
+from vlmrl.config.vllm import Vllm
+from vlmrl.errors import SyncError
+from vlmrl.rollout.transfer import IpcSender, NcclSender
+
+Log = list[tuple[Any, ...]]
+
+
+class Workers:
+    """A group of workers that notes its calls, `by engine 0` where one worker alone is called; results are in a table.
+
+    A table of a list holds a result for each worker.
+    """
+
+    def __init__(self, name: str, number: int, log: Log, *, nodes: list[int] | None = None, **results: Any) -> None:
+        self.name, self.number, self.log, self.results = name, number, log, results
+        self.nodes = nodes or [0] * number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def address(self) -> tuple[str, int]:
+        return "host", 5
+
+    def call(self, ask: Any) -> list[Any]:
+        method, given, options = recorded(ask)
+        self.log.append((method, *given, *options.values()))
+        result = self.results.get(method, f"{self.name} {method}")
+        return result if isinstance(result, list) else [result] * self.number
+
+    submit = call
+
+    def submit_to(self, worker: int, ask: Any, *item: Any) -> Any:
+        method, given, _ = recorded(ask, *item)
+        self.log.append((f"{method} by {self.name} {worker}", *given))
+        return self.results.get(method, f"{self.name} {worker} {method}")
+
+    def submit_each(self, ask: Any, items: list[Any]) -> list[Any]:
+        return [self.submit_to(worker, ask, item) for worker, item in enumerate(items)]
+
+    def wait(self, refs: Any) -> Any:
+        if "connect" in str(refs) or "receive" in str(refs):
+            self.log.append(("wait", *refs))
+        return refs
+
+
+class Engines:
+    """Engines as a sync sees them."""
+
+    def __init__(self, group: Workers) -> None:
+        self.group = group
+
+    def prepare_for_weights(self) -> None:
+        self.group.log.append(("prepare",))
+
+
+def weight_sync(
+    log: Log,
+    *,
+    part: str = "whole",
+    base_goes_first: bool = False,
+    held: list[str] | None = None,
+    nodes: list[int] | None = None,
+    num_buckets: int = 2,
+    **vllm: Any,
+) -> WeightSync:
+    """From two ranks to two engines, whose tensors are 640 bytes with the fingerprint abc."""
+    held = held or ["abc", "abc"]
+    policy = Workers(
+        *("rank", 2, log),
+        begin_sync=num_buckets,
+        share=["ticket", None],
+        bucket="bytes",
+        finish_sync=("abc", 640),
+        offer=[{"names": ["a"], "ipc_handles": {f"gpu-{rank}": b""}} for rank in range(2)],
+    )
+    reports = [[{"layers": 24, "unread": [], "seconds": 0.5}], [{"layers": 23, "unread": ["b"], "seconds": 0.25}]]
+    engines = Workers("engine", len(held), log, nodes=nodes, finish_update=held, relay="relayed", readback=reports)
+    settings = Vllm.model_validate({"bucket_mib": 2.0, "tensor_parallel_size": 2} | vllm)
+    plan = SyncPlan(part, base_goes_first, vision_changes=True, vllm=settings)  # type: ignore[arg-type]
+    return WeightSync(policy, Engines(engines), plan)  # type: ignore[arg-type]
+
+
+def calls(log: Log, *names: str) -> Log:
+    return [call for call in log if call[0].startswith(names)]
+
+
+def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() -> None:
+    log: Log = []
+    assert weight_sync(log, part="adapter").send("adapter", version=5, readback=None) == 640
+    # The first buckets are packed while the engines make ready.
+    begin = [("begin_sync", 2 * 2**20, "adapter"), ("share", 0, 0), ("share", 1, 0), ("begin_update", 5, True, None)]
+    buckets = [("load by engine 0", "ticket"), ("load by engine 1", "ticket")] * 2
+    assert log == [("prepare",), *begin, *buckets, ("finish_sync",), ("finish_update", True)]
+
+
+def test_three_buckets_are_under_way_and_memory_is_lent_again_once_all_engines_have_loaded_it() -> None:
+    log: Log = []
+    weight_sync(log, num_buckets=5).sync(1)
+    assert calls(log, "share") == [
+        *[("share", 0, 0), ("share", 1, 0), ("share", 2, 0), ("share", 3, 1), ("share", 4, 2)]
+    ]
+    assert len(calls(log, "load by engine 1")) == 5
+
+
+def test_a_bucket_crosses_to_another_machine_once_however_many_engines_it_has() -> None:
+    log: Log = []
+    weight_sync(log, held=["abc"] * 5, nodes=[1, 0, 1, 2, 1], num_buckets=1).sync(1)
+    assert calls(log, "bucket", "relay", "load") == [
+        *[("bucket by rank 0", "ticket"), ("relay by engine 0", "bytes", 0, 0)],
+        *[("bucket by rank 0", "ticket"), ("relay by engine 3", "bytes", 0, 0)],
+        *[("load by engine 0", "relayed"), ("load by engine 1", "ticket"), ("load by engine 2", "relayed")],
+        *[("load by engine 3", "relayed"), ("load by engine 4", "relayed")],
+    ]
+
+
+def test_on_one_machine_nothing_goes_through_the_object_store() -> None:
+    log: Log = []
+    weight_sync(log, held=["abc"] * 3, num_buckets=7).sync(1)
+    assert not calls(log, "bucket", "relay")
+
+
+def test_the_base_goes_once_and_the_adapter_each_time() -> None:
+    log: Log = []
+    both = weight_sync(log, part="adapter", base_goes_first=True)
+    first, second = both.sync(3), both.sync(4)
+    assert [call[2] for call in calls(log, "begin_sync")] == ["base", "adapter", "adapter"]
+    read = {"sync/readback_layers": 23.0, "sync/readback_unread": 1.0, "sync/readback_s": 0.5}
+    assert first == {"sync/version": 3.0, "sync/bytes": 1280.0, "sync/adapter_bytes": 640.0} | read
+    assert second == {"sync/version": 4.0, "sync/bytes": 640.0, "sync/adapter_bytes": 640.0}
+    # Engines read an adapter back whatever they are told.
+    plans = [call[3] for call in calls(log, "begin_update")]
+    assert plans == [{"seed": 3, "is_full": True}, None, None]
+
+
+def test_all_layers_are_read_back_once_in_a_process_and_then_as_the_plan_says() -> None:
+    log: Log = []
+    whole = weight_sync(log, readback_steps=4)
+    for version in (6, 7, 8):
+        assert whole.sync(version)["sync/readback_layers"] == 23
+    assert [call[3]["is_full"] for call in calls(log, "begin_update")] == [True, False, True]
+
+
+def test_what_nobody_asks_for_is_not_read_back() -> None:
+    for sync in (weight_sync([], part="adapter"), weight_sync([], readback_steps=-1)):
+        assert "sync/readback_layers" not in sync.sync(1)
+
+
+def test_ranks_and_engines_meet_once_and_before_anything_is_sent_over_nccl() -> None:
+    log: Log = []
+    nccl = weight_sync(log, num_buckets=1, sync_backend="nccl")
+    nccl.sync(1)
+    nccl.sync(2)
+    world = {"master_address": "host", "master_port": 5, "world_size": 5, "packed": False}
+    _, first, second, third, meeting, *rest = log
+    assert (first, second) == (
+        ("connect by engine 0", world | {"rank_offset": 1}),
+        ("connect by engine 1", world | {"rank_offset": 3}),
+    )
+    assert third[0] == "connect"
+    assert (third[1].func, third[1].keywords) == (NcclSender, {"address": "host", "port": 5, "world_size": 5})
+    assert meeting == ("wait", "engine 0 connect", "engine 1 connect", "rank connect", "rank connect")
+    assert rest[0] == ("begin_sync", 2 * 2**20, "whole")
+    assert not calls(rest, "connect")
+
+
+def test_engines_receive_while_the_ranks_send_from_gpu_to_gpu() -> None:
+    log: Log = []
+    weight_sync(log, sync_backend="ipc").sync(1)
+    assert calls(log, "connect")[-1] == ("connect", IpcSender)
+    offer = {"names": ["a"], "ipc_handles": {"gpu-0": b"", "gpu-1": b""}}
+    waited = ("wait", "engine receive", "engine receive", "rank send", "rank send")
+    steps = log[[call[0] for call in log].index("begin_update") + 1 :]
+    assert steps[:8] == [step for n in (0, 1) for step in (("offer", n), ("receive", offer), ("send",), waited)]
+    assert steps[8] == ("finish_sync",)
+    assert not calls(log, "share")
+
+
+def test_adapters_go_through_main_memory_even_where_weights_do_not() -> None:
+    log: Log = []
+    weight_sync(log, part="adapter", sync_backend="nccl").sync(1)
+    assert not calls(log, "connect", "offer")
+    assert calls(log, "share") == [("share", 0, 0), ("share", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("part", "what"), [("adapter", "another adapter"), ("base", "another base"), ("whole", "other weights")]
+)
+def test_an_engine_that_holds_something_else_ends_the_run(part: str, what: str) -> None:
+    different = weight_sync([], held=["abc", "abd"])
+    with pytest.raises(SyncError, match=rf"engine 1 holds {what} than .* for version 5 \(fingerprint abd, sent abc"):
+        different.send(part, version=5, readback=None)  # type: ignore[arg-type]
