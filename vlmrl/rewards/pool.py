@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
@@ -113,7 +113,7 @@ def stop_forkserver() -> None:
     until every process has ended that a reward function has forked.
     """
     if not multiprocessing.active_children():
-        server = multiprocessing.forkserver._forkserver
+        server: Any = multiprocessing.forkserver._forkserver
         if server._forkserver_pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(server._forkserver_pid, signal.SIGKILL)
