@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,12 @@ class FakeActor:
         self.scores = scores
         self.calls: list[str] = []
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        self.calls.append(method)
+    def call(self, ask: Callable[..., Any]) -> list[Any]:
+        self.calls.append(recorded(ask).method)
         return [self.scores]
 
-    def submit(self, method: str, group: Group) -> list[str]:
+    def submit(self, ask: Callable[..., Any]) -> list[str]:
+        method, (group,), _ = recorded(ask)
         return [f"{method} {group.prompt.index}"]
 
     def wait(self, refs: list[str]) -> None:
