@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from vlmrl.cluster.data import wants_of
+from vlmrl.cluster.data import row_needs
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
 from vlmrl.cluster.models import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
@@ -105,14 +105,14 @@ class Stage:
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
             "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
-            "wants": wants_of(config),
+            "needs": row_needs(config),
         }
         group = self.group("data", "vlmrl.cluster.data.StoredSource", settings, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
-            prompts.look_at_labels()
+            prompts.check_labels()
         if isinstance(config, RlConfig | SftConfig):
-            prompts.look_at_repeats()
+            prompts.find_duplicates()
         return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig, say: Callable[[str], None] = print) -> RemoteRewarder | None:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
-from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.columns import NO_NEEDS, RowNeeds
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
 from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
@@ -53,11 +53,15 @@ class StoredSource(Source):
         super().__init__(**settings, share=put, label_problems=LabelCheck(functions))
 
 
-def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
-    """What the run needs of every row beside its question."""
+def row_needs(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowNeeds:
+    """Columns that the run needs in every row, besides the question."""
     if isinstance(config, RolloutBench):
-        return NOTHING
+        return NO_NEEDS
     if isinstance(config, SftConfig):
-        return Wants(answer=True)
+        return RowNeeds(answer=True)
     reward = config.reward
-    return Wants(who_needs_labels(reward), instead=read_instead_of_labels(reward), others=other_columns(reward))
+    return RowNeeds(
+        label_for=who_needs_labels(reward),
+        label_substitutes=read_instead_of_labels(reward),
+        reward_columns=other_columns(reward),
+    )

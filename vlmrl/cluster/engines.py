@@ -12,7 +12,7 @@ import ray
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.publish import send
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.data.repeats import Repeats
+from vlmrl.data.duplicates import Duplicates
 from vlmrl.data.source import BadLabels
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
@@ -34,15 +34,15 @@ class RemotePrompts:
         self._say = say
         self._num_dropped = 0.0
 
-    def look_at_labels(self) -> None:
+    def check_labels(self) -> None:
         """Tell people how many labels of the first rows cannot be used, if there are any."""
-        found: BadLabels = self._group.call("look_at_labels")[0]
+        found: BadLabels = self._group.call("check_labels")[0]
         if found.problems:
             self._say(str(found))
 
-    def look_at_repeats(self) -> None:
+    def find_duplicates(self) -> None:
         """Tell people how many rows come twice, or are in an evaluation set too, if there are any."""
-        found: Repeats = self._group.call("look_at_repeats")[0]
+        found: Duplicates = self._group.call("find_duplicates")[0]
         for line in found.lines():
             self._say(line)
 
@@ -80,7 +80,7 @@ class RemotePrompts:
 
     def _tell(self, num_dropped: float) -> None:
         if num_dropped > self._num_dropped:
-            for line in self._group.call("take_notes")[0]:
+            for line in self._group.call("take_warnings")[0]:
                 self._say(line)
             self._num_dropped = num_dropped if math.isfinite(num_dropped) else self._num_dropped
 
