@@ -135,12 +135,12 @@ def _count_some(
     """Choose shapes and a question about some of them: the number of one kind and colour, or a comparison."""
     kinds = ["circle", "square", "triangle"]
     colour, kind, other = rng.choice(colours), rng.choice(kinds), rng.choice(colours)
-    asked = rng.randint(0, 9 if compares else 7)
-    things = [(kind, colour)] * asked
+    count = rng.randint(0, 9 if compares else 7)
+    things = [(kind, colour)] * count
     distractors = [(k, c) for k in kinds for c in colours if (k, c) != (kind, colour)]
-    things += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - asked))]
+    things += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - count))]
     if not compares:
-        return things, f"How many {colour} {kind}s?", asked
+        return things, f"How many {colour} {kind}s?", count
     if rng.random() < 0.5:
         return things, f"How many shapes are not {other}?", sum(c != other for _, c in things)
     few, many = sorted(kinds[:2], key=lambda k: sum(thing == k for thing, _ in things))
@@ -260,7 +260,7 @@ def chart(rng: random.Random, difficulty: int) -> Scene:
 def rectangle(rng: random.Random, difficulty: int) -> Scene:
     """Area or perimeter. 1: sides up to 9. 2: sides up to 25. 3: an L shape."""
     if difficulty == 3:
-        return _ell(rng)
+        return _l_shape(rng)
     top = 9 if difficulty == 1 else 25
     wide, high = rng.randint(2, top), rng.randint(2, top)
     asks_area = rng.random() < 0.5
@@ -279,7 +279,7 @@ def rectangle(rng: random.Random, difficulty: int) -> Scene:
     return Scene(question, wide * high if asks_area else 2 * (wide + high), f"{wide}x{high}{name}", paint)
 
 
-def _ell(rng: random.Random) -> Scene:
+def _l_shape(rng: random.Random) -> Scene:
     """Area or perimeter of an L shape; the outer sides and those of the cut-out corner are labelled."""
     wide, high = rng.randint(6, 20), rng.randint(6, 20)
     cut_wide, cut_high = rng.randint(2, wide - 3), rng.randint(2, high - 3)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from vlmrl.cluster.data import row_needs
+from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.device_path import DevicePath
 from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
 from vlmrl.cluster.models import Cut, Ranks, RemoteCritic, RemotePolicy, RemoteReference, Steps, Tally
@@ -105,7 +105,7 @@ class Stage:
             "evaluation": getattr(config, "eval", None),
             "seed": config.train.seed,
             "functions": tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
-            "needs": row_needs(config),
+            "requirements": row_requirements(config),
         }
         group = self.group("data", "vlmrl.cluster.data.StoredSource", settings, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
-from vlmrl.data.columns import NO_NEEDS, RowNeeds
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
 from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
@@ -53,14 +53,14 @@ class StoredSource(Source):
         super().__init__(**settings, share=put, label_problems=LabelCheck(functions))
 
 
-def row_needs(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowNeeds:
+def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowRequirements:
     """Columns that the run needs in every row, besides the question."""
     if isinstance(config, RolloutBench):
-        return NO_NEEDS
+        return NO_REQUIREMENTS
     if isinstance(config, SftConfig):
-        return RowNeeds(answer=True)
+        return RowRequirements(answer=True)
     reward = config.reward
-    return RowNeeds(
+    return RowRequirements(
         label_for=who_needs_labels(reward),
         label_substitutes=read_instead_of_labels(reward),
         reward_columns=other_columns(reward),

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmrl.algorithms import advantages, losses
-from vlmrl.cluster.data import row_needs
+from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.device_path import check_devices
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.publish import check_publication
@@ -125,18 +125,18 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
         ConfigError, DataError: a dataset is not there, or lacks what the run needs, or has images that it would not
             read.
     """
-    data, needs = config.data, row_needs(config)
+    data, requirements = config.data, row_requirements(config)
     sources: list[Rows] = []
     if isinstance(data, Data):
         seed = config.train.seed
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
         for source in sources:
-            find_columns(source, sources, data, needs)
+            find_columns(source, sources, data, requirements)
     if not isinstance(config, SftConfig) and config.eval.dataset is not None:
         held = config.eval
         sets = load_all(held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed)
         for source in sets:
-            find_columns(source, [*sources, *sets], data, needs)
+            find_columns(source, [*sources, *sets], data, requirements)
 
 
 def check_lengths(config: RlConfig | EvalConfig) -> None:
@@ -220,7 +220,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
             evaluation=getattr(config, "eval", None),
             seed=config.train.seed,
             label_problems=label_problems,
-            needs=row_needs(config),
+            requirements=row_requirements(config),
         )
         _look_at(config, source, console)
     console.print("dry run: nothing was started and nothing written")

@@ -82,14 +82,11 @@ class Canvas:
                 self.text(x, y, part, height, anchor="lm")
             x += width + gap
 
-    def _operator(self, symbol: str, x: float, y: float, half_length: float) -> None:
+    def _operator(self, symbol: str, x: float, y: float, arm: float) -> None:
         strokes = {"+": [(1.0, 0.0), (0.0, 1.0)], "-": [(1.0, 0.0)], "×": [(0.75, 0.75), (0.75, -0.75)]}
         for right, down in strokes[symbol]:
-            start, end = (
-                (x - right * half_length, y - down * half_length),
-                (x + right * half_length, y + down * half_length),
-            )
-            self.line(start, end, INK, 0.17 * half_length * 2)
+            start, end = (x - right * arm, y - down * arm), (x + right * arm, y + down * arm)
+            self.line(start, end, INK, 0.17 * arm * 2)
 
     def _thickness(self, width: float) -> int:
         return max(1, round(width * self._side))

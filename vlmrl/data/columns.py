@@ -24,7 +24,7 @@ _LIKELY = {
     "label_key": ("answer", "solution", "ground_truth", "target", "final_answer", "reward_model"),
     "output_key": ("output", "response", "target", "solution"),
 }
-"""Names suggested in error messages; never read without being asked for."""
+"""Names suggested in error messages; never read unless configured."""
 _NUM_SAMPLED_ROWS = 8
 _NUM_SEARCHED_ROWS = 1000
 """Rows searched for a first image, since few rows may have one."""
@@ -36,7 +36,7 @@ _IMAGE_FILE = re.compile(r"\S.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE)
 _IMAGE_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|RIFF....WEBP", re.DOTALL)
 
 
-class RowNeeds(NamedTuple):
+class RowRequirements(NamedTuple):
     """Columns that a run needs in every row, besides the question."""
 
     label_for: str | None = None
@@ -50,14 +50,18 @@ class RowNeeds(NamedTuple):
 
     def label_needed_for(self, source: Rows, label_key: str | None) -> str | None:
         """The setting that needs a label in this dataset; None if its rows need none."""
-        has_substitutes = self.label_substitutes and self.label_substitutes <= set(source.columns) - {top(label_key)}
+        has_substitutes = self.label_substitutes and self.label_substitutes <= set(source.columns) - {
+            top_column(label_key)
+        }
         return None if has_substitutes else self.label_for
 
 
-NO_NEEDS = RowNeeds()
+NO_REQUIREMENTS = RowRequirements()
 
 
-def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, needs: RowNeeds = NO_NEEDS) -> Keys:
+def find_columns(
+    source: Rows, sources: Sequence[Rows], columns: Columns, requirements: RowRequirements = NO_REQUIREMENTS
+) -> Keys:
     """Return the column of each setting in `source`, one of `sources`; `output_key` only when answers are needed.
 
     Reads a few rows.
@@ -66,17 +70,19 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, needs:
         DataError: a needed or configured column is missing, none of the rows read has a needed label or answer, or a
             column that is not read holds images. One line names all missing columns.
     """
-    search = _Search(source, sources, columns)
-    keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or needs.answer}
+    search = _ColumnSearch(source, sources, columns)
+    keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or requirements.answer}
     rows = list(_sampled_rows(source))
     missing = [f"no column {keys[name]!r} (data.{name})" for name in search.missing(keys)]
-    needs_label = needs.label_needed_for(source, keys["label_key"])
-    if needs_label is not None and not _is_there(source, keys["label_key"]):
+    label_for = requirements.label_needed_for(source, keys["label_key"])
+    if label_for is not None and not _has_column(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
-        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {needs_label} needs")
+        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {label_for} needs")
     known = {*source.columns, columns.label_key, keys["label_key"]}
-    missing += [f"no column {name!r}, which reward.remote_url needs" for name in sorted(needs.reward_columns - known)]
-    if needs.answer and not missing and not _has_answers(source, keys, rows):
+    missing += [
+        f"no column {name!r}, which reward.remote_url needs" for name in sorted(requirements.reward_columns - known)
+    ]
+    if requirements.answer and not missing and not _has_answers(source, keys, rows):
         missing.append(
             f"no column {keys['output_key']!r} (data.output_key) nor {keys['label_key']!r} (data.label_key), and its "
             "questions do not end with an assistant message: there is no answer to train on"
@@ -86,8 +92,8 @@ def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, needs:
             f"dataset {source.name} has {' and '.join(missing)}; it has: {', '.join(source.columns)}"
             f"{_hint(source, keys, missing)}{search.per_dataset_hint()}"
         )
-    if needs_label is not None:
-        _check_values(source, keys, rows, "label_key", f"{needs_label} needs a label")
+    if label_for is not None:
+        _check_values(source, keys, rows, "label_key", f"{label_for} needs a label")
     if columns.image_key is not None:
         _check_images(source, keys, rows)
     return keys
@@ -113,12 +119,12 @@ def as_list(images: Any) -> Sequence[Any]:
     return images if isinstance(images, list | tuple) else [images]
 
 
-def top(key: str | None) -> str | None:
+def top_column(key: str | None) -> str | None:
     """Return the column of a dotted name: `reward_model` of `reward_model.ground_truth`."""
     return None if key is None else key.partition(".")[0]
 
 
-class _Search:
+class _ColumnSearch:
     """Column names of one dataset, from its own options, the settings and the standard names."""
 
     def __init__(self, source: Rows, sources: Sequence[Rows], columns: Columns) -> None:
@@ -137,9 +143,9 @@ class _Search:
                 f"dataset {self._source.name} has the columns instruction and input (Alpaca's format), of which only "
                 "one would be read: join them in a new column and set data.input_key to its name"
             )
-        if _is_there(self._source, key):
+        if _has_column(self._source, key):
             return key
-        if self._source.has_own_columns and self._is_elsewhere(key):
+        if self._source.has_own_columns and self._is_in_other_dataset(key):
             return default
         standard = [other for other in _STANDARD.get(name, ()) if other in self._source.columns]
         if key == default and len(standard) > 1:
@@ -153,8 +159,8 @@ class _Search:
         """Yield the settings whose column is needed or configured, but missing."""
         for name, key in keys.items():
             is_needed = name == "input_key" or name in self._source.named_columns
-            is_configured = key not in (None, COLUMN_KEYS[name]) and not self._is_elsewhere(key)
-            if not _is_there(self._source, key) and (is_needed or is_configured):
+            is_configured = key not in (None, COLUMN_KEYS[name]) and not self._is_in_other_dataset(key)
+            if not _has_column(self._source, key) and (is_needed or is_configured):
                 yield name
 
     def per_dataset_hint(self) -> str:
@@ -163,12 +169,12 @@ class _Search:
             return ""
         return "; columns of a single dataset follow its name, NAME:input_key=COLUMN:label_key=COLUMN"
 
-    def _is_elsewhere(self, key: str | None) -> bool:
-        return any(_is_there(other, key) for other in self._others)
+    def _is_in_other_dataset(self, key: str | None) -> bool:
+        return any(_has_column(other, key) for other in self._others)
 
 
-def _is_there(source: Rows, key: str | None) -> bool:
-    return key is not None and (key in source.columns or ("." in key and top(key) in source.columns))
+def _has_column(source: Rows, key: str | None) -> bool:
+    return key is not None and (key in source.columns or ("." in key and top_column(key) in source.columns))
 
 
 def _sampled_rows(source: Rows, count: int = _NUM_SAMPLED_ROWS) -> Iterator[Mapping[str, Any]]:
@@ -181,7 +187,7 @@ def _sampled_rows(source: Rows, count: int = _NUM_SAMPLED_ROWS) -> Iterator[Mapp
 
 
 def _has_answers(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> bool:
-    if any(_is_there(source, keys[name]) for name in ("output_key", "label_key")):
+    if any(_has_column(source, keys[name]) for name in ("output_key", "label_key")):
         return True
     return not rows or any(_holds(_ends_with_answer, row, keys) for row in rows)
 
@@ -195,9 +201,11 @@ def _check_values(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]], n
     key = keys[name]
     if not rows or any(value_at(row, key) is not None for row in rows):
         return
-    struct = next((value for row in rows if isinstance(value := value_at(row, top(key)), Mapping)), None)
+    struct = next((value for row in rows if isinstance(value := value_at(row, top_column(key)), Mapping)), None)
     fields = (
-        f"; {top(key)} has: {', '.join(map(str, struct))}" if struct is not None and key not in source.columns else ""
+        f"; {top_column(key)} has: {', '.join(map(str, struct))}"
+        if struct is not None and key not in source.columns
+        else ""
     )
     raise DataError(
         f"dataset {source.name}: {key!r} (data.{name}) is empty in all of the {len(rows)} rows read, and "
@@ -209,9 +217,9 @@ def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -
     """Raise DataError when a column with images is not read: a model trained without its images looks healthy."""
     if any(_holds(_has_images, row, keys) for row in rows):
         return
-    used = {top(key) for key in keys.values()}
+    used = {top_column(key) for key in keys.values()}
     others = [column for column in source.columns if column not in used]
-    is_read = _is_there(source, keys["image_key"])
+    is_read = _has_column(source, keys["image_key"])
     for column in others:
         is_known = column in source.image_columns and not is_read
         if is_known or any(_holds(_looks_like_images, column, row.get(column)) for row in rows):

@@ -26,16 +26,16 @@ def split_columns(spec: str) -> tuple[str, dict[str, str]]:
     return spec[: match.start()], columns
 
 
-def split_names(spec: str, endings: tuple[str, ...]) -> list[str]:
+def split_names(spec: str, suffixes: tuple[str, ...]) -> list[str]:
     """Split a comma-separated list of datasets.
 
-    A comma inside `?question=` does not separate: the text after it has none of the `endings` of a dataset's name and
+    A comma inside `?question=` does not separate: the text after it has none of the `suffixes` of a dataset's name and
     is not a path.
     """
     specs: list[str] = []
     for part in spec.split(","):
         name = split_columns(part.strip())[0].partition("?")[0]
-        is_dataset = "/" in name or name.endswith(endings) or Path(name).exists()
+        is_dataset = "/" in name or name.endswith(suffixes) or Path(name).exists()
         if specs and "?question=" in specs[-1] and not is_dataset:
             specs[-1] += f",{part}"
         else:

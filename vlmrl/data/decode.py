@@ -20,9 +20,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _BLOCK = 1024
 """Side in pixels of the squares in which an image is converted."""
-_LARGEST_TILE = 4096 * 4096
+_MAX_TILE_PIXELS = 4096 * 4096
 """Most pixels of a TIFF tile: libtiff decodes whole tiles, however small the image is."""
-_MOST_SCANS = 100
+_MAX_SCANS = 100
 """Most scans of a progressive JPEG. Each passes over the whole image; ten are usual. libtiff has the same limit."""
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _MEMORY_FACTORS = {"WEBP": 2}
@@ -87,8 +87,8 @@ def open_header(encoded: Encoded, *, max_pixels: int) -> Image.Image:
     check_pixels(image, name, max_pixels)
     if image.format == "TIFF":
         _check_tiles(image, name)
-    if image.format in ("JPEG", "MPO") and num_scans(content) > _MOST_SCANS:
-        raise DataError(f"{name} is a JPEG of more than {_MOST_SCANS} scans: it would take minutes to decode")
+    if image.format in ("JPEG", "MPO") and num_scans(content) > _MAX_SCANS:
+        raise DataError(f"{name} is a JPEG of more than {_MAX_SCANS} scans: it would take minutes to decode")
     return image
 
 
@@ -136,7 +136,7 @@ def num_scans(jpeg: bytes) -> int:
 def _check_tiles(image: Image.Image, name: str) -> None:
     tags = image.tag_v2  # type: ignore[attr-defined]
     width, height = tags.get(322, 1), tags.get(323, 1)
-    bound = max(_LARGEST_TILE, image.width * image.height)
+    bound = max(_MAX_TILE_PIXELS, image.width * image.height)
     if not isinstance(width, int) or not isinstance(height, int) or width * height > bound:
         raise DataError(
             f"{name} has {image.width}x{image.height} pixels in tiles of {width}x{height}: a decompression bomb"

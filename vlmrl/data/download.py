@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 30.0
 """Seconds for a whole download: name resolution, connections, redirects and body."""
-_MOST_REDIRECTS = 5
+_MAX_REDIRECTS = 5
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -88,12 +88,11 @@ async def _follow(text: str, max_bytes: int, is_allowed: Callable[[str], bool]) 
     # No proxies, no .netrc, no cookies, no compressed body.
     async with httpx.AsyncClient(trust_env=False, timeout=None, headers={"Accept-Encoding": "identity"}) as client:
         url = httpx.URL(text)
-        for _ in range(_MOST_REDIRECTS + 1):
+        for _ in range(_MAX_REDIRECTS + 1):
             request = client.build_request("GET", url.copy_with(host=await _address(url, is_allowed)))
             request.headers["Host"] = url.netloc.decode("ascii").rpartition("@")[2]
-            request.extensions["sni_hostname"] = url.raw_host.decode(
-                "ascii"
-            )  # the host name that the certificate must match
+            # The certificate must match the host name, not the address.
+            request.extensions["sni_hostname"] = url.raw_host.decode("ascii")
             response = await client.send(request, stream=True)
             try:
                 if not response.has_redirect_location:
@@ -101,7 +100,7 @@ async def _follow(text: str, max_bytes: int, is_allowed: Callable[[str], bool]) 
                 url = url.join(response.headers["location"])
             finally:
                 await response.aclose()
-    raise _RefusedError(f"more than {_MOST_REDIRECTS} redirects")
+    raise _RefusedError(f"more than {_MAX_REDIRECTS} redirects")
 
 
 async def _address(url: httpx.URL, is_allowed: Callable[[str], bool]) -> str:

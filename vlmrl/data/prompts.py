@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from vlmrl.config.data import Columns
-from vlmrl.data.columns import NO_NEEDS, RowNeeds, as_list, find_columns, top, value_at
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements, as_list, find_columns, top_column, value_at
 from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.digests import RowHasher
 from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
@@ -86,7 +86,7 @@ class PromptStream:
         seed: int,
         share: Callable[[InlineMedia], Media] = _keep_inline,
         label_problems: LabelProblems = _no_problems,
-        needs: RowNeeds = NO_NEEDS,
+        requirements: RowRequirements = NO_REQUIREMENTS,
         run_sources: Sequence[Rows] | None = None,
     ) -> None:
         """`run_sources`: all datasets that the settings apply to; a configured column must be in one of them. None: the
@@ -99,9 +99,9 @@ class PromptStream:
             if len(source) == 0:
                 raise DataError(f"dataset {source.name} has no rows")
         self._sources = tuple(sources)
-        self._keys = [find_columns(source, run_sources or sources, columns, needs) for source in sources]
+        self._keys = [find_columns(source, run_sources or sources, columns, requirements) for source in sources]
         self._accesses = [ImageAccess.of(source.root, columns, source.image_folders) for source in sources]
-        self._needs = needs
+        self._requirements = requirements
         self._processor = processor
         self._columns = columns
         self._share = share
@@ -263,7 +263,7 @@ class PromptStream:
             raise UnusableError("no question", f"column {keys['input_key']!r} is empty")
         label = self._label(index, row)
         answer = None
-        if self._needs.answer:
+        if self._requirements.answer:
             with unusable_on_error("no answer"):
                 text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
                 (answer or "").encode()
@@ -280,11 +280,11 @@ class PromptStream:
         column = self._keys[index.source]["label_key"]
         source = self._sources[index.source]
         with unusable_on_error("label unusable"):
-            precision = source.precisions.get(top(column) or "")
+            precision = source.precisions.get(top_column(column) or "")
             value = class_name(value_at(row, column), source.classes.get(column or "", ()))
             label = label_text(value, precision=precision)
             (label or "").encode()
-        needed_for = self._needs.label_needed_for(source, column)
+        needed_for = self._requirements.label_needed_for(source, column)
         if label is None and needed_for is not None:
             raise UnusableError("no label", f"column {column!r} is empty, and {needed_for} needs it")
         return label

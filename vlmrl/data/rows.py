@@ -352,7 +352,7 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
 def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     import datasets
 
-    if not any((folder / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
+    if not any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         # Not written by save_to_disk.
         return _load_plugin("image_folder", {**options, "path": str(folder)}, split=split, seed=0)
     _refuse(options, str(folder))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import Held
-from vlmrl.data.columns import NO_NEEDS, RowNeeds
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.media import InlineMedia
@@ -41,8 +41,8 @@ class _WarningCollector(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class LabelProblems(Protocol):
-    """Finds labels that no response can match."""
+class TimedLabelProblems(Protocol):
+    """`LabelProblems` with a time limit."""
 
     def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> Sequence[str | None]:
         """Return the reason for each label; None if a response can match it, or if `limit_s` was over before it was
@@ -77,7 +77,7 @@ class Source:
         share: converts an image with its pixels to the handle that is sent to other processes.
         label_problems: finds the labels that the run's reward functions cannot use; their rows are dropped. None: all
             can be used.
-        needs: columns needed in every row. Evaluation rows need a label if training rows do.
+        requirements: columns needed in every row. Evaluation rows need a label if training rows do.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Source:
         evaluation: Held | None,
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
-        label_problems: LabelProblems | None = None,
-        needs: RowNeeds = NO_NEEDS,
+        label_problems: TimedLabelProblems | None = None,
+        requirements: RowRequirements = NO_REQUIREMENTS,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
         self._evaluation = evaluation
         self._seed = seed
         self._share = share
-        self._label_problems: LabelProblems = label_problems or _no_problems
-        self._needs = needs
+        self._label_problems: TimedLabelProblems = label_problems or _no_problems
+        self._requirements = requirements
         self._bytes_moved = 0
         self._warnings = _WarningCollector()
         logging.getLogger("vlmrl.data").addHandler(self._warnings)
@@ -126,7 +126,7 @@ class Source:
             seed=self._seed,
             share=self._count_and_share,
             label_problems=self._label_problems,
-            needs=self._needs,
+            requirements=self._requirements,
             run_sources=run_sources,
         )
 
@@ -140,11 +140,11 @@ class Source:
         }
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """Return the next `count` rows as samples for supervised training; requires `needs.answer`."""
+        """Return the next `count` rows as samples for supervised training; requires `requirements.answer`."""
         prompts, metrics = self.draw(count)
         samples = []
         for prompt in prompts:
-            assert prompt.answer is not None, "draw_samples requires needs.answer"
+            assert prompt.answer is not None, "draw_samples requires requirements.answer"
             samples.append(sft_sample(prompt, prompt.answer, self._processor))
         return samples, metrics
 

@@ -122,7 +122,7 @@ def _take(file: Path, mine: Holder, *, notify: Callable[[str], None], stale_s: f
         if not is_gone:
             raise _in_use(file.parent, holder)
         if _remove(file, holder):
-            notify(f"{file} was left by {holder or 'a run that was killed'}: that run has ended, the lock is removed")
+            notify(f"{file} was left by {holder or 'a run that was killed'}: that run has ended; its lock is removed")
 
 
 def _in_use(folder: Path, holder: Holder | None) -> ConfigError:

@@ -85,16 +85,16 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
     evaluations = list(evaluated_sets({name for record in records for name in record}))
     if evaluations:
         # Rewards between 0 and 1 share the axis with pass@1; others need a second axis.
-        right = axes.twinx() if drawn and not _is_share(_curve(records, "reward/mean")[1]) else axes
+        right = axes.twinx() if drawn and not _is_fraction(_curve(records, "reward/mean")[1]) else axes
         _percent(right, "pass@1" if right is not axes else "")
         for name, color in zip(evaluations, _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
-            where, value = _curve(records, f"eval/{name}/pass@1")
+            steps, value = _curve(records, f"eval/{name}/pass@1")
             label = f"{name[:30]} pass@1"
-            right.plot(where, value, "o--", color=color, markersize=5, linewidth=1, label=label)
-            for at in {0, len(where) - 1}:
+            right.plot(steps, value, "o--", color=color, markersize=5, linewidth=1, label=label)
+            for at in {0, len(steps) - 1}:
                 right.annotate(
                     f"{value[at]:.0%}",
-                    (where[at], value[at]),
+                    (steps[at], value[at]),
                     xytext=(0, 7 if value[at] < 0.9 else -13),
                     textcoords="offset points",
                     ha="center",
@@ -120,12 +120,12 @@ def _draw_responses(axes: Axes, records: Records) -> bool:
     right = axes.twinx()
     _percent(right, "")
     for name, color, label in (
-        ("response/truncated_fraction", _RED, "cut off"),
-        ("group/constant_fraction", "#9aa3ad", "equal groups"),
+        ("response/truncated_fraction", _RED, "truncated"),
+        ("group/constant_fraction", "#9aa3ad", "constant groups"),
     ):
-        where, share = _curve(records, name)
-        if len(where):
-            _line(right, where, share, color, label)
+        steps, fraction = _curve(records, name)
+        if len(steps):
+            _line(right, steps, fraction, color, label)
     _legend(axes, right)
     return True
 
@@ -159,16 +159,16 @@ def _draw_times(axes: Axes, records: Records) -> bool:
     """Draw the seconds of each phase, stacked; `other` is the rest of the step."""
     # Step 0 (an evaluation, warming up) would dwarf all that follow.
     records = [record for record in records if record["step"] > 0] or records
-    whole, total = _curve(records, "time/step_s")
+    timed_steps, total = _curve(records, "time/step_s")
     names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)} - {"time/step_s"}
     phases = [phase for phase in _PHASES if f"time/{phase}_s" in names]
     phases += sorted(name.removeprefix("time/").removesuffix("_s") for name in names if _phase(name) not in _PHASES)
-    steps = whole if len(whole) else np.array([float(r["step"]) for r in records if names & set(r)])
+    steps = timed_steps if len(timed_steps) else np.array([float(r["step"]) for r in records if names & set(r)])
     if not len(steps):
         return False
     heights = [_lookup(records, f"time/{phase}_s", steps) for phase in phases]
     colors = [_PHASES.get(phase, color) for phase, color in zip(phases, _cycle(*_OTHERS), strict=False)]
-    if len(whole):
+    if len(timed_steps):
         rest = total - np.sum(heights, axis=0) if heights else total
         if (rest > 0.02 * total).any():
             heights, phases, colors = [*heights, rest.clip(0)], [*phases, "other"], [*colors, "#e6e9ee"]
@@ -214,7 +214,7 @@ def _line(axes: Axes, steps: Curve, values: Curve, color: str, label: str) -> No
     axes.plot(steps, means, color=color, linewidth=1.8, label=label)
 
 
-def _is_share(values: Curve) -> bool:
+def _is_fraction(values: Curve) -> bool:
     return bool(((values > -0.05) & (values < 1.05)).all())
 
 

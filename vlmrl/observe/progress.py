@@ -100,10 +100,10 @@ class Progress:
             yield
         finally:
             self._phases.pop()
-            whole = self._clock() - phase.start
-            self._spent[name] = self._spent.get(name, 0.0) + whole - phase.inner_s
+            duration = self._clock() - phase.start
+            self._spent[name] = self._spent.get(name, 0.0) + duration - phase.inner_s
             if self._phases:
-                self._phases[-1].inner_s += whole
+                self._phases[-1].inner_s += duration
 
     def advance(self, done: int, total: int) -> None:
         """Set the progress of the current phase."""

@@ -107,7 +107,9 @@ class RunFolder:
         try:
             exists = self.root.exists()
         except PermissionError as error:
-            raise ConfigError(f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder of yours") from error
+            raise ConfigError(
+                f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder that you can access"
+            ) from error
         if exists and not self.root.is_dir():
             raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
         if resume and not has_checkpoint and (self.model.exists() or self.adapter.exists()):

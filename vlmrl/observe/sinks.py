@@ -104,8 +104,8 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter  # imports torch, so only when a run begins
 
         self._writing = partial(writing, "TensorBoard's curves", folder)
-        if threading.excepthook is not _without_tensorboard:
-            threading.excepthook = _without_tensorboard
+        if threading.excepthook is not _excepthook:
+            threading.excepthook = _excepthook
         with self._writing():
             self._writer = SummaryWriter(os.fspath(folder), purge_step=first_step if first_step > 0 else None)
 
@@ -119,7 +119,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _without_tensorboard(hook_args: threading.ExceptHookArgs, default_hook: Any = threading.excepthook) -> None:
+def _excepthook(hook_args: threading.ExceptHookArgs, default_hook: Any = threading.excepthook) -> None:
     """Suppress the traceback of TensorBoard's writer thread: `TensorBoardSink.write` raises the same error."""
     if type(hook_args.thread).__name__ != "_AsyncWriterThread":
         default_hook(hook_args)
@@ -132,7 +132,7 @@ class WandbSink:
     """
 
     def __init__(self, settings: Wandb, *, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError when the package or the key is missing, or the server refuses the run."""
+        """Start or resume the run. Raises ConfigError when package or key are missing, or W&B refuses the run."""
         wandb = usable_wandb()
         try:
             self._run = wandb.init(

@@ -57,8 +57,8 @@ class Transcripts:
         results += [[{"reward": _number(reward)} for reward in group_rewards] for _, _, group_rewards in left_out]
         all_groups = [*groups, *(group for group, _, _ in left_out)]
         all_scores = [*scores, *(group_scores for _, group_scores, _ in left_out)]
-        kinds = [{"left_out": False}] * len(groups) + [{"left_out": True}] * len(left_out)
-        return self._write_lines(f"step_{step:06d}.jsonl", step, all_groups, all_scores, results, kinds)
+        flags = [{"left_out": False}] * len(groups) + [{"left_out": True}] * len(left_out)
+        return self._write_lines(f"step_{step:06d}.jsonl", step, all_groups, all_scores, results, flags)
 
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
@@ -78,7 +78,7 @@ class Transcripts:
         groups: Sequence[Group],
         scores: Sequence[Sequence[Score]],
         results: Iterable[Sequence[Mapping[str, float | None]]],
-        kinds: Iterable[Mapping[str, bool]],
+        flags: Iterable[Mapping[str, bool]],
     ) -> Path:
         target = self._folder / file
         partial = target.with_suffix(".tmp")
@@ -87,7 +87,7 @@ class Transcripts:
             self._save_new_media([media for group in groups for media in group.prompt.media])
             # A response may hold a lone surrogate, which UTF-8 cannot encode; its backslash escape is valid JSON.
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-                for record in _records(step, groups, scores, results, kinds):
+                for record in _records(step, groups, scores, results, flags):
                     lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
             partial.replace(target)
         return target
@@ -104,9 +104,9 @@ def _records(
     groups: Sequence[Group],
     scores: Sequence[Sequence[Score]],
     results: Iterable[Sequence[Mapping[str, float | None]]],
-    kinds: Iterable[Mapping[str, bool]],
+    flags: Iterable[Mapping[str, bool]],
 ) -> Iterator[dict[str, Any]]:
-    for group, group_scores, group_results, kind in zip(groups, scores, results, kinds, strict=True):
+    for group, group_scores, group_results, group_flags in zip(groups, scores, results, flags, strict=True):
         yield {
             "step": step,
             "index": group.prompt.index,
@@ -115,7 +115,7 @@ def _records(
             "label": group.prompt.label,
             "images": [media.hash for media in group.prompt.media],
             "metadata": dict(group.prompt.metadata),
-            **kind,
+            **group_flags,
             "responses": [
                 {
                     "text": rollout.text,

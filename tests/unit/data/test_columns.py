@@ -5,11 +5,11 @@ import pytest
 from PIL import Image
 
 from vlmrl.config.data import Columns
-from vlmrl.data.columns import NO_NEEDS, RowNeeds, find_columns, value_at
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements, find_columns, value_at
 from vlmrl.data.rows import Rows
 from vlmrl.errors import DataError
 
-LABEL = RowNeeds(label_for="reward.functions math")
+LABEL = RowRequirements(label_for="reward.functions math")
 PICTURE = Image.new("RGB", (4, 4))
 
 
@@ -19,9 +19,9 @@ def rows(*content: Mapping[str, Any], **more: Any) -> Rows:
 
 
 def columns_of(
-    source: Rows, needs: RowNeeds = NO_NEEDS, others: Sequence[Rows] = (), **settings: Any
+    source: Rows, requirements: RowRequirements = NO_REQUIREMENTS, others: Sequence[Rows] = (), **settings: Any
 ) -> dict[str, str | None]:
-    return dict(find_columns(source, [source, *others], Columns(**settings), needs))
+    return dict(find_columns(source, [source, *others], Columns(**settings), requirements))
 
 
 def test_a_dotted_name_selects_a_field_of_a_column() -> None:
@@ -35,14 +35,14 @@ def test_a_dotted_name_selects_a_field_of_a_column() -> None:
         columns_of(verl, LABEL, label_key="reward_model.groundtruth")
 
 
-def test_columns_that_replace_the_label_count_unless_they_are_the_label() -> None:
-    needs = RowNeeds(label_for="reward.remote_url r.py:f", label_substitutes=frozenset({"answer"}))
-    assert columns_of(rows({"input": "q", "answer": "4"}), needs)["label_key"] == "label"
-    assert columns_of(rows({"input": "q", "gold": "4"}), needs, label_key="gold")["label_key"] == "gold"
+def test_substitute_columns_replace_a_missing_label() -> None:
+    requirements = RowRequirements(label_for="reward.remote_url r.py:f", label_substitutes=frozenset({"answer"}))
+    assert columns_of(rows({"input": "q", "answer": "4"}), requirements)["label_key"] == "label"
+    assert columns_of(rows({"input": "q", "gold": "4"}), requirements, label_key="gold")["label_key"] == "gold"
     with pytest.raises(DataError, match=r"no column 'label' \(data.label_key\), which reward.remote_url r.py:f needs"):
-        columns_of(rows({"input": "q", "gold": "4"}), needs)
+        columns_of(rows({"input": "q", "gold": "4"}), requirements)
     with pytest.raises(DataError, match=r"'answer' .* is empty in all"):
-        columns_of(rows({"input": "q", "answer": None}), needs, label_key="answer")
+        columns_of(rows({"input": "q", "answer": None}), requirements, label_key="answer")
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
@@ -63,13 +63,13 @@ def test_alpacas_instruction_and_input_are_ambiguous() -> None:
     with pytest.raises(DataError, match=r"instruction and input \(Alpaca's format\).* set data\.input_key to its name"):
         columns_of(rows(alpaca))
     with pytest.raises(DataError, match=r"no answer to train on; .* did you mean --data\.output_key output\?"):
-        columns_of(rows(alpaca), RowNeeds(answer=True), input_key="instruction")
+        columns_of(rows(alpaca), RowRequirements(answer=True), input_key="instruction")
     assert columns_of(rows(alpaca), input_key="instruction")["input_key"] == "instruction"
     assert columns_of(rows(alpaca, named_columns={"input_key": "input"}))["input_key"] == "input"
 
 
 def test_a_completion_column_is_the_answer() -> None:
-    keys = columns_of(rows({"prompt": "q", "completion": "c"}), RowNeeds(answer=True))
+    keys = columns_of(rows({"prompt": "q", "completion": "c"}), RowRequirements(answer=True))
     assert keys == {"input_key": "prompt", "label_key": "label", "output_key": "completion", "image_key": "images"}
     assert "output_key" not in columns_of(rows({"prompt": "q", "completion": "c"}))
 
@@ -114,12 +114,12 @@ def test_each_dataset_needs_a_label_only_if_a_reward_needs_one() -> None:
 )
 def test_supervised_training_needs_an_answer(row: Any, is_enough: bool) -> None:
     if is_enough:
-        assert columns_of(rows(row), RowNeeds(answer=True))
+        assert columns_of(rows(row), RowRequirements(answer=True))
     else:
         with pytest.raises(
             DataError, match=r"no column 'answer' \(data\.output_key\) nor 'label'.*no answer to train on"
         ):
-            columns_of(rows(row), RowNeeds(answer=True))
+            columns_of(rows(row), RowRequirements(answer=True))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_row_that_raises_is_left_for_the_draw() -> None:
     assert columns_of(odd, LABEL)["input_key"] == "input"
     odd = rows({"messages": [Odd(role="user")]})
     with pytest.raises(DataError, match="no answer to train on"):
-        columns_of(odd, RowNeeds(answer=True))
+        columns_of(odd, RowRequirements(answer=True))
 
 
 def test_other_image_columns_are_allowed_if_one_is_read() -> None:

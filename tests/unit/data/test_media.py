@@ -124,7 +124,7 @@ def test_the_first_frame_of_an_animation_is_taken() -> None:
         ("missing.png", "missing.png does not exist"),
         ("folder", "cannot be read"),
         ("a\0b.png", "cannot be read"),
-        ("notes.txt", r"notes.txt is not a readable image \(5 bytes\): PNG, JPEG, "),
+        ("notes.txt", r"notes.txt is not a readable image \(5 bytes\): supported are PNG, JPEG, "),
         (b"", "is not a readable image"),
         (encoded(Image.effect_noise((64, 64), 90))[:1500], "damaged or truncated"),
         (encoded(Image.effect_noise((64, 64), 90), "JPEG")[:-600], "damaged or truncated"),

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config.data import Columns
-from vlmrl.data.columns import RowNeeds
+from vlmrl.data.columns import RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
@@ -340,7 +340,7 @@ def test_a_row_without_a_label_is_dropped_if_a_reward_needs_one(
         processor=text_model,
         columns=Columns(max_dropped_fraction=0.5),
         seed=0,
-        needs=RowNeeds(label_for="reward.functions math"),
+        requirements=RowRequirements(label_for="reward.functions math"),
     )
     assert labels(one.draw(4)) == ["1"] * 4
     assert one.dropped == {"no label": 1}

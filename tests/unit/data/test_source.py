@@ -9,7 +9,7 @@ from PIL import Image
 
 from vlmrl.config.data import Data
 from vlmrl.config.rollout import Eval
-from vlmrl.data.columns import NO_NEEDS, RowNeeds
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.source import Source
 from vlmrl.errors import DataError
 from vlmrl.models import tiny
@@ -24,7 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_source(
-    model: str, *, dataset: str = COUNTING, evaluation: str | None = None, needs: RowNeeds = NO_NEEDS, **columns: object
+    model: str,
+    *,
+    dataset: str = COUNTING,
+    evaluation: str | None = None,
+    requirements: RowRequirements = NO_REQUIREMENTS,
+    **columns: object,
 ) -> Source:
     return Source(
         model=model,
@@ -32,7 +37,7 @@ def make_source(
         data=Data.model_validate({"prompt_dataset": dataset, "max_len": 256} | columns),
         evaluation=Eval.model_validate({"dataset": evaluation} if evaluation else {}),
         seed=1,
-        needs=needs,
+        requirements=requirements,
     )
 
 
@@ -90,8 +95,10 @@ def test_bad_labels_are_counted_and_three_of_them_named(model: str, tmp_path: Pa
 def test_the_answer_is_the_label_without_an_answer_column(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?", "label": "2", "said": "two"}\n')
-    labelled, _ = make_source(model, dataset=str(file), needs=RowNeeds(answer=True)).draw_samples(1)
-    spoken, _ = make_source(model, dataset=str(file), needs=RowNeeds(answer=True), output_key="said").draw_samples(1)
+    labelled, _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
+    spoken, _ = make_source(
+        model, dataset=str(file), requirements=RowRequirements(answer=True), output_key="said"
+    ).draw_samples(1)
     assert labelled[0].sampled.sum() == 2  # "2" and the end
     assert spoken[0].sampled.sum() == 4
 
@@ -99,7 +106,7 @@ def test_the_answer_is_the_label_without_an_answer_column(model: str, tmp_path: 
 def test_a_row_without_an_answer_is_dropped_and_named(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?"}\n{"input": "three?", "answer": "3"}\n')
-    source = make_source(model, dataset=str(file), needs=RowNeeds(answer=True), max_dropped_fraction=0.5)
+    source = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True), max_dropped_fraction=0.5)
     samples, metrics = source.draw_samples(2)
     assert [sample.source for sample in samples] == ["rows:1", "rows:1"]
     assert metrics["data/rows_dropped"] == 1
@@ -121,7 +128,7 @@ def test_a_row_without_an_answer_is_dropped_and_named(model: str, tmp_path: Path
 def test_all_formats_of_supervised_data_give_the_same_tokens(model: str, tmp_path: Path, row: dict[str, Any]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    (sample,), _ = make_source(model, dataset=str(file), needs=RowNeeds(answer=True)).draw_samples(1)
+    (sample,), _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
     model_processor = processor(model, min_pixels=3136, max_pixels=12544)
     assert model_processor.decode(sample.tokens[~sample.sampled]) == "user\n2 + 2?\nassistant\n"
     assert model_processor.tokenizer.decode(sample.tokens[sample.sampled]) == "four<|im_end|>"
@@ -132,7 +139,7 @@ def test_only_the_last_assistant_message_is_trained_on(model: str, tmp_path: Pat
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": messages}))
-    (sample,), _ = make_source(model, dataset=str(file), needs=RowNeeds(answer=True)).draw_samples(1)
+    (sample,), _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
     model_processor = processor(model, min_pixels=3136, max_pixels=12544)
     assert model_processor.decode(sample.tokens[~sample.sampled]) == "user\na\nassistant\nb\nuser\nc\nassistant\n"
     assert model_processor.tokenizer.decode(sample.tokens[sample.sampled]) == "d<|im_end|>"
@@ -195,7 +202,7 @@ def test_an_evaluation_set_need_not_have_the_columns_of_the_training_set(model: 
 def test_an_evaluation_row_without_a_needed_label_is_dropped(model: str, tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"input": "q", "label": "1"}\n{"input": "q", "label": null}\n')
-    source = make_source(model, evaluation=str(file), needs=RowNeeds(label_for="reward.functions math"))
+    source = make_source(model, evaluation=str(file), requirements=RowRequirements(label_for="reward.functions math"))
     with pytest.raises(DataError, match=r"1 of the first 2 rows .*no label.*test:1 .*reward\.functions math needs it"):
         source.evaluation()
 
