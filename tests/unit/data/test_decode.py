@@ -73,7 +73,7 @@ def test_exif_orientation_is_applied_in_every_mode(orientation: int, mode: str, 
     # A wide picture whose left half is black, as a rotated camera stores it.
     upright = Image.new("L", (64, 32), 255)
     upright.paste(0, (0, 0, 32, 32))
-    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Transpose members that store what the orientation turns back
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Transpose members that each orientation undoes
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(undo[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation

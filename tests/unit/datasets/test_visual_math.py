@@ -94,7 +94,7 @@ def test_written_expressions_have_their_value() -> None:
             left, sign, right, factor = re.match(r"\(?(\d+) ([+-]) (\d+)\)?(?: × (\d))?", scene.content).groups()  # type: ignore[union-attr]
             texts.append(sign)
             value = int(left) + int(right) * (1 if sign == "+" else -1)
-            # Without brackets the colour follows; with them the factor does.
+            # `factor` belongs to the expression only after brackets.
             assert scene.answer == value * (int(factor) if factor and scene.content.startswith("(") else 1)
     assert set(texts) == {"+", "-"}
 
