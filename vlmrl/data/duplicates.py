@@ -28,7 +28,7 @@ class Duplicates(NamedTuple):
     """(evaluation row, training row with the same question and images)"""
 
     def lines(self) -> list[str]:
-        """One line for people per kind of duplicate."""
+        """Format one line per kind of duplicate."""
         where = f"the {'' if self.is_all else 'first '}{self.num_rows} training rows"
         lines = []
         if self.in_training:
