@@ -136,7 +136,7 @@ class RowView(Sequence[dict[str, Any]]):
         convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     ) -> None:
         self._rows = rows
-        self._indices = range(len(rows)) if indices is None else indices
+        self._indices: Sequence[int] | Ints = range(len(rows)) if indices is None else indices
         self._convert = convert
 
     def __len__(self) -> int:
