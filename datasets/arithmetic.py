@@ -1,4 +1,4 @@
-"""Sums in words, made on demand: the text twin of `visual_math`.
+"""Arithmetic questions as text, generated on demand: the counterpart of `visual_math` without images.
 
 vlmrl rl --data.prompt_dataset 'arithmetic?difficulty=1+2&size=5000' ...
 """
@@ -42,11 +42,17 @@ class _Sum:
 def rows(
     *, split: str, seed: int, size: int = 10_000, difficulty: tuple[int, ...] = (1,), boxed: bool = False
 ) -> Sequence[dict[str, Any]]:
-    """`size` sums. Difficulty 1: sums and differences of numbers up to 20; 2: up to 100, and products up to 12 times
-    12; 3: two operations. `boxed` puts the taught answer (not the label) into `\\boxed{}`."""
-    wrong = [level for level in difficulty if level not in (1, 2, 3)]
-    if wrong or not difficulty:
-        raise ConfigError(f"arithmetic?difficulty={'+'.join(map(str, difficulty))}: there are 1, 2 and 3")
+    """Generate `size` questions.
+
+    Difficulty 1: sums and differences of numbers up to 20; 2: up to 100, and products up to 12 times 12; 3: two
+    operations. `boxed` puts the target answer of supervised training (not the label) into `\\boxed{}`.
+
+    Raises:
+        ConfigError: a difficulty does not exist.
+    """
+    unknown = [level for level in difficulty if level not in (1, 2, 3)]
+    if unknown or not difficulty:
+        raise ConfigError(f"arithmetic?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
 
     def invent(rng: random.Random, row: int) -> _Sum:
         level = difficulty[row % len(difficulty)]
@@ -73,7 +79,7 @@ def _nested(rng: random.Random) -> tuple[str, int]:
 
 
 def _calculate(left: int, symbol: str, right: int) -> tuple[str, int]:
-    if symbol == "-" and right > left:  # answers of one sign are enough until brackets come
+    if symbol == "-" and right > left:  # negative results are left to difficulty 3
         left, right = right, left
     return f"{left} {symbol} {right}", _OPERATIONS[symbol](left, right)
 

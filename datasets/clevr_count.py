@@ -1,4 +1,4 @@
-"""CLEVR counting: how many objects a rendered scene holds, in the form of leonardPKU/clevr_cogen_a_train on the Hub."""
+"""CLEVR counting: the number of objects in a rendered scene, from leonardPKU/clevr_cogen_a_train on the Hub."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrl.data.rows import Converted, load_hub
+from vlmrl.data.rows import RowView, load_hub
 
 HUB_ID = "leonardPKU/clevr_cogen_a_train"
 NUM_TEST = 1000
-"""The Hub has a training split only: its last rows are our test split."""
+"""The Hub has only a training split; its last rows are used as the test split."""
 
 _TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 
 
 def rows(*, split: str, seed: int) -> Sequence[dict[str, Any]]:
-    """train, or test: the last 1,000 rows, which train then lacks. DataError for another split."""
+    """Load a split: test is the last 1,000 rows, train all others. Raises DataError for any other split."""
     del seed
-    own = {"train": f"train[:-{NUM_TEST}]", "test": f"train[-{NUM_TEST}:]"}
-    return Converted(load_hub(HUB_ID, split=own.get(split, split)).rows, convert)
+    slices = {"train": f"train[:-{NUM_TEST}]", "test": f"train[-{NUM_TEST}:]"}
+    return RowView(load_hub(HUB_ID, split=slices.get(split, split)).rows, convert=convert)
 
 
 def convert(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the Hub's as one of ours; its solution reads `<answer> 3 </answer>`."""
+    """Convert a row of the Hub; its solution has the form `<answer> 3 </answer>`."""
     solution = str(row["solution"])
-    found = _TAGGED.search(solution)
+    match = _TAGGED.search(solution)
     return {
         "input": str(row["problem"]).strip(),
-        "label": found[1] if found else solution.strip(),
+        "label": match[1] if match else solution.strip(),
         "images": [row["image"]],
         "family": "clevr_count",
     }

@@ -1,9 +1,9 @@
-"""A folder of images: a table in it (`metadata.csv`, `metadata.jsonl`) says the rest, or subfolders are the labels.
+"""Folder of images, with a table of questions (`metadata.csv`, `metadata.jsonl`) or with labels as subfolders.
 
     vlmrl rl --data.prompt_dataset my_pictures ...
     vlmrl rl --data.prompt_dataset 'flowers?question=Which flower is this?' ...
 
-The layout is that of Hugging Face's `imagefolder`; a subfolder called like the split, `train/`, is the split.
+The layout is that of Hugging Face's `imagefolder`; a subfolder named like the split, such as `train/`, holds the split.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlmrl.data.rows import Converted, Rows, load_rows
+from vlmrl.data.rows import Rows, RowView, load_rows
 from vlmrl.errors import DataError
 
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -21,10 +21,13 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 def rows(*, path: str, split: str, seed: int, question: str = "") -> Rows:
-    """The images of a split. With a table, its rows: `file_name` is the image, `file_names` several.
+    """Load the images of a split.
 
-    Without one, an image per row: the label is the subfolder that it lies in, and `question` asks about each.
-    Raises DataError when there are no images, or nothing says what is asked about them.
+    With a table, its rows: `file_name` names the image of a row, `file_names` several. Without one, a row per image:
+    its subfolder is the label, and `question` is asked about each.
+
+    Raises:
+        DataError: there are no images, or there is neither a table nor a question.
     """
     root = Path(path).expanduser()
     folder = root / split if (root / split).is_dir() else root
@@ -35,19 +38,19 @@ def rows(*, path: str, split: str, seed: int, question: str = "") -> Rows:
 
 
 def _from_table(root: Path, table: Path, *, split: str, seed: int, question: str) -> Rows:
-    found = load_rows(str(table), split=split, max_samples=10**12, seed=seed)
-    column = next((name for name in ("file_name", "file_names") if name in found.columns), None)
+    loaded = load_rows(str(table), split=split, max_samples=10**12, seed=seed)
+    column = next((name for name in ("file_name", "file_names") if name in loaded.columns), None)
     if column is None:
-        raise DataError(f"{table} has no column file_name, which says whose image a row is of")
+        raise DataError(f"{table} has no column file_name with the image of each row")
 
     def convert(row: Any) -> dict[str, Any]:
-        asked = {"input": question} if question else {}
-        return {key: value for key, value in row.items() if key != column} | asked | {"images": row.get(column)}
+        constant = {"input": question} if question else {}
+        return {key: value for key, value in row.items() if key != column} | constant | {"images": row.get(column)}
 
-    columns = dict.fromkeys([*found.columns, "images", *(["input"] if question else [])])
+    columns = dict.fromkeys([*loaded.columns, "images", *(["input"] if question else [])])
     del columns[column]
     return replace(
-        found, name=root.name, rows=Converted(found, convert), columns=tuple(columns), image_columns=("images",)
+        loaded, name=root.name, rows=RowView(loaded, convert=convert), columns=tuple(columns), image_columns=("images",)
     )
 
 
@@ -60,8 +63,8 @@ def _from_names(root: Path, folder: Path, question: str) -> Rows:
         )
     if not question:
         raise DataError(
-            f"folder {root} holds images and no {TABLES[0]} or {TABLES[1]} that says what is asked about each: write "
-            f"one, or ask the same about all, '{root}?question=What is this?'"
+            f"folder {root} holds images but no {TABLES[0]} or {TABLES[1]} with the question about each: write "
+            f"one, or give one question for all images, '{root}?question=What is this?'"
         )
     content: Sequence[dict[str, Any]] = [
         {"input": question, "images": str(file.relative_to(folder))}

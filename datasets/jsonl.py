@@ -1,8 +1,8 @@
-"""Your own file: .jsonl, .json, .parquet, .csv or .tsv, one row per question, columns named by `data.*_key`.
+"""A file of your own: .jsonl, .json, .parquet, .csv or .tsv, with one row per question and columns set by `data.*_key`.
 
     vlmrl rl --data.prompt_dataset my_questions.jsonl ...
 
-An image is a path (relative ones start from the file's folder), base64 text, a data URL, a URL, or in parquet bytes.
+An image is a path (relative to the file's folder), base64 text, a data URL, a URL, or bytes in parquet.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ from vlmrl.plugins import first_line
 
 
 def rows(*, path: str, split: str, seed: int) -> Rows:
-    """The rows of the file at `path`. A .json file may hold one list per split; otherwise all rows are of every split.
+    """Load the rows of the file at `path`. A .json file may hold one list per split; otherwise splits are ignored.
 
-    Raises DataError when the file is missing, empty or malformed.
+    Raises:
+        DataError: the file is missing, empty or malformed.
     """
     del seed
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"dataset file {path} does not exist")
     if file.suffix not in FILE_SUFFIXES:
-        raise DataError(f"dataset file {path}: its name should end in {', '.join(FILE_SUFFIXES)}")
+        raise DataError(f"dataset file {path}: its name must end in {', '.join(FILE_SUFFIXES)}")
     if file.stat().st_size == 0:
         raise DataError(f"dataset file {path} is empty")
     if file.suffix == ".parquet":
         return _parquet(file)
     if file.suffix in (".csv", ".tsv"):
         return _table(file)
-    found: Sequence[Mapping[str, Any]] = _Lines(file) if file.suffix == ".jsonl" else _json(file, split)
-    if len(found) == 0:
+    content: Sequence[Mapping[str, Any]] = _Lines(file) if file.suffix == ".jsonl" else _json(file, split)
+    if len(content) == 0:
         raise DataError(f"dataset file {path} has no rows")
-    columns = columns_of(found, f"dataset file {path}")
-    return Rows(name=file.stem, rows=found, columns=columns, root=file.parent, files=(file,))
+    columns = columns_of(content, f"dataset file {path}")
+    return Rows(name=file.stem, rows=content, columns=columns, root=file.parent, files=(file,))
 
 
 def _table(file: Path) -> Rows:
-    found = Table(file)
-    if len(found) == 0:
+    table = Table(file)
+    if len(table) == 0:
         raise DataError(f"dataset file {file} has no rows")
-    return Rows(name=file.stem, rows=found, columns=found.columns, root=file.parent, files=(file,))
+    return Rows(name=file.stem, rows=table, columns=table.columns, root=file.parent, files=(file,))
 
 
 class _Lines(Sequence[dict[str, Any]]):
-    """The lines of a .jsonl file, read when asked for: a file with images in it may be larger than the memory."""
+    """Lines of a .jsonl file, read on demand, since a file with images may exceed memory."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         with file.open("rb") as handle:
             if handle.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise DataError(
-                    f"dataset file {file} is UTF-16: make it UTF-8 (iconv -f UTF-16 -t UTF-8 {file} > NEW.jsonl)"
+                    f"dataset file {file} is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8 {file} > NEW.jsonl)"
                 )
         with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
             spans = []
@@ -104,7 +105,7 @@ def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         if file.read_bytes().lstrip().startswith(b"{") and "Extra data" in str(error):
-            return _Lines(file)  # one object per line, under the other name that such files go by
+            return _Lines(file)  # JSON lines under the suffix .json
         raise DataError(f"dataset file {file} is not JSON: {first_line(error)}") from error
     if isinstance(content, dict):
         splits = [key for key, value in content.items() if isinstance(value, list)]
@@ -112,7 +113,7 @@ def _json(file: Path, split: str) -> Sequence[dict[str, Any]]:
             hint = f": set data.prompt_split (or eval.split) to {splits[0]}" if splits else ""
             raise DataError(f"dataset file {file} has no split {split!r}; it has: {', '.join(splits) or 'none'}{hint}")
         content = content[split]
-    # One row that is none is dropped when it is drawn.
+    # A single row that is not an object is dropped when it is drawn.
     if not isinstance(content, list) or (content and not any(isinstance(row, dict) for row in content)):
         raise DataError(f"dataset file {file}: a list of JSON objects is expected")
     return content
@@ -122,12 +123,12 @@ def _parquet(file: Path) -> Rows:
     import datasets
 
     try:
-        # The library takes a name for a pattern: a[1].parquet would be a1.parquet.
+        # The library takes names as patterns: a[1].parquet would match a1.parquet.
         pattern = glob.escape(str(file.resolve()))
         data = datasets.load_dataset("parquet", data_files=pattern, split="train")
-    except Exception as error:  # whatever the library and Arrow raise on a file that is none of theirs
-        raise DataError(f"dataset file {file} is not a parquet file that can be read: {first_line(error)}") from error
-    found = from_hugging_face(file.stem, data)
-    if len(found) == 0:
+    except Exception as error:  # the library and Arrow raise many types on other files
+        raise DataError(f"dataset file {file} is not a readable parquet file: {first_line(error)}") from error
+    rows = from_hugging_face(file.stem, data)
+    if len(rows) == 0:
         raise DataError(f"dataset file {file} has no rows")
-    return replace(found, root=file.parent, files=(file,))
+    return replace(rows, root=file.parent, files=(file,))

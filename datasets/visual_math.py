@@ -1,8 +1,8 @@
-"""Image questions with exact answers, drawn on demand: counting, dice and digits, bar charts, rectangles, clocks.
+"""Image questions with exact answers, generated on demand: counting, dice and digits, bar charts, rectangles, clocks.
 
     vlmrl rl --data.prompt_dataset 'visual_math?families=count+clock&difficulty=1+2&size=5000&pixels=336' ...
 
-Row i follows from seed, split and i alone, and no picture with its question is in two splits.
+Row i depends only on seed, split and i, and no pair of picture and question is in two splits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = {
 }
 _PAPERS = ((255, 255, 255), (250, 246, 238), (240, 246, 252), (243, 250, 242), (252, 242, 246), (240, 240, 244))
 _FAINT = (205, 209, 216)
-_FEWEST_PIXELS = 56
+_MIN_PIXELS = 56
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Scene:
     question: str
     answer: int | str
     content: str
-    """Everything that is on the picture, as text."""
+    """Everything in the picture, as text."""
     paint: Callable[[Canvas], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A scene with all that decides its pixels. See `vlmrl.data.rows.Question`."""
+    """A scene with all parameters of its picture. See `vlmrl.data.rows.GeneratedQuestion`."""
 
     scene: Scene
     family: str
@@ -80,15 +80,21 @@ def rows(
     pixels: int = 336,
     boxed: bool = False,
 ) -> Sequence[dict[str, Any]]:
-    """`size` questions, the families in turn, on square pictures of `pixels` a side. Answers are whole numbers, a
-    clock's are h:mm. `boxed` puts the taught answer (not the label) into `\\boxed{}`."""
+    """Generate `size` questions, cycling through the families, on square pictures of `pixels` per side.
+
+    Labels are whole numbers, for clocks h:mm. `boxed` puts the target answer of supervised training (not the label) in
+    `\\boxed{}`.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
     unknown = [family for family in families if family not in FAMILIES]
     if unknown or not families:
-        raise ConfigError(f"visual_math?families={'+'.join(families)}: there are {', '.join(FAMILIES)}")
+        raise ConfigError(f"visual_math?families={'+'.join(families)}: choose among {', '.join(FAMILIES)}")
     if not difficulty or any(level not in (1, 2, 3) for level in difficulty):
-        raise ConfigError(f"visual_math?difficulty={'+'.join(map(str, difficulty))}: there are 1, 2 and 3")
-    if pixels < _FEWEST_PIXELS:
-        raise ConfigError(f"visual_math?pixels={pixels}: nothing can be read on fewer than {_FEWEST_PIXELS} a side")
+        raise ConfigError(f"visual_math?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
+    if pixels < _MIN_PIXELS:
+        raise ConfigError(f"visual_math?pixels={pixels}: pictures smaller than {_MIN_PIXELS} per side are not legible")
 
     def invent(rng: random.Random, row: int) -> _Drawn:
         family = families[row % len(families)]
@@ -103,7 +109,7 @@ def rows(
 
 
 def count(rng: random.Random, difficulty: int) -> Scene:
-    """1: all circles of a 4x4 grid. 2: one of three shapes in one of four colours, 5x5. 3: comparisons, 6x6."""
+    """Count shapes. 1: all circles, 4x4 grid. 2: one of three shapes in four colours, 5x5. 3: comparisons, 6x6."""
     cells = 3 + difficulty
     colours = list(COLOURS)[: 2 + difficulty]
     if difficulty == 1:
@@ -126,15 +132,15 @@ def count(rng: random.Random, difficulty: int) -> Scene:
 def _count_some(
     rng: random.Random, colours: Sequence[str], *, cells: int, compares: bool
 ) -> tuple[list[tuple[str, str]], str, int]:
-    """Shapes and a question about some of them: how many of one kind and colour, or a comparison."""
+    """Choose shapes and a question about some of them: the number of one kind and colour, or a comparison."""
     kinds = ["circle", "square", "triangle"]
     colour, kind, other = rng.choice(colours), rng.choice(kinds), rng.choice(colours)
-    asked = rng.randint(0, 9 if compares else 7)
-    things = [(kind, colour)] * asked
+    count = rng.randint(0, 9 if compares else 7)
+    things = [(kind, colour)] * count
     distractors = [(k, c) for k in kinds for c in colours if (k, c) != (kind, colour)]
-    things += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - asked))]
+    things += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - count))]
     if not compares:
-        return things, f"How many {colour} {kind}s?", asked
+        return things, f"How many {colour} {kind}s?", count
     if rng.random() < 0.5:
         return things, f"How many shapes are not {other}?", sum(c != other for _, c in things)
     few, many = sorted(kinds[:2], key=lambda k: sum(thing == k for thing, _ in things))
@@ -164,7 +170,7 @@ _PIPS = {
 
 
 def arithmetic(rng: random.Random, difficulty: int) -> Scene:
-    """1: two dice. 2: four dice, or a sum or difference in digits. 3: two operations in digits."""
+    """Add dice or calculate. 1: two dice. 2: four dice, or a sum or difference in digits. 3: two operations."""
     if difficulty == 1 or (difficulty == 2 and rng.random() < 0.5):
         return _dice(rng, 2 * difficulty)
     a, b, c = rng.randint(10, 60), rng.randint(2, 40), rng.randint(2, 9)
@@ -210,7 +216,7 @@ def _written(rng: random.Random, text: str, value: int) -> Scene:
 
 
 def chart(rng: random.Random, difficulty: int) -> Scene:
-    """1: read one of three bars. 2: the difference of two of four. 3: the sum, or the range, of five taller ones."""
+    """Read a bar chart. 1: one of three bars. 2: the difference of two of four. 3: the sum or range of five."""
     number = 2 + difficulty
     top, step = (10, 2) if difficulty < 3 else (50, 10)
     unit = 1 if difficulty < 3 else 5
@@ -252,9 +258,9 @@ def chart(rng: random.Random, difficulty: int) -> Scene:
 
 
 def rectangle(rng: random.Random, difficulty: int) -> Scene:
-    """1: sides up to 9. 2: sides up to 25. 3: an L of two rectangles."""
+    """Area or perimeter. 1: sides up to 9. 2: sides up to 25. 3: an L shape."""
     if difficulty == 3:
-        return _ell(rng)
+        return _l_shape(rng)
     top = 9 if difficulty == 1 else 25
     wide, high = rng.randint(2, top), rng.randint(2, top)
     asks_area = rng.random() < 0.5
@@ -273,8 +279,8 @@ def rectangle(rng: random.Random, difficulty: int) -> Scene:
     return Scene(question, wide * high if asks_area else 2 * (wide + high), f"{wide}x{high}{name}", paint)
 
 
-def _ell(rng: random.Random) -> Scene:
-    """The outer sides are labelled, and the two sides of the corner that is cut out."""
+def _l_shape(rng: random.Random) -> Scene:
+    """Area or perimeter of an L shape; the outer sides and those of the cut-out corner are labelled."""
     wide, high = rng.randint(6, 20), rng.randint(6, 20)
     cut_wide, cut_high = rng.randint(2, wide - 3), rng.randint(2, high - 3)
     asks_area = rng.random() < 0.5
@@ -301,7 +307,7 @@ def _ell(rng: random.Random) -> Scene:
 
 
 def clock(rng: random.Random, difficulty: int) -> Scene:
-    """1: full and half hours. 2: steps of five minutes. 3: any minute."""
+    """Read a clock. 1: full and half hours. 2: steps of five minutes. 3: any minute."""
     step = {1: 30, 2: 5, 3: 1}[difficulty]
     hour, minute = rng.randint(1, 12), step * rng.randrange(60 // step)
     rim, hands = rng.choice(list(COLOURS)), rng.choice(["ink", *COLOURS])

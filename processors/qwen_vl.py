@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images as runs of `<|image_pad|>`, one per merged patch."""
+"""Processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is a run of `<|image_pad|>`, one per merged patch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from vlmrl.data.media import Blank
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.processors.text import Message, TextProcessor, end_tokens, one_of, refuse_image_parts
+from vlmrl.processors.text import Message, TextProcessor, any_of, end_tokens, refuse_image_parts
 from vlmrl.types import Ints, Media, Sample
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 PLACEHOLDER = "<image>"
-"""Where an image goes, in a dataset's text."""
+"""Placeholder of an image in a dataset's text."""
 
 _START, _IMAGE, _VIDEO, _END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 _VISION_TOKENS = (_START, _END, "<|vision_pad|>", _IMAGE, _VIDEO)
@@ -37,7 +37,7 @@ class QwenVlProcessor(TextProcessor):
         super().__init__(processor.tokenizer, eos_token_ids=eos_token_ids)
         self._processor: Any = processor
         images = self._processor.image_processor
-        # Trainer, engine and the saved model resize within the same bounds.
+        # The same bounds for trainer, engine and the saved model.
         bounds = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         images.size = dict(bounds)
         self.engine_kwargs = {"images_kwargs": {"size": bounds}}
@@ -50,11 +50,13 @@ class QwenVlProcessor(TextProcessor):
         vocabulary = self.tokenizer.get_vocab()
         missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
         if missing:
-            raise ConfigError(f"the tokenizer lacks the vision tokens {' '.join(missing)}: it is not this model's own")
+            raise ConfigError(
+                f"the tokenizer lacks the vision tokens {' '.join(missing)}: it is not this model's tokenizer"
+            )
         self.banned_tokens = tuple(vocabulary[token] for token in _VISION_TOKENS if token in vocabulary)
         self._image_token = vocabulary[_IMAGE]
         self._video_token = vocabulary.get(_VIDEO, -1)
-        self._vision = one_of({token for token in _VISION_TOKENS if token in vocabulary})
+        self._vision = any_of({token for token in _VISION_TOKENS if token in vocabulary})
 
     def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
         request = self.token_ids(text)
@@ -70,7 +72,7 @@ class QwenVlProcessor(TextProcessor):
             return {}
         import torch
 
-        # The pixels are already at their final size: no second resize, whatever the bounds.
+        # The pixels already have their final size.
         images = [torch.from_numpy(np.array(item.fetch())).permute(2, 0, 1) for item in media]
         inputs = self._processor.image_processor(
             images=images,
@@ -110,17 +112,17 @@ class QwenVlProcessor(TextProcessor):
         if not num_images:
             refuse_image_parts(messages)
             if reads_images and any(PLACEHOLDER in part["text"] for m in messages for part in m["content"]):
-                # The model would learn to answer blind.
+                # The model would be trained to respond without seeing the image.
                 raise DataError(
-                    f"the question has a place for an image, {PLACEHOLDER}, but the row has none: set data.image_key "
-                    "to the column that holds the images, or to none where this is text"
+                    f"the question has the placeholder {PLACEHOLDER}, but the row has no image: set data.image_key to "
+                    "the column that holds the images, or to none if this is plain text"
                 )
             return messages
         split = [message | {"content": _split(message["content"])} for message in messages]
-        num_places = sum(part["type"] == "image" for message in split for part in message["content"])
-        if num_places not in (0, num_images):
-            raise DataError(f"the row has {num_images} images, but its question has places for {num_places}")
-        if num_places == 0:
+        num_placeholders = sum(part["type"] == "image" for message in split for part in message["content"])
+        if num_placeholders not in (0, num_images):
+            raise DataError(f"the row has {num_images} images, but its question has {num_placeholders} placeholders")
+        if num_placeholders == 0:
             first = next((m for m in split if m["role"] == "user"), split[0])
             first["content"] = [{"type": "image"}] * num_images + first["content"]
         return split
@@ -140,7 +142,7 @@ class QwenVlProcessor(TextProcessor):
 def load(
     path: str, *, config: PretrainedConfig, min_pixels: int, max_pixels: int, trust_remote_code: bool
 ) -> QwenVlProcessor:
-    """The processor of a Qwen-VL model."""
+    """Load the processor of a Qwen-VL model."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -149,7 +151,7 @@ def load(
 
 
 def _split(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`<image>` in text parts becomes a part of its own."""
+    """Split `<image>` in text parts into separate image parts."""
     split: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] != "text":

@@ -1,4 +1,4 @@
-"""Text models: any causal language model with a tokenizer. Other families build on it."""
+"""Processor of text models: any causal language model with a tokenizer. Base of the other families."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from vlmrl.plugins import ParameterGroup
 
 MODEL_TYPES: tuple[str, ...] = ()
-"""None by name: this is the family of every model that no other file claims."""
+"""Empty: models of types that no other file lists belong to this family."""
 
-# Two of Unicode's noncharacters, which no text may contain. They stand around what a dataset's text says that looks
-# like a special token (`<|im_end|>`, `<|image_pad|>`), so that it is encoded as the text it is.
+# Two Unicode noncharacters, which valid text does not contain. They mark text of a dataset that looks like a special
+# token (`<|im_end|>`, `<|image_pad|>`), so that it is encoded as plain text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _WITHOUT_MARKS = str.maketrans("", "", _OPEN + _CLOSE)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak in a row's messages. A template writes the role between its control tokens as it is."""
+"""Roles allowed in messages. A chat template inserts the role between its control tokens unescaped."""
 
-_MOST_OVERDUE = 3
-"""Rows at which a chat template may hang before it is the template's fault."""
+_MAX_OVERDUE = 3
+"""Rows on which the chat template may exceed its time limit before the run ends."""
 
 Message = dict[str, Any]
 """{"role": ..., "content": list of {"type": "text", "text": ...} and {"type": "image"}}"""
@@ -49,7 +49,7 @@ class TextProcessor:
     max_pixels: int = 0
     resize_settings: str = ""
     template_limit_s: float = 10.0
-    """For the chat template and one row; it is a program that came with the model."""
+    """Seconds to apply the chat template to one row; the template is code that comes with the model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
@@ -58,7 +58,7 @@ class TextProcessor:
         self.engine_kwargs: dict[str, Any] = {}
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self._special = one_of(special)
+        self._special = any_of(special)
         self._vision: re.Pattern[str] | None = None
         self._num_overdue = 0
         encoded = tokenizer("").input_ids
@@ -107,37 +107,42 @@ class TextProcessor:
         self.tokenizer.save_pretrained(folder)
 
     def place_images(self, messages: list[Message], num_images: int, *, reads_images: bool) -> list[Message]:
-        """Turn the places where images go into image parts; DataError when they do not match the images.
+        """Convert image placeholders to image parts.
 
-        `reads_images` is False where the run reads none on purpose: `<image>` is text then.
+        With `reads_images` False the run reads no images on purpose, and `<image>` is plain text.
+
+        Raises:
+            DataError: the placeholders do not match the images.
         """
-        del reads_images  # it is text always, to a model that takes none
+        del reads_images  # `<image>` is always plain text for a text model
         if num_images:
             raise DataError(f"the row has {num_images} images, but the model takes text only")
         refuse_image_parts(messages)
         return messages
 
     def image_text(self) -> str:
-        """What stands for an image where no chat template is applied."""
+        """Return the placeholder of an image when no chat template is applied."""
         raise AssertionError("a text model has no placeholder for images")
 
     def token_ids(self, text: str) -> Ints:
-        """[T] of a rendered text. What is marked is encoded as plain text."""
+        """Encode a rendered text to token ids [T]. Marked text is encoded as plain text."""
         ids: list[int] = []
         for i, piece in enumerate(_MARKED.split(text)):
             is_marked = i % 2 == 1
             if piece:
                 encoded = self.tokenizer(piece, add_special_tokens=False, split_special_tokens=is_marked).input_ids
                 if is_marked and self.tokenizer.convert_tokens_to_ids(piece) in encoded:
-                    raise DataError(f"the text {piece!r} cannot be told from the model's special token of that name")
+                    raise DataError(
+                        f"the text {piece!r} cannot be encoded differently from the model's special token of that name"
+                    )
                 ids += encoded
         return np.array(ids, dtype=np.int64)
 
     def _render_chat(self, messages: list[Message]) -> str:
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                "the model's tokenizer has no chat template: set data.apply_chat_template to false and say with "
-                "data.input_template how a question is wrapped"
+                "the model's tokenizer has no chat template: set data.apply_chat_template to false and "
+                "data.input_template to a prompt template"
             )
         marked = [
             self._mark_all({key: value for key, value in m.items() if key not in ("role", "content")})
@@ -154,20 +159,20 @@ class TextProcessor:
         except OverdueError as error:
             self._num_overdue += 1
             message = f"the model's chat template is {error}"
-            if self._num_overdue >= _MOST_OVERDUE:
+            if self._num_overdue >= _MAX_OVERDUE:
                 raise ConfigError(
-                    f"{message}, at {self._num_overdue} rows: mend it, or set data.apply_chat_template to false"
+                    f"{message}, on {self._num_overdue} rows: fix it, or set data.apply_chat_template to false"
                 ) from error
             raise DataError(message) from error
-        except Exception as error:  # jinja's own errors, and whatever a template raises about roles it does not like
-            raise DataError(f"the model's chat template refuses the messages: {error}") from error
+        except Exception as error:  # jinja's errors, and those that a template raises about roles
+            raise DataError(f"the model's chat template rejects the messages: {error}") from error
 
     def _render_plain(self, question: object, messages: list[Message], columns: Columns) -> str:
         if not isinstance(question, str):
-            raise DataError("the row holds chat messages: they need data.apply_chat_template")
+            raise DataError("the row holds chat messages, which need data.apply_chat_template")
         template = columns.input_template
-        # Without any template the row is the whole prompt, and its control tokens mean what they say; images are
-        # still placed by us alone.
+        # Without a template the row is the whole prompt, and its control tokens are special; only vision tokens are
+        # still encoded as plain text.
         pattern = self._vision if template is None else self._special
         parts = [
             self._mark(part, pattern)
@@ -188,7 +193,7 @@ class TextProcessor:
         return {"type": "text", "text": _mark_text(part["text"], pattern)}
 
     def _mark_all(self, value: Any) -> Any:
-        """The same, every text in it marked: names, tool calls, reasoning, whatever a template may write."""
+        """Mark special tokens in all nested strings: names, tool calls, reasoning, anything a template may insert."""
         if isinstance(value, str):
             return _mark_text(value, self._special)
         if isinstance(value, Mapping):
@@ -201,7 +206,7 @@ class TextProcessor:
 def load(
     path: str, *, config: PretrainedConfig, min_pixels: int, max_pixels: int, trust_remote_code: bool
 ) -> TextProcessor:
-    """The processor of a text model."""
+    """Load the processor of a text model."""
     del min_pixels, max_pixels  # bounds on images, which a text model does not take
     from transformers import AutoTokenizer
 
@@ -210,37 +215,37 @@ def load(
 
 
 def end_tokens(path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Where an answer ends: the tokenizer's end token first, then what the generation config or the config adds."""
+    """Return the tokens that end a response: the tokenizer's, then those of the generation config or model config."""
     from transformers import GenerationConfig
 
     try:
         ends = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a model need not have a generation config
         ends = config.get_text_config().eos_token_id
-    found = [tokenizer.eos_token_id, *(ends if isinstance(ends, list | tuple) else [ends])]
-    ids = tuple(dict.fromkeys(int(token) for token in found if token is not None))
+    candidates = [tokenizer.eos_token_id, *(ends if isinstance(ends, list | tuple) else [ends])]
+    ids = tuple(dict.fromkeys(int(token) for token in candidates if token is not None))
     if not ids:
-        raise ConfigError(f"neither the tokenizer nor the generation config of {path} says which token ends an answer")
+        raise ConfigError(f"neither the tokenizer nor the generation config of {path} has an end token")
     return ids
 
 
 def conversation(question: str | Sequence[Mapping[str, Any]], system_prompt: str | None) -> list[Message]:
-    """A question as messages whose content is a list of text and image parts. DataError when it is none."""
-    given: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    if not isinstance(given, Sequence) or not given or not all(isinstance(message, Mapping) for message in given):
+    """Convert a question to messages whose content is a list of text and image parts; DataError if it is invalid."""
+    turns: Any = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    if not isinstance(turns, Sequence) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"the question is neither text nor a list of chat messages, but {type(question).__name__}")
-    messages = [_message(message) for message in given]
+    messages = [_message(turn) for turn in turns]
     if messages[-1]["role"] == "assistant":
-        raise DataError("the chat messages end with an answer of the assistant: nothing is left to answer")
+        raise DataError("the chat messages end with an assistant message: there is no question to respond to")
     if system_prompt is not None and all(message["role"] != "system" for message in messages):
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     return messages
 
 
 def refuse_image_parts(messages: Sequence[Message]) -> None:
-    """DataError when messages of a row without images ask for one."""
+    """Raise DataError when messages of a row without images have an image part."""
     if any(part["type"] == "image" for message in messages for part in message["content"]):
-        raise DataError("the chat messages have a place for an image, but the row has no images")
+        raise DataError("the chat messages have an image part, but the row has no images")
 
 
 def _message(message: Mapping[str, Any]) -> Message:
@@ -248,18 +253,18 @@ def _message(message: Mapping[str, Any]) -> Message:
     if "role" in message and "content" in message and content is None:
         raise DataError("a chat message has no content (null)")
     if "role" not in message or content is None:
-        raise DataError(f"a chat message needs role and content, this one has: {', '.join(map(str, message))}")
+        raise DataError(f"a chat message needs role and content, but this one has: {', '.join(map(str, message))}")
     parts = [content] if isinstance(content, str | Mapping) else content
     if not isinstance(parts, Sequence):
         raise DataError(
             f"the content of a chat message is neither text nor a list of parts, but {type(content).__name__}"
         )
-    # Arrow fills the keys that other rows have with None: they were never said.
-    given = {key: value for key, value in message.items() if value is not None}
-    role = given.get("role")
+    # Arrow fills keys that only other rows have with None.
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.get("role")
     if role not in ROLES:
-        raise DataError(f"a chat message has the role {one_line(repr(role), most=80)}; there are {', '.join(ROLES)}")
-    return given | {"content": [_part(part) for part in parts]}
+        raise DataError(f"a chat message has the role {one_line(repr(role), most=80)}; allowed are {', '.join(ROLES)}")
+    return fields | {"content": [_part(part) for part in parts]}
 
 
 def _part(part: object) -> dict[str, Any]:
@@ -270,23 +275,23 @@ def _part(part: object) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind == "image":
         return {"type": "image"}
-    raise DataError(f"a chat message has a part of kind {kind!r}; there are text and image")
+    raise DataError(f"a chat message has a part of type {kind!r}; allowed are text and image")
 
 
 def _mark_text(text: str, pattern: re.Pattern[str] | None) -> str:
-    """Marks around whatever the pattern finds; marks of the text's own go."""
+    """Put marks around the matches of the pattern, after removing any marks from the text."""
     text = text.translate(_WITHOUT_MARKS)
-    return text if pattern is None else pattern.sub(lambda found: f"{_OPEN}{found[0]}{_CLOSE}", text)
+    return text if pattern is None else pattern.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", text)
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Text alone as a string, which every chat template takes."""
+    """Join text-only parts to a string, which every chat template accepts."""
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
 
 
-def one_of(tokens: set[str]) -> re.Pattern[str] | None:
-    """A pattern for any of these strings, the longest first; None for no string."""
+def any_of(tokens: set[str]) -> re.Pattern[str] | None:
+    """Compile a pattern for any of these strings, longest first; None for no strings."""
     longest_first = sorted(tokens - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -226,7 +226,7 @@ def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Ca
     group = start(settings.build)
     told: list[str] = []
     prompts = RemotePrompts(group, say=told.append)
-    prompts.look_at_labels()
+    prompts.check_labels()
     drawn, metrics = prompts.draw(2)
     group.shutdown()
     assert [prompt.source for prompt in drawn] == ["rows:0", "rows:0"]

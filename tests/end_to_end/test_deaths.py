@@ -113,7 +113,7 @@ def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_a
     assert re.match(rf"data on \S+ {BY_SIGKILL}", said), said
     assert "lower --data.max_image_pixels" in said
     log = out / "logs" / "run.log"
-    assert f"(what Ray and the libraries wrote: {log})" in said
+    assert f"(output of Ray and libraries: {log})" in said
     assert "data on" in log.read_text()
 
     problem = r"ValueError: an odd number of letters \(\S*theirs\.py:5\)"
@@ -122,10 +122,10 @@ def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_a
     )
     assert len(told) == 1, shown.out
     lines = [json.loads(line) for line in (out / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
-    for answer in (answer for line in lines for answer in line["answers"]):
-        is_odd = len(answer["text"]) % 2 == 1
-        assert answer["failure"] == ("response" if is_odd else None)
-        assert re.fullmatch(problem, answer["problem"]) if is_odd else answer["problem"] is None
+    for response in (response for line in lines for response in line["responses"]):
+        is_odd = len(response["text"]) % 2 == 1
+        assert response["failure"] == ("response" if is_odd else None)
+        assert re.fullmatch(problem, response["problem"]) if is_odd else response["problem"] is None
     printed = (out / "logs" / "rewards.log").read_text().splitlines()
     assert any(re.fullmatch(r"scoring 4 for \d+", line) for line in printed), "a batch, but for those of the evaluation"
 

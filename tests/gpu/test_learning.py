@@ -23,7 +23,7 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
     from vlmrl.config.ds import Ds
     from vlmrl.config.train import Loop
     from vlmrl.config.vision import Vision
-    from vlmrl.data.packing import cut
+    from vlmrl.data.packing import make_packs
     from vlmrl.learning.settings import PolicySettings
     from vlmrl.types import Sample, Totals
 
@@ -48,7 +48,7 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
         )
         for i, length in enumerate([9, 40, 17, 64, 12, 33, 8, 21])
     ]
-    packs = cut(
+    packs = make_packs(
         samples,
         list(range(len(samples))),
         layout="shared",

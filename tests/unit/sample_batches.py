@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlmrl.data.media import InlineMedia
-from vlmrl.data.packing import Pack, cut
+from vlmrl.data.packing import Pack, make_packs
 from vlmrl.plugins import Processor
 from vlmrl.types import Layout, Sample
 
@@ -31,7 +31,7 @@ def batch(read: Processor, seed: int = 0) -> list[Sample]:
 
 
 def packs(samples: Sequence[Sample], layout: Layout = "shared", max_tokens: int = 10_000) -> list[Pack]:
-    return cut(
+    return make_packs(
         samples,
         range(len(samples)),
         layout=layout,

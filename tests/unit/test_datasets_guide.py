@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from vlmrl.cluster.data import wants_of
+from vlmrl.cluster.data import row_requirements
 from vlmrl.commands.preflight import check_columns
 from vlmrl.config.data import Columns
 from vlmrl.config.load import load
@@ -81,10 +81,10 @@ def test_every_command_reads_every_row(command: str, model: str, folder: Path, m
         data=config.data,
         evaluation=getattr(config, "eval", None),
         seed=config.train.seed,
-        wants=wants_of(config),
+        requirements=row_requirements(config),
     )
     prompts, metrics = source.draw(2 * source.num_rows())
-    assert metrics["data/rows_dropped"] == 0, source.take_notes()
+    assert metrics["data/rows_dropped"] == 0, source.take_warnings()
     held = sum(map(len, source.evaluation().values()))
     assert (held > 0) == ("eval_fraction" in command or "mine.yaml" in command)
     images = sum(len(prompt.media) for prompt in prompts)
@@ -113,7 +113,12 @@ def test_the_ways_to_write_an_answer_teach_the_same_tokens(
         config = settings(f"vlmrl sft --data.prompt_dataset {file}", model)
         assert isinstance(config, SftConfig)
         source = Source(
-            model=model, trust_remote_code=False, data=config.data, evaluation=None, seed=1, wants=wants_of(config)
+            model=model,
+            trust_remote_code=False,
+            data=config.data,
+            evaluation=None,
+            seed=1,
+            requirements=row_requirements(config),
         )
         (sample,), _ = source.draw_samples(1)
         taught.add((reader.decode(sample.tokens[~sample.sampled]), reader.decode(sample.tokens[sample.sampled])))

@@ -152,9 +152,9 @@ class RoleBuilder:
         group = self.group("data", source_settings(config).build, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
-            prompts.look_at_labels()
+            prompts.check_labels()
         if isinstance(config, RlConfig | SftConfig):
-            prompts.look_at_repeats()
+            prompts.find_duplicates()
         return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig, say: Callable[[str], None] = print) -> RemoteRewarder | None:

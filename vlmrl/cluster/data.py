@@ -10,7 +10,7 @@ import ray
 from vlmrl.config.data import Columns
 from vlmrl.config.rollout import Held
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
-from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
 from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
@@ -58,7 +58,7 @@ class SourceSettings:
     seed: int
     functions: Sequence[str] = ()
     """The built-in reward functions of the run: rows whose label they cannot use are dropped."""
-    wants: Wants = NOTHING
+    requirements: RowRequirements = NO_REQUIREMENTS
 
     def build(self) -> Source:
         return Source(
@@ -69,15 +69,19 @@ class SourceSettings:
             seed=self.seed,
             share=put,
             label_problems=LabelCheck(self.functions),
-            wants=self.wants,
+            requirements=self.requirements,
         )
 
 
-def wants_of(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> Wants:
-    """What the run needs of every row beside its question."""
+def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowRequirements:
+    """Columns that the run needs in every row, besides the question."""
     if isinstance(config, RolloutBench):
-        return NOTHING
+        return NO_REQUIREMENTS
     if isinstance(config, SftConfig):
-        return Wants(answer=True)
+        return RowRequirements(answer=True)
     reward = config.reward
-    return Wants(who_needs_labels(reward), instead=read_instead_of_labels(reward), others=other_columns(reward))
+    return RowRequirements(
+        label_for=who_needs_labels(reward),
+        label_substitutes=read_instead_of_labels(reward),
+        reward_columns=other_columns(reward),
+    )

@@ -39,15 +39,15 @@ class RemotePrompts:
         self._say = say
         self._num_dropped = 0.0
 
-    def look_at_labels(self) -> None:
+    def check_labels(self) -> None:
         """Tell people how many labels of the first rows cannot be used, if there are any."""
-        labels = self._group.call(lambda source: source.look_at_labels())[0]
+        labels = self._group.call(lambda source: source.check_labels())[0]
         if labels.problems:
             self._say(str(labels))
 
-    def look_at_repeats(self) -> None:
+    def find_duplicates(self) -> None:
         """Tell people how many rows come twice, or are in an evaluation set too, if there are any."""
-        for line in self._group.call(lambda source: source.look_at_repeats())[0].lines():
+        for line in self._group.call(lambda source: source.find_duplicates())[0].lines():
             self._say(line)
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
@@ -83,7 +83,7 @@ class RemotePrompts:
 
     def _tell(self, num_dropped: float) -> None:
         if num_dropped > self._num_dropped:
-            for line in self._group.call(lambda source: source.take_notes())[0]:
+            for line in self._group.call(lambda source: source.take_warnings())[0]:
                 self._say(line)
             self._num_dropped = num_dropped if math.isfinite(num_dropped) else self._num_dropped
 

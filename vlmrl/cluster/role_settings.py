@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
-from vlmrl.cluster.data import SourceSettings, wants_of
+from vlmrl.cluster.data import SourceSettings, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import names_function
 from vlmrl.config.roles import REWARD_MODELS
@@ -28,7 +28,7 @@ def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) ->
         evaluation=config.eval if isinstance(config, RlConfig | EvalConfig) else None,
         seed=config.train.seed,
         functions=tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
-        wants=wants_of(config),
+        requirements=row_requirements(config),
     )
 
 

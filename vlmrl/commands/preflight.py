@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmrl.algorithms import advantages, losses
-from vlmrl.cluster.data import wants_of
+from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import describe, nodes_wanted, roles_of
 from vlmrl.cluster.session import Session, joins_cluster, local_session
@@ -124,18 +124,18 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
         ConfigError, DataError: a dataset is not there, or lacks what the run needs, or has images that it would not
             read.
     """
-    data, wants = config.data, wants_of(config)
+    data, requirements = config.data, row_requirements(config)
     sources: list[Rows] = []
     if isinstance(data, Data):
         seed = config.train.seed
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
         for source in sources:
-            find_columns(source, sources, data, wants)
+            find_columns(source, sources, data, requirements)
     if not isinstance(config, SftConfig) and config.eval.dataset is not None:
         held = config.eval
         sets = load_all(held.dataset or "", split=held.split, max_samples=held.max_samples, seed=config.train.seed)
         for source in sets:
-            find_columns(source, [*sources, *sets], data, wants)
+            find_columns(source, [*sources, *sets], data, requirements)
 
 
 def check_lengths(config: RlConfig | EvalConfig) -> None:
@@ -219,7 +219,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
             evaluation=getattr(config, "eval", None),
             seed=config.train.seed,
             label_problems=label_problems,
-            wants=wants_of(config),
+            requirements=row_requirements(config),
         )
         _look_at(config, source, console)
     console.print("dry run: nothing was started and nothing written")
@@ -248,7 +248,7 @@ def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | Non
 def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
     """Read the first training rows and all evaluation rows, and print what they are like."""
     if isinstance(config, RlConfig) and config.reward.functions:
-        print_line(console, source.look_at_labels())
+        print_line(console, source.check_labels())
     table = Table(title="data")
     for column in ("set", "rows", "looked at", "longest prompt", "images"):
         table.add_column(column)
@@ -270,8 +270,8 @@ def _look_at(config: RlConfig | SftConfig | EvalConfig, source: Source, console:
         first = first or prompts[0]
         table.add_row(Text(one_line(f"evaluation: {name}")), str(len(prompts)), str(len(prompts)), *_extent(prompts))
     console.print(table)
-    repeats = [] if isinstance(config, EvalConfig) else source.look_at_repeats().lines()
-    for line in (*repeats, *source.take_notes()):
+    repeats = [] if isinstance(config, EvalConfig) else source.find_duplicates().lines()
+    for line in (*repeats, *source.take_warnings()):
         print_line(console, line)
     assert first is not None, "a run has training rows or evaluation rows"
     print_line(console, f"first prompt ({first.source}): {first.text!r} -> {first.label!r}")

@@ -30,8 +30,8 @@ from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.atomic import checkpoints
-from vlmrl.observe.lock import held, refuse_if_live
-from vlmrl.observe.log import logged
+from vlmrl.observe.lock import refuse_if_locked, run_lock
+from vlmrl.observe.log import run_log
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.plugins import Processor, processor_of
@@ -76,7 +76,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         raise ConfigError(
             f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
         ) from error
-    refuse_if_live(folder.root)
+    refuse_if_locked(folder.root)
     check_folder(config, folder)
     warnings = check_machine(config)
     check_columns(config)
@@ -114,11 +114,11 @@ def started(
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with logged() as log, naming_checkpoint(folder.checkpoints), ExitStack() as held_folder:
+    with run_log() as log, naming_checkpoint(folder.checkpoints), ExitStack() as held_folder:
         folder.open()
         with writing(folder.log.name, folder.root):
-            log.keep_in(folder.log)
-        held_folder.enter_context(held(folder.root, lost=lambda line: end_at_once(line, 2), say=print))
+            log.move_to(folder.log)
+        held_folder.enter_context(run_lock(folder.root, on_lost=lambda line: end_at_once(line, 2), notify=print))
         check_folder(config, folder)  # again: until now another run may have held it
         machines = held_folder.enter_context(session())
         check_hardware(config, machines, adapter)

@@ -1,4 +1,4 @@
-"""Spread samples over ranks by cost, in packs that keep the ranks' collectives in step."""
+"""Distribute samples over ranks by cost, with the same number of packs on each."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlmrl.data.packing import FILLER, ImageCost, Pack, cut, make_pack, units, weigh
+from vlmrl.data.packing import FILLER, ImageCost, Pack, make_pack, make_packs, pack_cost, units
 from vlmrl.types import Layout, Sample
 
 TOLERANCE = 1.1
-"""Groups stay whole while the busiest rank has at most this many times its fair share."""
+"""Groups stay whole while the busiest rank has at most this multiple of the mean cost."""
 
-Weigh = Callable[[Sequence[Sample]], float]
-"""The cost of a pack of these samples."""
+PackCost = Callable[[Sequence[Sample]], float]
+"""Cost of a pack with these samples."""
 
 
 def spread(
@@ -27,27 +27,28 @@ def spread(
     image_cost: ImageCost,
     filler: Sample | None,
 ) -> list[list[Pack]]:
-    """Give every rank the same number of packs and about the same cost; `result[rank]` are that rank's packs.
+    """Give every rank the same number of packs and about the same cost; `result[rank]` holds that rank's packs.
 
-    `Pack.ids` are indices into `samples`. What shares an image or a prompt stays on one rank, for it is computed once
-    there, unless that would leave a rank more than a tenth over its fair share. A rank with too few packs first splits
-    the ones it has, then receives fillers: samples without a sampled token. With several ranks and any image in the
-    batch, a pack without one gets `filler` appended, because under ZeRO a rank that skips the tower leaves the others
-    waiting.
+    `Pack.ids` are indices into `samples`. Samples with the same images or prompt stay on one rank, where the shared
+    part is computed once, unless a rank would then be more than 10 % above the mean cost. A rank with too few packs
+    splits the ones it has, then receives fillers: samples without a sampled token. With several ranks and an image
+    anywhere in the batch, `filler` is appended to each pack without an image: under ZeRO a rank that skips the vision
+    tower would leave the others waiting in a collective.
 
     Args:
-        filler: the smallest sample with an image (`processor.dummy_sample()`); None for models without images.
+        filler: the smallest sample with an image (`processor.dummy_sample()`); None for text models.
 
-    Raises ValueError when there are no samples.
+    Raises:
+        ValueError: `samples` is empty.
     """
     if not samples:
         raise ValueError("there are no samples to spread over ranks")
 
-    def cost(chosen: Sequence[Sample]) -> float:
-        return weigh(chosen, layout, image_cost)
+    def cost(members: Sequence[Sample]) -> float:
+        return pack_cost(members, layout, image_cost)
 
     ranks = [
-        cut(
+        make_packs(
             [samples[i] for i in share],
             share,
             layout=layout,
@@ -58,53 +59,54 @@ def spread(
         for share in _assign(samples, num_ranks, cost)
     ]
     blank = filler if filler is not None else _blank(samples[0])
-    most = max(len(packs) for packs in ranks)
-    ranks = [_stretch(packs, most, blank, layout, cost) for packs in ranks]
+    num_packs = max(len(packs) for packs in ranks)
+    ranks = [_pad_to(packs, num_packs, blank, layout, cost) for packs in ranks]
     if num_ranks == 1 or filler is None or not any(pack.media for packs in ranks for pack in packs):
         return ranks
     return [[pack if pack.media else _with_filler(pack, filler, layout) for pack in packs] for packs in ranks]
 
 
-def _assign(samples: Sequence[Sample], num_ranks: int, cost: Weigh) -> list[list[int]]:
-    """Indices of the samples of each rank, ascending.
+def _assign(samples: Sequence[Sample], num_ranks: int, cost: PackCost) -> list[list[int]]:
+    """Return the ascending sample indices of each rank.
 
-    While a rank has too much, its costliest unit is halved; the best deal of all that were tried is taken.
+    While the busiest rank is above the tolerance, its costliest unit is split in two; the assignment with the lowest
+    maximum cost of all that were tried is returned.
     """
-    deck = [(cost([samples[i] for i in unit]), unit) for unit in units(samples, "image")]
+    entries = [(cost([samples[i] for i in unit]), unit) for unit in units(samples, "image")]
     best: tuple[float, list[list[int]]] | None = None
     while True:
-        loads, shares = _longest_first(deck, num_ranks)
+        loads, shares = _longest_first(entries, num_ranks)
         if best is None or max(loads) < best[0]:
             best = max(loads), [sorted(i for unit in share for i in unit) for share in shares]
         busiest = shares[loads.index(max(loads))]
-        divisible = [entry for entry in deck if len(entry[1]) > 1 and entry[1] in busiest]
+        divisible = [entry for entry in entries if len(entry[1]) > 1 and entry[1] in busiest]
         if max(loads) <= TOLERANCE * sum(loads) / num_ranks or not divisible:
             return best[1]
         largest = max(divisible, key=lambda entry: entry[0])
-        deck.remove(largest)
+        entries.remove(largest)
         middle = _middle([samples[i] for i in largest[1]], cost)
         parts = (largest[1][:middle], largest[1][middle:])
-        deck += [(cost([samples[i] for i in part]), part) for part in parts]
+        entries += [(cost([samples[i] for i in part]), part) for part in parts]
 
 
-def _longest_first(deck: list[tuple[float, list[int]]], num_ranks: int) -> tuple[list[float], list[list[list[int]]]]:
-    """Graham's rule: the costliest unit left goes to the rank with the least so far (doi.org/10.1137/0117039)."""
+def _longest_first(entries: list[tuple[float, list[int]]], num_ranks: int) -> tuple[list[float], list[list[list[int]]]]:
+    """Assign units by decreasing cost, each to the least loaded rank (Graham 1969, doi.org/10.1137/0117039)."""
     shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
-    for weight, unit in sorted(deck, key=lambda entry: (-entry[0], entry[1][0])):
+    for weight, unit in sorted(entries, key=lambda entry: (-entry[0], entry[1][0])):
         load, rank = heapq.heappop(heap)
         shares[rank].append(unit)
         heapq.heappush(heap, (load + weight, rank))
     return [load for load, _ in sorted(heap, key=lambda entry: entry[1])], shares
 
 
-def _middle(samples: Sequence[Sample], cost: Weigh) -> int:
-    """Where to cut samples in two so that the costlier part costs least."""
+def _middle(samples: Sequence[Sample], cost: PackCost) -> int:
+    """Return the split position that minimises the cost of the costlier half."""
     return min(range(1, len(samples)), key=lambda k: max(cost(samples[:k]), cost(samples[k:])))
 
 
-def _stretch(packs: list[Pack], count: int, blank: Sample, layout: Layout, cost: Weigh) -> list[Pack]:
-    """Split the costliest packs until there are `count`; where nothing is left to split, add fillers."""
+def _pad_to(packs: list[Pack], count: int, blank: Sample, layout: Layout, cost: PackCost) -> list[Pack]:
+    """Split the costliest packs until there are `count`; once none can be split, add fillers."""
     packs = list(packs)
     while len(packs) < count:
         divisible = [k for k, pack in enumerate(packs) if len(pack.samples) > 1]
@@ -123,6 +125,6 @@ def _with_filler(pack: Pack, filler: Sample, layout: Layout) -> Pack:
 
 
 def _blank(sample: Sample) -> Sample:
-    """A text sample that weighs nothing in any loss. Only for batches without images."""
+    """Return a text sample with zero weight in every loss, for batches without images."""
     tokens = sample.tokens[:2]
     return Sample(tokens=tokens, sampled=np.zeros(len(tokens), dtype=np.bool_))

@@ -1,4 +1,4 @@
-"""A square picture to draw on, in shares of its side, for datasets that make their own images."""
+"""Drawing on a square image in relative coordinates, for datasets that generate their images."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Point = tuple[float, float]
 
 INK: Colour = (38, 42, 52)
 
-# Pictures are drawn so much larger and then reduced, which smooths their edges; large ones need it less.
+# Factors by which the canvas is larger than the image: drawing large and reducing smooths the edges.
 _OVERSAMPLING, _OVERSAMPLING_OF_LARGE = 4, 3
-_LARGE = 200
+_LARGE = 200  # pixels
 
 
 class Canvas:
-    """A square picture. All lengths are shares of its side, y runs down."""
+    """A square image. Lengths are fractions of its side; y points down."""
 
     def __init__(self, pixels: int, paper: Colour) -> None:
         self._scale = _OVERSAMPLING if pixels < _LARGE else _OVERSAMPLING_OF_LARGE
@@ -59,7 +59,7 @@ class Canvas:
         self._draw.line(points, fill=fill, width=self._thickness(width))
 
     def hand(self, x: float, y: float, turn: float, length: float, width: float, fill: Colour) -> None:
-        """A clock hand with round ends; `turn` in full turns from twelve o'clock."""
+        """Draw a clock hand with round ends; `turn` is the angle from twelve o'clock in full turns."""
         end = (x + length * math.sin(math.tau * turn), y - length * math.cos(math.tau * turn))
         self.line((x, y), end, fill, width)
         self.circle(*end, width / 2, fill)
@@ -70,7 +70,7 @@ class Canvas:
         )
 
     def expression(self, x: float, y: float, text: str, height: float) -> None:
-        """Text with + - × in it, drawn as strokes: Pillow's own font lacks the last two."""
+        """Draw text whose + - × are strokes: Pillow's default font lacks some of these signs."""
         font = _font(round(height * self._side))
         parts = [(part, 0.55 * height if part in "+-×" else font.getlength(part) / self._side) for part in text.split()]
         gap = 0.28 * height
@@ -82,11 +82,11 @@ class Canvas:
                 self.text(x, y, part, height, anchor="lm")
             x += width + gap
 
-    def _operator(self, symbol: str, x: float, y: float, reach: float) -> None:
+    def _operator(self, symbol: str, x: float, y: float, arm: float) -> None:
         strokes = {"+": [(1.0, 0.0), (0.0, 1.0)], "-": [(1.0, 0.0)], "×": [(0.75, 0.75), (0.75, -0.75)]}
         for right, down in strokes[symbol]:
-            start, end = (x - right * reach, y - down * reach), (x + right * reach, y + down * reach)
-            self.line(start, end, INK, 0.17 * reach * 2)
+            start, end = (x - right * arm, y - down * arm), (x + right * arm, y + down * arm)
+            self.line(start, end, INK, 0.17 * arm * 2)
 
     def _thickness(self, width: float) -> int:
         return max(1, round(width * self._side))

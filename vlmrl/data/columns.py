@@ -1,4 +1,4 @@
-"""Which column of a dataset holds what, and what is wrong with its columns before any row is used."""
+"""Find the columns of a dataset that hold question, label, images and answer, and check them before any row is used."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlmrl.config.data import COLUMN_KEYS, Columns
-from vlmrl.data.conversations import STANDARD_ANSWERS, ends_with_answer, read_conversation
+from vlmrl.data.conversations import STANDARD_ANSWER_COLUMNS, ends_with_answer, read_conversation
 from vlmrl.data.rows import Rows
 from vlmrl.errors import DataError
 
 Keys = Mapping[str, str | None]
-"""Setting -> column: `{"input_key": "problem", "label_key": "reward_model.ground_truth", ...}`. None: no column."""
+"""Column of each setting: `{"input_key": "problem", "label_key": "reward_model.ground_truth"}`. None: no column."""
 
-_STANDARD = {"input_key": ("prompt", "messages", "conversations"), "output_key": STANDARD_ANSWERS}
-"""What TRL's and ShareGPT's datasets call them; read where a dataset has no column of the default name."""
+_STANDARD = {"input_key": ("prompt", "messages", "conversations"), "output_key": STANDARD_ANSWER_COLUMNS}
+"""Names in TRL's and ShareGPT's datasets, read when a dataset has no column of the default name."""
 _LIKELY = {
     "input_key": ("question", "problem", "query", "instruction", "text"),
     "label_key": ("answer", "solution", "ground_truth", "target", "final_answer", "reward_model"),
     "output_key": ("output", "response", "target", "solution"),
 }
-"""For hints alone."""
-_ROWS_LOOKED_AT = 8
-_ROWS_SEARCHED = 1000
-"""For a first image, where few rows may have one."""
+"""Names suggested in error messages; never read unless configured."""
+_NUM_SAMPLED_ROWS = 8
+_NUM_SEARCHED_ROWS = 1000
+"""Rows searched for a first image, since few rows may have one."""
 
 _IMAGE_NAME = re.compile(
     r"(images?|imgs?|pics?|pictures?|photos?)(_?(paths?|files?|file_?names?|urls?|bytes|b64|base64))?", re.IGNORECASE
@@ -36,63 +36,74 @@ _IMAGE_FILE = re.compile(r"\S.*\.(png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE)
 _IMAGE_BYTES = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|BM|II\*\0|MM\0\*|RIFF....WEBP", re.DOTALL)
 
 
-class Wants(NamedTuple):
-    """What a run needs of every row beside the question."""
+class RowRequirements(NamedTuple):
+    """Columns that a run needs in every row, besides the question."""
 
-    label: str | None = None
-    """Who needs a label, for messages: `reward.functions math`. None: nobody."""
+    label_for: str | None = None
+    """Setting that needs a label, for messages: `reward.functions math`. None: no label is needed."""
     answer: bool = False
-    """Whether the row says what the model should say: `vlmrl sft`."""
-    instead: frozenset[str] = frozenset()
-    """Columns that are read in the label's place, where a dataset has all of them."""
-    others: frozenset[str] = frozenset()
-    """Columns by these names that a reward function asks for; the label may be one of them."""
+    """Whether the row needs a target answer, as in `vlmrl sft`."""
+    label_substitutes: frozenset[str] = frozenset()
+    """Columns that replace the label in datasets that have all of them."""
+    reward_columns: frozenset[str] = frozenset()
+    """Columns that a reward function takes by name; the label may be one of them."""
 
-    def label_of(self, source: Rows, label_key: str | None) -> str | None:
-        """Who needs a label of this dataset's rows."""
-        is_elsewhere = self.instead and self.instead <= set(source.columns) - {top(label_key)}
-        return None if is_elsewhere else self.label
+    def label_needed_for(self, source: Rows, label_key: str | None) -> str | None:
+        """The setting that needs a label in this dataset; None if its rows need none."""
+        has_substitutes = self.label_substitutes and self.label_substitutes <= set(source.columns) - {
+            top_column(label_key)
+        }
+        return None if has_substitutes else self.label_for
 
 
-NOTHING = Wants()
+NO_REQUIREMENTS = RowRequirements()
 
 
-def find_columns(source: Rows, sources: Sequence[Rows], columns: Columns, wants: Wants = NOTHING) -> Keys:
-    """Which column of this source, one of `sources`, holds what; `output_key` is there when an answer is wanted.
+def find_columns(
+    source: Rows, sources: Sequence[Rows], columns: Columns, requirements: RowRequirements = NO_REQUIREMENTS
+) -> Keys:
+    """Return the column of each setting in `source`, one of `sources`; `output_key` only when answers are needed.
 
-    A few rows are read. Raises DataError, all in one line, for a column that is needed or asked for and not there, for
-    labels or answers that no row has, and for images that lie in a column which is not read.
+    Reads a few rows.
+
+    Raises:
+        DataError: a needed or configured column is missing, none of the rows read has a needed label or answer, or a
+            column that is not read holds images. One line names all missing columns.
     """
-    search = _Search(source, sources, columns)
-    keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or wants.answer}
-    rows = list(_some_rows(source))
+    search = _ColumnSearch(source, sources, columns)
+    keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or requirements.answer}
+    rows = list(_sampled_rows(source))
     missing = [f"no column {keys[name]!r} (data.{name})" for name in search.missing(keys)]
-    needs_label = wants.label_of(source, keys["label_key"])
-    if needs_label is not None and not _is_there(source, keys["label_key"]):
+    label_for = requirements.label_needed_for(source, keys["label_key"])
+    if label_for is not None and not _has_column(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
-        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {needs_label} needs")
+        missing.append(f"no column {keys['label_key']!r} (data.label_key), which {label_for} needs")
     known = {*source.columns, columns.label_key, keys["label_key"]}
-    missing += [f"no column {name!r}, for which reward.remote_url asks" for name in sorted(wants.others - known)]
-    if wants.answer and not missing and not _has_answers(source, keys, rows):
+    missing += [
+        f"no column {name!r}, which reward.remote_url needs" for name in sorted(requirements.reward_columns - known)
+    ]
+    if requirements.answer and not missing and not _has_answers(source, keys, rows):
         missing.append(
             f"no column {keys['output_key']!r} (data.output_key) nor {keys['label_key']!r} (data.label_key), and its "
-            "questions do not end with a message of the assistant: nothing says what to learn"
+            "questions do not end with an assistant message: there is no answer to train on"
         )
     if missing:
         raise DataError(
             f"dataset {source.name} has {' and '.join(missing)}; it has: {', '.join(source.columns)}"
-            f"{_hint(source, keys, missing)}{search.hint_of_several()}"
+            f"{_hint(source, keys, missing)}{search.per_dataset_hint()}"
         )
-    if needs_label is not None:
-        _check_values(source, keys, rows, "label_key", f"{needs_label} needs a label")
+    if label_for is not None:
+        _check_values(source, keys, rows, "label_key", f"{label_for} needs a label")
     if columns.image_key is not None:
         _check_images(source, keys, rows)
     return keys
 
 
 def value_at(row: Mapping[str, Any], key: str | None) -> Any:
-    """What a row has in a column, or inside it: `reward_model.ground_truth` of `{"reward_model": {"ground_truth": 4}}`.
-    None when it has nothing there."""
+    """Return the value of a row's column, or of a field inside it; None if it is missing.
+
+    Example: `reward_model.ground_truth` of `{"reward_model": {"ground_truth": 4}}` is 4.
+    """
     if key is None or key in row:
         return None if key is None else row[key]
     value: Any = row
@@ -102,19 +113,19 @@ def value_at(row: Mapping[str, Any], key: str | None) -> Any:
 
 
 def as_list(images: Any) -> Sequence[Any]:
-    """The images of a row's column: a list, or one image."""
+    """Return the images of a row's column, which holds a list or a single image, as a list."""
     if images is None or (isinstance(images, str | bytes) and not images):
         return []
     return images if isinstance(images, list | tuple) else [images]
 
 
-def top(key: str | None) -> str | None:
-    """The column itself of a place inside it."""
+def top_column(key: str | None) -> str | None:
+    """Return the column of a dotted name: `reward_model` of `reward_model.ground_truth`."""
     return None if key is None else key.partition(".")[0]
 
 
-class _Search:
-    """Names of columns, from the dataset's own, the settings, and what is usual."""
+class _ColumnSearch:
+    """Column names of one dataset, from its own options, the settings and the standard names."""
 
     def __init__(self, source: Rows, sources: Sequence[Rows], columns: Columns) -> None:
         self._source = source
@@ -122,63 +133,63 @@ class _Search:
         self._others = [other for other in sources if other is not source]
 
     def column(self, name: str) -> str | None:
-        """The column of one setting, whether it is there or not."""
+        """Return the column of one setting, whether or not the dataset has it."""
         if name in self._source.named_columns:
             return self._source.named_columns[name]
         key: str | None = getattr(self._columns, name)
         default = COLUMN_KEYS[name]
         if name == "input_key" and key == default and {"instruction", "input"} <= set(self._source.columns):
             raise DataError(
-                f"dataset {self._source.name} has the columns instruction and input (Alpaca's form), of which one "
-                "alone would be read: join them in a column of their own, and name it with data.input_key"
+                f"dataset {self._source.name} has the columns instruction and input (Alpaca's format), of which only "
+                "one would be read: join them in a new column and set data.input_key to its name"
             )
-        if _is_there(self._source, key):
+        if _has_column(self._source, key):
             return key
-        if self._source.has_own_columns and self._is_elsewhere(key):
+        if self._source.has_own_columns and self._is_in_other_dataset(key):
             return default
-        usual = [other for other in _STANDARD.get(name, ()) if other in self._source.columns]
-        if key == default and len(usual) > 1:
+        standard = [other for other in _STANDARD.get(name, ()) if other in self._source.columns]
+        if key == default and len(standard) > 1:
             raise DataError(
-                f"dataset {self._source.name} has the columns {' and '.join(usual)}: say with data.{name} which one to "
+                f"dataset {self._source.name} has the columns {' and '.join(standard)}: set data.{name} to the one to "
                 "read"
             )
-        return usual[0] if key == default and usual else key
+        return standard[0] if key == default and standard else key
 
     def missing(self, keys: Keys) -> Iterator[str]:
-        """The settings whose column is needed, or was asked for, and is not there."""
+        """Yield the settings whose column is needed or configured, but missing."""
         for name, key in keys.items():
             is_needed = name == "input_key" or name in self._source.named_columns
-            is_asked_for = key not in (None, COLUMN_KEYS[name]) and not self._is_elsewhere(key)
-            if not _is_there(self._source, key) and (is_needed or is_asked_for):
+            is_configured = key not in (None, COLUMN_KEYS[name]) and not self._is_in_other_dataset(key)
+            if not _has_column(self._source, key) and (is_needed or is_configured):
                 yield name
 
-    def hint_of_several(self) -> str:
-        """How one of several datasets gets columns of its own."""
+    def per_dataset_hint(self) -> str:
+        """Explain how to set the columns of one of several datasets."""
         if not self._others:
             return ""
-        return "; columns of one dataset alone follow its name, NAME:input_key=COLUMN:label_key=COLUMN"
+        return "; columns of a single dataset follow its name, NAME:input_key=COLUMN:label_key=COLUMN"
 
-    def _is_elsewhere(self, key: str | None) -> bool:
-        return any(_is_there(other, key) for other in self._others)
-
-
-def _is_there(source: Rows, key: str | None) -> bool:
-    return key is not None and (key in source.columns or ("." in key and top(key) in source.columns))
+    def _is_in_other_dataset(self, key: str | None) -> bool:
+        return any(_has_column(other, key) for other in self._others)
 
 
-def _some_rows(source: Rows, count: int = _ROWS_LOOKED_AT) -> Iterator[Mapping[str, Any]]:
-    """A few rows from first to last; those that cannot be read are met, and named, later."""
-    for number in sorted({round(place) for place in np.linspace(0, len(source) - 1, num=count)}):
+def _has_column(source: Rows, key: str | None) -> bool:
+    return key is not None and (key in source.columns or ("." in key and top_column(key) in source.columns))
+
+
+def _sampled_rows(source: Rows, count: int = _NUM_SAMPLED_ROWS) -> Iterator[Mapping[str, Any]]:
+    """Yield a few rows, evenly spaced from first to last. Unreadable rows are skipped here and reported when drawn."""
+    for index in sorted({round(position) for position in np.linspace(0, len(source) - 1, num=count)}):
         try:
-            yield source[number]
+            yield source[index]
         except Exception:
             continue
 
 
 def _has_answers(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> bool:
-    if any(_is_there(source, keys[name]) for name in ("output_key", "label_key")):
+    if any(_has_column(source, keys[name]) for name in ("output_key", "label_key")):
         return True
-    return not rows or any(_tells(_ends_with_answer, row, keys) for row in rows)
+    return not rows or any(_holds(_ends_with_answer, row, keys) for row in rows)
 
 
 def _ends_with_answer(row: Mapping[str, Any], keys: Keys) -> bool:
@@ -186,47 +197,51 @@ def _ends_with_answer(row: Mapping[str, Any], keys: Keys) -> bool:
 
 
 def _check_values(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]], name: str, reason: str) -> None:
-    """DataError when a column that is needed holds nothing in any of these rows."""
+    """Raise DataError when a needed column is empty in all of these rows."""
     key = keys[name]
     if not rows or any(value_at(row, key) is not None for row in rows):
         return
-    inner = next((found for row in rows if isinstance(found := value_at(row, top(key)), Mapping)), None)
-    has = f"; {top(key)} has: {', '.join(map(str, inner))}" if inner is not None and key not in source.columns else ""
+    struct = next((value for row in rows if isinstance(value := value_at(row, top_column(key)), Mapping)), None)
+    fields = (
+        f"; {top_column(key)} has: {', '.join(map(str, struct))}"
+        if struct is not None and key not in source.columns
+        else ""
+    )
     raise DataError(
-        f"dataset {source.name}: {key!r} (data.{name}) holds nothing in any of {len(rows)} rows looked at, and "
-        f"{reason}{has}"
+        f"dataset {source.name}: {key!r} (data.{name}) is empty in all of the {len(rows)} rows read, and "
+        f"{reason}{fields}"
     )
 
 
 def _check_images(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) -> None:
-    """DataError when images lie unused: a model that is trained blind looks healthy."""
-    if any(_tells(_has_images, row, keys) for row in rows):
+    """Raise DataError when a column with images is not read: a model trained without its images looks healthy."""
+    if any(_holds(_has_images, row, keys) for row in rows):
         return
-    used = {top(key) for key in keys.values()}
+    used = {top_column(key) for key in keys.values()}
     others = [column for column in source.columns if column not in used]
-    is_read = _is_there(source, keys["image_key"])
+    is_read = _has_column(source, keys["image_key"])
     for column in others:
         is_known = column in source.image_columns and not is_read
-        if is_known or any(_tells(_looks_like_images, column, row.get(column)) for row in rows):
-            if is_read and any(_tells(_has_images, row, keys) for row in _some_rows(source, _ROWS_SEARCHED)):
+        if is_known or any(_holds(_looks_like_images, column, row.get(column)) for row in rows):
+            if is_read and any(_holds(_has_images, row, keys) for row in _sampled_rows(source, _NUM_SEARCHED_ROWS)):
                 return
-            has = "holds none in the rows looked at" if is_read else "it does not have"
+            problem = "holds none in the rows read" if is_read else "it does not have"
             raise DataError(
                 f"dataset {source.name} has images in column {column!r}, but data.image_key is {keys['image_key']!r}, "
-                f"which {has}: set data.image_key to {column}, or to none where the text does without images"
+                f"which {problem}: set data.image_key to {column}, or to none if the text needs no images"
             )
 
 
-def _tells(judge: Callable[..., bool], *given: Any) -> bool:
-    """What `judge` says; False where it cannot."""
+def _holds(condition: Callable[..., bool], *arguments: Any) -> bool:
+    """Evaluate a condition on a row; False if it raises."""
     try:
-        return judge(*given)
-    except Exception:  # a row may hold anything: this one is met, dropped and named later
+        return condition(*arguments)
+    except Exception:  # a row may hold anything: a bad one is dropped and reported when it is drawn
         return False
 
 
 def _has_images(row: Mapping[str, Any], keys: Keys) -> bool:
-    """Whether the run finds an image in this row."""
+    """Whether the columns that are read give an image in this row."""
     inline = read_conversation(value_at(row, keys["input_key"])).images
     return len(inline) > 0 or len(as_list(value_at(row, keys["image_key"]))) > 0
 
@@ -238,14 +253,14 @@ def _looks_like_images(column: str, value: Any) -> bool:
     if isinstance(first, bytes):
         return _IMAGE_BYTES.match(first) is not None
     if isinstance(first, str):
-        is_named_so = bool(first) and _IMAGE_NAME.fullmatch(column) is not None
-        return is_named_so or first.startswith("data:image/") or _IMAGE_FILE.fullmatch(first) is not None
-    # A PIL image: `datasets` and generators hand them out.
+        has_image_name = bool(first) and _IMAGE_NAME.fullmatch(column) is not None
+        return has_image_name or first.startswith("data:image/") or _IMAGE_FILE.fullmatch(first) is not None
+    # A PIL image, as `datasets` and generators return them.
     return hasattr(first, "getbands")
 
 
 def _hint(source: Rows, keys: Keys, missing: Sequence[str]) -> str:
-    """What may have been meant: a name that is usual for such a column, or one that is spelt alike."""
+    """Suggest a column with a similar or usual name for each missing one."""
     hints = []
     for name, key in keys.items():
         if key is None or not any(f"data.{name})" in line for line in missing):

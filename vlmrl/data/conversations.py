@@ -1,4 +1,4 @@
-"""Conversations as datasets write them (ShareGPT, images inside messages), in the one form of chat messages."""
+"""Normalise the conversation formats of datasets (ShareGPT, images inside messages) to chat messages."""
 
 from __future__ import annotations
 
@@ -9,81 +9,80 @@ from typing import Any, NamedTuple
 from vlmrl.config.data import COLUMN_KEYS
 from vlmrl.errors import DataError
 
-STANDARD_ANSWERS = ("completion",)
-"""What other trainers call the column of what the model should say."""
+STANDARD_ANSWER_COLUMNS = ("completion",)
+"""Names of the target column in datasets for other trainers."""
 
 Message = Mapping[str, Any]
 
 _SHAREGPT_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 _IMAGE_KINDS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
-"""Where a part of an image has it: those of Transformers' chat templates and of OpenAI's API."""
-_NOT_TAUGHT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""Keys of an image part that hold the image, in Transformers' chat templates and in OpenAI's API."""
+_UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 
 class Conversation(NamedTuple):
-    """Chat messages, their images taken out."""
+    """Chat messages with their images extracted."""
 
     messages: Any
-    """Messages with `{"type": "image"}` where an image was. What is no list of messages is left as it was: whoever
-    renders it says what is wrong."""
+    """Messages with `{"type": "image"}` in place of each image. A value that is not a list of messages is kept as it
+    is, and refused when it is rendered."""
     images: tuple[Any, ...]
-    """What the images of the messages were, in order: paths, URLs, bytes."""
+    """The images of the messages, in order: paths, URLs, bytes."""
 
 
-def read_conversation(given: Any) -> Conversation:
-    """The question of a row in one form. Text, and what is no list of messages, stays as it is.
+def read_conversation(value: Any) -> Conversation:
+    """Convert the question of a row to chat messages. Text, and anything that is not a list of messages, is kept.
 
     Examples:
         ShareGPT's `[{"from": "human", "value": "Hi"}]` -> `[{"role": "user", "content": "Hi"}]`;
-        `[{"type": "image", "image": "a.png"}]` as content -> `[{"type": "image"}]`, and "a.png" among the images;
+        `[{"type": "image", "image": "a.png"}]` as content -> `[{"type": "image"}]`, with "a.png" in `images`;
         the text `'[{"role": "user", "content": "Hi"}]'` -> these messages.
     """
-    if isinstance(given, str):
-        given = _written_messages(given) or given
-    if not is_conversation(given):
-        return Conversation(given, ())
+    if isinstance(value, str):
+        value = _parse_messages(value) or value
+    if not is_conversation(value):
+        return Conversation(value, ())
     images: list[Any] = []
-    messages = [_without_images(_with_role(message), images) for message in given]
+    messages = [_without_images(_with_role(message), images) for message in value]
     return Conversation(messages, tuple(images))
 
 
-def is_conversation(given: Any) -> bool:
-    """Whether it is a list of messages, rather than a text."""
-    return isinstance(given, list | tuple) and bool(given) and all(isinstance(message, Mapping) for message in given)
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a non-empty list of messages."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def ends_with_answer(messages: Any) -> bool:
-    """Whether the assistant has the last word, which `vlmrl sft` then teaches."""
+    """Whether the last message is the assistant's, which `vlmrl sft` then trains on."""
     return is_conversation(messages) and messages[-1].get("role") == "assistant"
 
 
 def split_answer(question: Any, answer: Any, label: str | None, *, column: str | None) -> tuple[Any, str]:
-    """The question, and what the model should say to it: the assistant's last message, else the row's answer, which is
-    in `column`, else its label.
+    """Return the question and its target answer: the last assistant message, else `column`'s value, else the label.
 
-    Raises DataError when there is none of them, when it cannot be taught, and when a column that was chosen would not
-    be read.
+    Raises:
+        DataError: there is no answer, it cannot be trained on, or both the messages and a configured column have one.
     """
-    said = answer_text(answer)
+    target = answer_text(answer)
     if ends_with_answer(question):
-        if said is not None and column not in (COLUMN_KEYS["output_key"], *STANDARD_ANSWERS):
-            raise DataError(f"its messages end with an answer of the assistant, and column {column!r} has another")
+        if target is not None and column not in (COLUMN_KEYS["output_key"], *STANDARD_ANSWER_COLUMNS):
+            raise DataError(f"its messages end with an assistant message, and column {column!r} has another answer")
         if len(question) == 1:
-            raise DataError("an answer of the assistant is its only message: nothing is asked")
-        question, said = question[:-1], answer_text(question[-1:])
-    said = said or label
-    if not said:
+            raise DataError("its only message is the assistant's: there is no question")
+        question, target = question[:-1], answer_text(question[-1:])
+    target = target or label
+    if not target:
         raise DataError(
-            f"neither a last message of the assistant, nor column {column!r} (data.output_key), nor a label says one"
+            f"it has no final assistant message, no value in column {column!r} (data.output_key) and no label"
         )
-    return question, said
+    return question, target
 
 
 def answer_text(answer: Any) -> str | None:
-    """What the model should say: a text, a number, or a conversation of one message, which is the assistant's.
+    """Return the target text of an answer: a text, a number, or a conversation of one assistant message.
 
-    None, and a text without a letter, are no answer. Raises DataError for messages that cannot be taught.
+    None for a missing or empty answer. Raises DataError for messages that cannot be trained on.
     """
     if answer is None or isinstance(answer, str):
         return answer or None
@@ -92,26 +91,28 @@ def answer_text(answer: Any) -> str | None:
         return str(answer)
     if len(conversation) > 1 or not ends_with_answer(conversation):
         roles = ", ".join(str(message.get("role")) for message in conversation)
-        raise DataError(f"the answer should be one message of the assistant; its messages are of {roles}")
+        raise DataError(f"the answer should be one assistant message; its messages have the roles {roles}")
     return _message_text(conversation[0]) or None
 
 
 def _message_text(message: Message) -> str:
-    """The text of a message that is taught."""
-    lost = [key for key in _NOT_TAUGHT if message.get(key)]
-    if lost:
-        raise DataError(f"the answer has {lost[0]}, which is not taught: write what the model should say into content")
+    """Return the text of an assistant message to train on."""
+    unsupported = [key for key in _UNSUPPORTED_KEYS if message.get(key)]
+    if unsupported:
+        raise DataError(f"the answer has {unsupported[0]}, which is not trained on: put the whole target into content")
     content = message.get("content")
     parts: Sequence[Any] = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise DataError("the answer holds something else than text: text alone is taught")
+        raise DataError("the answer has parts other than text: only text is trained on")
     return "".join(map(str, texts))
 
 
-def _written_messages(text: str) -> Any:
-    """Messages that are written as JSON into a column of text, as OpenRLHF-M and lmm-r1 have them; None for other
-    text. Read as a question, it would leave its images unopened."""
+def _parse_messages(text: str) -> Any:
+    """Parse messages stored as JSON in a text column, as by OpenRLHF-M and lmm-r1; None for other text.
+
+    Taken as plain text, such a question would lose its images.
+    """
     if not text.lstrip().startswith("[") or not any(key in text for key in ('"role"', '"from"')):
         return None
     try:
@@ -119,12 +120,12 @@ def _written_messages(text: str) -> Any:
     except (ValueError, RecursionError):
         return None
     keys = ({"role", "content"}, {"from", "value"})
-    is_all = is_conversation(messages) and all(any(pair <= message.keys() for pair in keys) for message in messages)
-    return messages if is_all else None
+    is_valid = is_conversation(messages) and all(any(pair <= message.keys() for pair in keys) for message in messages)
+    return messages if is_valid else None
 
 
 def _with_role(message: Message) -> Message:
-    """A message of ShareGPT's as one with role and content; any other as it is."""
+    """Convert a ShareGPT message to role and content; return any other unchanged."""
     if "from" not in message or "value" not in message or message.get("role") is not None:
         return message
     name = message["from"]
@@ -142,10 +143,10 @@ def _without_images(message: Message, images: list[Any]) -> Message:
 def _part(part: Any, images: list[Any]) -> Any:
     if not isinstance(part, Mapping) or part.get("type") not in _IMAGE_KINDS:
         return part
-    # Arrow fills the keys that other parts have with None: they were never said.
-    given = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
-    if isinstance(given, Mapping) and given.get("url") is not None:
-        given = given["url"]
-    if given is not None:
-        images.append(given)
+    # Arrow fills keys that only other parts have with None.
+    image = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), None)
+    if isinstance(image, Mapping) and image.get("url") is not None:
+        image = image["url"]
+    if image is not None:
+        images.append(image)
     return {"type": "image"}

@@ -1,4 +1,4 @@
-"""Calls of Python code that somebody else wrote, which end in time."""
+"""Call third-party Python code with a time limit."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_PATIENCE_S = 0.2
-"""For a thread to notice that it was stopped."""
+_STOP_WAIT_S = 0.2
+"""Seconds for a stopped thread to end."""
 
 
 class OverdueError(Exception):
-    """A call was not done within its limit."""
+    """The call did not return within its limit."""
 
 
 class _StopThread(BaseException):
-    """Raised inside of a thread whose time is up. Not an Exception, which the code may catch."""
+    """Raised inside a thread at its limit. Not an Exception, which the called code may catch."""
 
 
 def call_within(limit_s: float, function: Callable[[], T]) -> T:
-    """What `function()` returns or raises; it runs in a thread of its own, which is stopped at the limit.
+    """Run `function()` in a separate thread, which is stopped at the limit; return or raise what it does.
 
-    Loops of Python end so. One long operation of C (`10 ** 10 ** 10`) holds the interpreter, and nothing ends it.
+    This stops Python loops, but not a single long operation in C (`10 ** 10 ** 10`), which holds the interpreter.
 
     Raises:
-        OverdueError: it was not done after `limit_s` seconds.
+        OverdueError: the function did not return within `limit_s` seconds.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -35,10 +35,10 @@ def call_within(limit_s: float, function: Callable[[], T]) -> T:
     def run() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # it is raised again where the result is wanted
+        except BaseException as error:  # raised again in the calling thread
             errors.append(error)
 
-    # A daemon: should it survive, the process ends all the same.
+    # A daemon thread does not keep the process alive if it cannot be stopped.
     thread = threading.Thread(target=run, name="vlmrl-limited", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -46,7 +46,7 @@ def call_within(limit_s: float, function: Callable[[], T]) -> T:
         return results[0]
     if errors:
         raise errors[0]
-    # The interpreter raises it between two operations of the thread.
+    # The interpreter raises this between two bytecode instructions of the thread.
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_StopThread))
-    thread.join(_PATIENCE_S)
+    thread.join(_STOP_WAIT_S)
     raise OverdueError(f"not done within {limit_s:g} s")

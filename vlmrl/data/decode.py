@@ -1,4 +1,4 @@
-"""From encoded bytes to upright RGB, in memory that is bounded by the number of pixels."""
+"""Decode images to upright RGB in memory bounded by their number of pixels."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from vlmrl.data.image_source import Encoded
 from vlmrl.errors import DataError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Pillow reads forty more, most of them with code that few people look at."""
+"""Pillow reads forty more formats, mostly with rarely reviewed code."""
 
 _BLOCK = 1024
-"""Side of the squares, in pixels, in which an image is converted."""
-_LARGEST_TILE = 4096 * 4096
-"""Pixels of a TIFF's tile, which libtiff decodes whole, however small the image is."""
-_MOST_SCANS = 100
-"""Of a progressive JPEG, each of which goes over the whole image. Ten are usual; libtiff draws the same line."""
+"""Side in pixels of the squares in which an image is converted."""
+_MAX_TILE_PIXELS = 4096 * 4096
+"""Most pixels of a TIFF tile: libtiff decodes whole tiles, however small the image is."""
+_MAX_SCANS = 100
+"""Most scans of a progressive JPEG. Each passes over the whole image; ten are usual. libtiff has the same limit."""
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-_HEAVY = {"WEBP": 2}
-"""Formats whose decoder holds so many times the image's memory."""
-_TURNS = {
+_MEMORY_FACTORS = {"WEBP": 2}
+"""Formats whose decoder needs this multiple of the image's memory."""
+_TRANSPOSE_BY_ORIENTATION = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -36,20 +36,20 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What undoes each EXIF orientation."""
+"""Operation that undoes each EXIF orientation."""
 
 
-class Room:
-    """The pixels that may be decoded at once, on whatever threads: many small images, or one of the largest."""
+class PixelBudget:
+    """Bound on the pixels that all threads decode at once: many small images, or one of the largest."""
 
     def __init__(self) -> None:
         self._num_pixels = 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def hold(self, image: Image.Image, max_pixels: int) -> Iterator[None]:
-        """Wait until the image fits, or has the room for itself."""
-        num_pixels = image.width * image.height * _HEAVY.get(image.format or "", 1)
+    def reserve(self, image: Image.Image, max_pixels: int) -> Iterator[None]:
+        """Wait until the image fits within `max_pixels`, or no other image is being decoded."""
+        num_pixels = image.width * image.height * _MEMORY_FACTORS.get(image.format or "", 1)
         with self._changed:
             self._changed.wait_for(lambda: not self._num_pixels or self._num_pixels + num_pixels <= max_pixels)
             self._num_pixels += num_pixels
@@ -61,20 +61,20 @@ class Room:
                 self._changed.notify_all()
 
 
-ROOM = Room()
-"""That of this process."""
+PIXEL_BUDGET = PixelBudget()
+"""The budget of this process."""
 
 
 def open_header(encoded: Encoded, *, max_pixels: int) -> Image.Image:
-    """The image before its pixels are decoded.
+    """Open an image without decoding its pixels.
 
     Raises:
-        DataError: it is of none of the `FORMATS`, has more than `max_pixels` pixels, or would take much more memory or
-            time than so many pixels need.
+        DataError: its format is not in `FORMATS`, it has more than `max_pixels` pixels, or decoding it would take much
+            more memory or time than that number of pixels needs.
     """
     content, name = encoded
     if max_pixels > (Image.MAX_IMAGE_PIXELS or max_pixels):
-        # Pillow's own bound is global: it is only ever raised, and only as far as the user asked.
+        # Pillow's own limit is global, so it is only raised, and only up to the configured one.
         Image.MAX_IMAGE_PIXELS = max_pixels
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
@@ -82,37 +82,37 @@ def open_header(encoded: Encoded, *, max_pixels: int) -> Image.Image:
         raise DataError(_bomb(name, max_pixels)) from error
     except Exception as error:  # decoders raise nearly anything on bytes that are no image
         raise DataError(
-            f"{name} is not an image that can be read ({len(content)} bytes): {', '.join(FORMATS)} are"
+            f"{name} is not a readable image ({len(content)} bytes): supported are {', '.join(FORMATS)}"
         ) from error
     check_pixels(image, name, max_pixels)
     if image.format == "TIFF":
         _check_tiles(image, name)
-    if image.format in ("JPEG", "MPO") and num_scans(content) > _MOST_SCANS:
-        raise DataError(f"{name} is a JPEG of more than {_MOST_SCANS} scans: it would take minutes to decode")
+    if image.format in ("JPEG", "MPO") and num_scans(content) > _MAX_SCANS:
+        raise DataError(f"{name} is a JPEG of more than {_MAX_SCANS} scans: it would take minutes to decode")
     return image
 
 
 def check_pixels(image: Image.Image, name: str, max_pixels: int) -> None:
-    """DataError for an image of more pixels."""
+    """Raise DataError for an image of more than `max_pixels` pixels."""
     if image.width * image.height > max_pixels:
         raise DataError(_bomb(f"{name} ({image.width}x{image.height})", max_pixels))
 
 
-def upright_rgb(image: Image.Image, name: str, *, is_kept: bool) -> Image.Image:
-    """The image's first frame as its viewer would see it, transparency on white.
+def upright_rgb(image: Image.Image, name: str, *, keep_open: bool) -> Image.Image:
+    """Return the first frame with EXIF rotation applied and transparency on white.
 
-    Unless it `is_kept`, the image is closed as soon as its pixels are no longer needed.
+    Unless `keep_open`, the image is closed as soon as its pixels are no longer needed.
 
     Raises:
-        DataError: it is damaged or truncated.
+        DataError: the image is damaged or truncated.
     """
     try:
         image.load()
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        transpose = _TRANSPOSE_BY_ORIENTATION.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         rgb = _to_rgb(image)
-        if rgb is not image and not is_kept:
+        if rgb is not image and not keep_open:
             image.close()
-        return rgb if turn is None else rgb.transpose(turn)
+        return rgb if transpose is None else rgb.transpose(transpose)
     except DataError:
         raise
     except Exception as error:  # decoders raise nearly anything on damaged files
@@ -120,25 +120,27 @@ def upright_rgb(image: Image.Image, name: str, *, is_kept: bool) -> Image.Image:
 
 
 def num_scans(jpeg: bytes) -> int:
-    """The scans of a JPEG, up to the end of its first image."""
-    place, count = 2, 0
-    while found := _JPEG_MARKER.search(jpeg, place):
-        marker, place = jpeg[found.start() + 1], found.end()
-        if marker == 0xD9:  # the end: what follows may be a film
+    """Count the scans of a JPEG file's first image."""
+    position, count = 2, 0
+    while match := _JPEG_MARKER.search(jpeg, position):
+        marker, position = jpeg[match.start() + 1], match.end()
+        if marker == 0xD9:  # end of image; further images may follow
             break
         if marker == 0xDA:
             count += 1
-        if marker != 0xD8 and marker != 0x01:  # these two have no content, which might look like a marker
-            place += max(int.from_bytes(jpeg[place : place + 2], "big"), 2)
+        if marker != 0xD8 and marker != 0x01:  # all others have a payload, which might contain marker bytes
+            position += max(int.from_bytes(jpeg[position : position + 2], "big"), 2)
     return count
 
 
 def _check_tiles(image: Image.Image, name: str) -> None:
     tags = image.tag_v2  # type: ignore[attr-defined]
     width, height = tags.get(322, 1), tags.get(323, 1)
-    bound = max(_LARGEST_TILE, image.width * image.height)
+    bound = max(_MAX_TILE_PIXELS, image.width * image.height)
     if not isinstance(width, int) or not isinstance(height, int) or width * height > bound:
-        raise DataError(f"{name} is {image.width}x{image.height} pixels in tiles of {width}x{height}: a bomb")
+        raise DataError(
+            f"{name} has {image.width}x{image.height} pixels in tiles of {width}x{height}: a decompression bomb"
+        )
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -162,15 +164,18 @@ def _block_to_rgb(block: Image.Image) -> Image.Image:
 
 
 def _divisor(image: Image.Image) -> float:
-    """What makes deep grey 8 bits. Integers above 255 are of 16 bits. Floats are shares, which may run over 1 a little,
-    as resampling leaves them; else 8 bits, which may run over as well; else 16."""
+    """Return the divisor that scales deep grey to 8 bits.
+
+    Integers above 255 are 16-bit. Floats are taken as 0 to 1, else as 8-bit, else as 16-bit; both of the first ranges
+    may be exceeded a little, as resampling does.
+    """
     if image.mode.startswith("I;16"):
         return 257.0
     top = -np.inf
     for box in _blocks(image):
         values = _values(image.crop(box))
         if not np.isfinite(values).all():
-            raise DataError("an image holds values that are no numbers")
+            raise DataError("an image holds NaN or infinite values")
         top = max(top, float(values.max()))
     if image.mode == "F" and top <= 2:
         return 1 / 255
@@ -178,7 +183,7 @@ def _divisor(image: Image.Image) -> float:
 
 
 def _from_deep_grey(block: Image.Image, divisor: float) -> Image.Image:
-    """Grey of more than 8 bits, scaled: Pillow's own conversion would clip everything above 255 to white."""
+    """Scale deep grey to 8 bits: Pillow's own conversion clips everything above 255 to white."""
     values = (_values(block) / divisor).round()
     return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8)).convert("RGB")
 
@@ -188,11 +193,11 @@ def _values(block: Image.Image) -> NDArray[np.float64]:
 
 
 def _blocks(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
-    """(left, top, right, bottom) of squares that cover the image."""
+    """Yield (left, top, right, bottom) of squares that cover the image."""
     for top in range(0, image.height, _BLOCK):
         for left in range(0, image.width, _BLOCK):
             yield left, top, min(left + _BLOCK, image.width), min(top + _BLOCK, image.height)
 
 
 def _bomb(name: str, bound: int) -> str:
-    return f"{name} has more than {bound} pixels: a decompression bomb, or raise data.max_image_pixels"
+    return f"{name} has more than {bound} pixels: it may be a decompression bomb; if not, raise data.max_image_pixels"

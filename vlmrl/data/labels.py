@@ -1,4 +1,4 @@
-"""The label of a row as the text that responses are compared with, whatever type its column has."""
+"""Convert labels of any column type to the text that responses are compared with."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from vlmrl.errors import DataError
 
 _DATES = (dt.date, dt.time, dt.timedelta)
-"""A datetime is a date."""
+"""`datetime` is a subclass of `date`."""
 
 
 def label_text(value: Any, *, precision: str | None = None) -> str | None:
-    """What the row says, written as people write it; None where it says nothing (null, or NaN of a table).
+    """Write a label as people would; None for null, and for NaN, which tables use for missing values.
 
-    `precision` is the column's type where it is a float of fewer bits than Python's (`float32`): such a 0.1 is held as
+    `precision` is the column's type if it is narrower than Python's float (`float32`), where 0.1 is stored as
     0.10000000149011612. Examples: Decimal("3.50") -> `3.50`, a date -> `2024-01-31`, True -> `true`,
     [Decimal("1.5"), "é"] -> `[1.5, "é"]`.
 
     Raises:
-        DataError: the value has a type that no text stands for.
+        DataError: the type of the value has no text form.
     """
     value = _plain(value, precision)
     if value is None or isinstance(value, str):
@@ -36,15 +36,17 @@ def label_text(value: Any, *, precision: str | None = None) -> str | None:
 
 
 def class_name(value: Any, names: Sequence[str]) -> Any:
-    """What the number of a class stands for: nobody asked for a number is answered with one. -1 is no class, as in
-    Hugging Face's `datasets`; without `names` the value stays as it is."""
+    """Replace a class index by its name, which is what a response says.
+
+    -1 means no class, as in Hugging Face's `datasets`, and becomes None. Without `names` the value is unchanged.
+    """
     if not names or not isinstance(value, int) or value >= len(names):
         return value
     return names[value] if value >= 0 else None
 
 
 def _plain(value: Any, precision: str | None) -> Any:
-    """The value in types of JSON."""
+    """Convert a value to JSON types."""
     if isinstance(value, np.generic | np.ndarray):
         precision = value.dtype.name if value.dtype.kind == "f" else None
         value = value.tolist()
@@ -53,19 +55,19 @@ def _plain(value: Any, precision: str | None) -> Any:
     if isinstance(value, float):
         return _rounded(value, precision)
     if isinstance(value, Decimal):
-        # Not its own `str`, which is 0E-10 of a zero with ten places.
+        # `str` would give 0E-10 for a zero with ten decimal places.
         return format(value, "f")
     if isinstance(value, _DATES):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _inner(part, precision) for key, part in value.items()}
+        return {str(key): _plain_item(part, precision) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_inner(part, precision) for part in value]
+        return [_plain_item(part, precision) for part in value]
     raise DataError(f"a label is text, a number, a date or a list of them, not {type(value).__name__}")
 
 
-def _inner(value: Any, precision: str | None) -> Any:
-    """The same inside of a list, where a decimal is a number if one can hold it."""
+def _plain_item(value: Any, precision: str | None) -> Any:
+    """Convert an item of a list or mapping, where a decimal becomes a number if a float represents it exactly."""
     if isinstance(value, Decimal) and value.is_finite():
         number = float(value)
         if format(value, "f") == repr(number):
@@ -74,7 +76,7 @@ def _inner(value: Any, precision: str | None) -> Any:
 
 
 def _rounded(value: float, precision: str | None) -> float:
-    """The shortest number that is this one in fewer bits."""
+    """Return the shortest number that rounds to the same value in the given precision."""
     if precision not in ("float16", "float32") or not math.isfinite(value):
         return value
     return float(str(np.dtype(precision).type(value)))

@@ -1,7 +1,7 @@
-"""Lay samples out in the [B, T] tensors of one forward pass, and take per-token results apart again.
+"""Pack samples into the [B, T] tensors of one forward pass, and unpack per-token results.
 
-`padded` puts one sample in each row. `packed` puts all samples of a pack end to end in a single row. `shared` does the
-same, but the prompt of a group lies there once, before its answers:
+`padded` puts one sample in each row. `packed` concatenates all samples of a pack in a single row. `shared` does the
+same, but stores the prompt of a group once, before its responses:
 
     padded   p p a a .     packed   p p a a p p b b b q q c     shared   p p a a b b b q q c
              p p b b b
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILLER = -1
-"""The id of a sample that nobody asked about."""
+"""Id of a filler sample, whose results are discarded."""
 
 
 class Branch(NamedTuple):
-    """Samples that begin alike: what they share lies once, then each one's own tokens, in this order."""
+    """Samples with a common prefix: the prefix is stored once, followed by the rest of each sample in this order."""
 
     members: tuple[int, ...]
     prefix: int
-    """How many first tokens they share; 0 for a sample by itself."""
+    """Length of the common prefix; 0 for a single sample."""
 
 
 class Segment(NamedTuple):
-    """A run of tokens that lie together: tokens `first` to `last` of a sample, from place `start` of a row on."""
+    """Contiguous tokens: tokens `first` to `last` (exclusive) of a sample, at position `start` of a row."""
 
     row: int
     start: int
@@ -46,105 +46,106 @@ class Segment(NamedTuple):
     first: int
     last: int
     parent: int | None
-    """Number of the segment that it continues; None when it starts a sample."""
+    """Index of the segment that it continues; None when it starts a sample."""
 
     @property
     def place(self) -> tuple[int, slice]:
-        """Where it lies in a [B, T] array."""
+        """Its index into a [B, T] array."""
         return self.row, slice(self.start, self.start + self.last - self.first)
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """What one forward pass eats."""
+    """The samples of one forward pass and their layout in rows."""
 
     samples: tuple[Sample, ...]
     rows: tuple[tuple[Branch, ...], ...]
-    """`rows[b]`: what lies end to end in row b."""
+    """`rows[b]`: the branches concatenated in row b."""
     ids: tuple[int, ...]
-    """Where each sample stood in the caller's batch; -1 is a filler that nobody asked about."""
+    """Index of each sample in the caller's batch; -1 for a filler."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.samples):
             raise ValueError(f"a pack of {len(self.samples)} samples has {len(self.ids)} ids")
-        held = sorted(i for row in self.rows for branch in row for i in branch.members)
-        if held != list(range(len(self.samples))):
+        members = sorted(i for row in self.rows for branch in row for i in branch.members)
+        if members != list(range(len(self.samples))):
             raise ValueError(f"the rows of a pack must hold each of its {len(self.samples)} samples once: {self.rows}")
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Every run of tokens, row by row, in the order in which they lie; runs without tokens are left out."""
-        found: list[Segment] = []
+        """All non-empty segments, row by row, in the order of their positions."""
+        segments: list[Segment] = []
         for row, branches in enumerate(self.rows):
             start = 0
             for members, prefix in branches:
                 parent = None
                 if prefix:
-                    parent = len(found)
-                    found.append(Segment(row, start, members[0], 0, prefix, None))
+                    parent = len(segments)
+                    segments.append(Segment(row, start, members[0], 0, prefix, None))
                     start += prefix
                 for i in members:
                     length = len(self.samples[i].tokens) - prefix
                     if length:
-                        found.append(Segment(row, start, i, prefix, prefix + length, parent))
+                        segments.append(Segment(row, start, i, prefix, prefix + length, parent))
                     start += length
-        return tuple(found)
+        return tuple(segments)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T): rows, and the tokens of the longest row."""
+        """(B, T): number of rows, and tokens of the longest row."""
         return len(self.rows), max(s.start + s.last - s.first for s in self.segments)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are laid out, without padding."""
+        """Tokens that the pass computes, without padding."""
         return sum(s.last - s.first for s in self.segments)
 
     @property
     def num_useful(self) -> int:
-        """Tokens of its samples, each counted whole: what there would be to compute if nothing were shared."""
+        """Tokens of all samples: those that would be computed if no prefix were shared."""
         return sum(len(sample.tokens) for sample in self.samples)
 
     @property
     def is_one_per_row(self) -> bool:
-        """Each row is one sample."""
+        """Whether each row holds one sample."""
         return all(len(row) == 1 and len(row[0].members) == 1 for row in self.rows)
 
     @cached_property
     def media(self) -> dict[str, Media]:
-        """Its images by content hash, each once."""
+        """The distinct images of its samples, by content hash."""
         return {item.hash: item for sample in self.samples for item in sample.media}
 
 
 def make_pack(samples: Sequence[Sample], ids: Sequence[int], layout: Layout) -> Pack:
-    """One pack of these samples, in this order.
+    """Make one pack of these samples, in this order.
 
-    Raises DataError, for `shared`, when samples of one group do not begin alike, token for token and image for image.
+    Raises:
+        DataError: with `shared`, samples of one group differ in the tokens or images of their prompt.
     """
-    alone = [Branch((i,), 0) for i in range(len(samples))]
+    single = [Branch((i,), 0) for i in range(len(samples))]
     if layout == "padded":
-        rows: tuple[tuple[Branch, ...], ...] = tuple((branch,) for branch in alone)
+        rows: tuple[tuple[Branch, ...], ...] = tuple((branch,) for branch in single)
     elif layout == "packed":
-        rows = (tuple(alone),)
+        rows = (tuple(single),)
     else:
         rows = (tuple(_branches(samples, ids)),)
     return Pack(tuple(samples), rows, tuple(ids))
 
 
 def _branches(samples: Sequence[Sample], ids: Sequence[int]) -> list[Branch]:
-    """Neighbours of the same group in one branch. What nobody asked about belongs to no group."""
-    found: list[Branch] = []
+    """Put adjacent samples of the same group into one branch; fillers belong to no group."""
+    branches: list[Branch] = []
     for i, sample in enumerate(samples):
-        last = found[-1].members[0] if found else None
+        last = branches[-1].members[0] if branches else None
         if last is not None and FILLER not in (ids[i], ids[last]) and samples[last].group == sample.group:
-            found[-1] = Branch((*found[-1].members, i), 0)
+            branches[-1] = Branch((*branches[-1].members, i), 0)
         else:
-            found.append(Branch((i,), 0))
-    return [branch._replace(prefix=_common([samples[i] for i in branch.members])) for branch in found]
+            branches.append(Branch((i,), 0))
+    return [branch._replace(prefix=_common_prefix([samples[i] for i in branch.members])) for branch in branches]
 
 
-def _common(members: Sequence[Sample]) -> int:
-    """How many tokens the members share: those before the first that any of them sampled; 0 for a member by itself."""
+def _common_prefix(members: Sequence[Sample]) -> int:
+    """Return the length of the common prefix: the tokens before the first sampled one of any; 0 for a single sample."""
     if len(members) == 1:
         return 0
     first = members[0]
@@ -154,11 +155,13 @@ def _common(members: Sequence[Sample]) -> int:
         if len(differs):
             place = int(differs[0])
             raise DataError(
-                f"the answers to {_name(first)} do not share its prompt: at token {place} of {length}, one has "
-                f"{first.tokens[place]} and another {other.tokens[place]}; other prompts belong to other groups"
+                f"the responses to {_name(first)} do not share its prompt: at token {place} of {length}, one has "
+                f"{first.tokens[place]} and another {other.tokens[place]}; different prompts need different groups"
             )
         if [item.hash for item in first.media] != [item.hash for item in other.media]:
-            raise DataError(f"the answers to {_name(first)} do not share its images: give them another group")
+            raise DataError(
+                f"the responses to {_name(first)} do not share its images: different images need different groups"
+            )
     return length
 
 
@@ -167,15 +170,17 @@ def _name(sample: Sample) -> str:
 
 
 def place(pack: Pack, columns: Sequence[NDArray[Any]], fill: float) -> Tensor:
-    """Lay one array per sample, each [T of the sample], out like the tokens: [B, T], `fill` where no token is.
+    """Lay out one array per sample, each [T of the sample], like the tokens of the pack: [B, T], padded with `fill`.
 
-    Of tokens that samples share, the first sample's values are taken. The tensor has the arrays' own type. Raises
-    ValueError when the arrays do not line up with the samples.
+    A shared prefix takes the values of the first sample. The dtype is that of the arrays.
+
+    Raises:
+        ValueError: the lengths of the arrays differ from those of the samples.
     """
     import torch
 
     if [len(column) for column in columns] != [len(sample.tokens) for sample in pack.samples]:
-        raise ValueError("the arrays to place do not line up with the samples of the pack")
+        raise ValueError("the lengths of the arrays to place differ from those of the samples of the pack")
     out = np.full(pack.shape, fill, dtype=columns[0].dtype)
     for segment in pack.segments:
         out[segment.place] = columns[segment.sample][segment.first : segment.last]
@@ -183,37 +188,37 @@ def place(pack: Pack, columns: Sequence[NDArray[Any]], fill: float) -> Tensor:
 
 
 def collect(pack: Pack, values: Tensor) -> list[NDArray[Any]]:
-    """Take [B, T] apart into one array per sample, in the order of `pack.samples`; the inverse of `place`."""
+    """Split [B, T] into one array per sample, in the order of `pack.samples`; the inverse of `place`."""
     array = values.detach().cpu().numpy()
-    found = [np.zeros(len(sample.tokens), dtype=array.dtype) for sample in pack.samples]
+    columns = [np.zeros(len(sample.tokens), dtype=array.dtype) for sample in pack.samples]
     for segment in pack.segments:
-        found[segment.sample][segment.first : segment.last] = array[segment.place]
+        columns[segment.sample][segment.first : segment.last] = array[segment.place]
     for row in pack.rows:
         for members, prefix in row:
             for i in members[1:]:
-                found[i][:prefix] = found[members[0]][:prefix]
-    return found
+                columns[i][:prefix] = columns[members[0]][:prefix]
+    return columns
 
 
 ImageCost = Callable[[Media], float]
-"""What an image costs a pass, in language tokens."""
+"""Cost of an image in a pass, in language tokens."""
 
 
-def weigh(samples: Sequence[Sample], layout: Layout, image_cost: ImageCost) -> float:
-    """The cost of one pass over these samples in one pack: its tokens, padding included, and each image once."""
+def pack_cost(samples: Sequence[Sample], layout: Layout, image_cost: ImageCost) -> float:
+    """Return the cost of a pass over these samples as one pack: tokens with padding, and each distinct image once."""
     if not samples:
         return 0.0
     lengths = [len(sample.tokens) for sample in samples]
     if layout == "padded":
         tokens = len(lengths) * max(lengths)
     else:
-        tokens = sum(lengths) - (_saved(samples) if layout == "shared" else 0)
+        tokens = sum(lengths) - (_num_shared(samples) if layout == "shared" else 0)
     images = {item.hash: item for sample in samples for item in sample.media}
     return tokens + sum(image_cost(item) for item in images.values())
 
 
-def _saved(samples: Sequence[Sample]) -> int:
-    """Tokens that lie once instead of once per sample."""
+def _num_shared(samples: Sequence[Sample]) -> int:
+    """Count the tokens that sharing prompts saves."""
     saved = 0
     for _, run in groupby(samples, key=lambda sample: sample.group):
         members = list(run)
@@ -222,12 +227,12 @@ def _saved(samples: Sequence[Sample]) -> int:
 
 
 def units(samples: Sequence[Sample], finest: Literal["image", "group", "sample"]) -> list[list[int]]:
-    """Indices of what had better stay in one pack, in the order of the first of each.
+    """Return the indices of samples to keep in one pack, ordered by the first sample of each unit.
 
-    `image`: samples that see the same images, or answer the same prompt; `group`: the same prompt; `sample`: each
-    by itself.
+    `image`: samples with the same images, or without images and with the same prompt; `group`: with the same prompt;
+    `sample`: single samples.
     """
-    found: dict[object, list[int]] = {}
+    members_by_key: dict[object, list[int]] = {}
     for i, sample in enumerate(samples):
         if finest == "sample":
             key: object = i
@@ -235,11 +240,11 @@ def units(samples: Sequence[Sample], finest: Literal["image", "group", "sample"]
             key = tuple(item.hash for item in sample.media)
         else:
             key = sample.group
-        found.setdefault(key, []).append(i)
-    return [sorted(members, key=lambda i: (samples[i].group, i)) for members in found.values()]
+        members_by_key.setdefault(key, []).append(i)
+    return [sorted(members, key=lambda i: (samples[i].group, i)) for members in members_by_key.values()]
 
 
-def cut(
+def make_packs(
     samples: Sequence[Sample],
     ids: Sequence[int],
     *,
@@ -248,16 +253,16 @@ def cut(
     max_samples: int | None,
     image_cost: ImageCost,
 ) -> list[Pack]:
-    """Cut samples into packs whose cost stays within `max_tokens` and whose number stays within `max_samples`.
+    """Split samples into packs of at most `max_tokens` cost and `max_samples` samples.
 
-    What sees the same images stays together, else at least the answers of a group, as far as the budget lets them. A
-    sample that is over the budget by itself gets its own pack.
+    Samples with the same images stay together, else those of a group, as far as the budget allows. A sample above the
+    budget gets a pack of its own.
     """
     packs: list[list[int]] = [[]]
 
     def fits(members: list[int]) -> bool:
-        is_few = max_samples is None or len(members) <= max_samples
-        return is_few and weigh([samples[i] for i in members], layout, image_cost) <= max_tokens
+        within_samples = max_samples is None or len(members) <= max_samples
+        return within_samples and pack_cost([samples[i] for i in members], layout, image_cost) <= max_tokens
 
     def add(unit: list[int], finer: tuple[Literal["group", "sample"], ...]) -> None:
         if fits(packs[-1] + unit):

@@ -1,4 +1,4 @@
-"""A prompt with an answer, as a sample to train on: one that the data hold, or those that the engines gave."""
+"""Convert prompts with responses, from the data or from the engines, to training samples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vlmrl.types import Group, Prompt, Rollout, Sample
 
 
 def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
-    """Prompt, answer and end token; `sampled` is True on the answer and its end.
+    """Concatenate prompt, target answer and end token; `sampled` is True on the answer and the end token.
 
-    Example: prompt [5, 6], answer [7], end 2 -> tokens [5, 6, 7, 2], sampled [F, F, T, T]. Whatever in the answer looks
-    like a special token is taught as the text it is.
+    Example: prompt [5, 6], answer [7], end token 2 -> tokens [5, 6, 7, 2], sampled [F, F, T, T]. Answer text that
+    looks like a special token is encoded as plain text.
     """
     ids = processor.tokenizer(answer, add_special_tokens=False, split_special_tokens=True).input_ids
-    taught = np.array([*ids, processor.eos_token_ids[0]], dtype=np.int64)
-    tokens = np.concatenate([prompt.tokens, taught])
+    target = np.array([*ids, processor.eos_token_ids[0]], dtype=np.int64)
+    tokens = np.concatenate([prompt.tokens, target])
     return Sample(
         tokens=tokens,
         sampled=np.arange(len(tokens)) >= len(prompt.tokens),
@@ -29,16 +29,18 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
     )
 
 
-def shortened(rollout: Rollout, most: int) -> Rollout:
-    """Its beginning, of up to `most` sampled tokens. Never all of it, unless it is one token: an engine that reads it
-    needs room for one token more."""
-    places = np.flatnonzero(rollout.sampled)
-    end = int(places[: max(1, min(most, len(places) - 1))][-1]) + 1
+def truncate(rollout: Rollout, limit: int) -> Rollout:
+    """Keep up to `limit` sampled tokens, and at least one fewer than there are, unless there is only one.
+
+    An engine that scores the result has to generate one more token within the same context length.
+    """
+    positions = np.flatnonzero(rollout.sampled)
+    end = int(positions[: max(1, min(limit, len(positions) - 1))][-1]) + 1
     return replace(rollout, tokens=rollout.tokens[:end], sampled=rollout.sampled[:end], logprobs=rollout.logprobs[:end])
 
 
 def to_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Every answer as a sample, group by group."""
+    """Convert every response to a sample, group by group."""
     return [
         Sample(
             tokens=rollout.tokens,

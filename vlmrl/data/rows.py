@@ -1,4 +1,4 @@
-"""What a dataset's name stands for: a sequence of rows, whatever they come from."""
+"""Load the rows of a dataset from its name: a generator, a file, a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from vlmrl.types import Ints
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 _OTHER_FILES = (".txt", ".xls", ".xlsx", ".arrow", ".feather", ".pkl", ".zip", ".tar", ".gz", ".zst")
-"""Endings that no Hub id has."""
+"""Suffixes that no Hub id has."""
 
 _SPLITS = {"train": range(80), "validation": range(80, 90), "test": range(90, 100)}
-"""Which hundredths of all possible questions a generated split draws from."""
+"""Hundredths of all possible questions that each generated split draws from."""
 _MAX_TRIES = 20_000
-_ROWS_LOOKED_AT = 100
-"""Rows whose keys are taken for the columns."""
+_NUM_COLUMN_ROWS = 100
+"""First rows, whose keys become the columns of data that do not declare them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows(Sequence[dict[str, Any]]):
-    """One dataset: its rows, and what is needed to name and to read them."""
+    """One dataset: its rows, with their origin and columns."""
 
     name: str
     """For messages and metrics: `visual_math`."""
     rows: Sequence[Mapping[str, Any]]
     columns: tuple[str, ...]
     image_columns: tuple[str, ...] = ()
-    """The columns that are known to hold images."""
+    """Columns known to hold images."""
     root: Path | None = None
-    """The dataset's own folder: relative image paths start there, and images lie below it; None: the working
+    """The dataset's folder: relative image paths start there, and images must lie below it. None: the working
     directory."""
     image_folders: tuple[Path, ...] = ()
-    """Further folders that its images may lie in."""
+    """Further folders that images may lie in."""
     files: tuple[Path, ...] = ()
-    """What the rows are read from, where that is known: by their content a resumed run knows them again."""
+    """Files that the rows are read from, if known: a resumed run compares their content."""
     precisions: Mapping[str, str] = field(default_factory=dict)
-    """Columns of numbers with fewer bits than Python's: `{"label": "float32"}`."""
+    """Types of float columns narrower than Python's: `{"label": "float32"}`."""
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Columns of Hugging Face's ClassLabel: what each of their numbers stands for."""
+    """Class names of Hugging Face's ClassLabel columns, by index."""
     has_own_columns: bool = False
-    """It comes from a file in `datasets/`: its columns are input, label and images whatever the settings say."""
+    """Whether it comes from a file in `datasets/`: its columns are input, label and images, whatever the settings."""
     is_generated: bool = False
-    """All rows follow from a seed and a few options (`Generated`)."""
+    """Whether all rows follow from a seed and a few options (`Generated`)."""
     named_columns: Mapping[str, str] = field(default_factory=dict)
-    """Columns that the dataset's name gives, `{"input_key": "problem"}`; they win over the settings."""
+    """Columns given after the dataset's name, `{"input_key": "problem"}`; they override the settings."""
     numbers: Ints | None = None
-    """[len] What its rows are called, when they are some of a dataset's; None: 0, 1, 2, ..."""
+    """[len] Original row numbers of a subset, for messages; None: 0, 1, 2, ..."""
 
     def row_name(self, index: int) -> str:
-        """For messages: `visual_math:17`."""
+        """Name of a row in messages: `visual_math:17`."""
         return f"{self.name}:{index if self.numbers is None else self.numbers[index]}"
 
     def __len__(self) -> int:
@@ -75,24 +75,26 @@ class Rows(Sequence[dict[str, Any]]):
         return dict(self.rows[index])
 
 
-class Question(Protocol):
-    """A question that a generator has thought of, not yet drawn."""
+class GeneratedQuestion(Protocol):
+    """A generated question whose picture is not drawn yet."""
 
     @property
     def key(self) -> str:
-        """All that makes it this question: two questions of the same key are the same."""
+        """Identity of the question: questions with equal keys are equal."""
 
     def row(self) -> dict[str, Any]:
-        """Its row, with the picture drawn."""
+        """Make its row, with the picture drawn."""
 
 
 class Generated(Sequence[dict[str, Any]]):
-    """Rows made on demand by `invent(rng, row)`. Row i depends on seed, split and i alone.
+    """Rows made on demand by `invent(rng, row)`. Row i depends only on seed, split and i.
 
-    The splits share no question: a question belongs to the split that a digest of its key says, whatever the seed.
+    Splits share no question: a digest of its key assigns each question to a split, for every seed.
     """
 
-    def __init__(self, invent: Callable[[random.Random, int], Question], *, size: int, split: str, seed: int) -> None:
+    def __init__(
+        self, invent: Callable[[random.Random, int], GeneratedQuestion], *, size: int, split: str, seed: int
+    ) -> None:
         if split not in _SPLITS:
             raise DataError(f"no split {split!r} of generated data; there are: {', '.join(_SPLITS)}")
         if size < 1:
@@ -120,20 +122,25 @@ class Generated(Sequence[dict[str, Any]]):
             question = self._invent(rng, index)
             if _hundredth(question.key) in _SPLITS[self._split]:
                 return question.row()
-        raise DataError(f"the generator knows too few different questions to keep some apart for split {self._split!r}")
+        raise DataError(f"the generator has too few distinct questions to reserve any for split {self._split!r}")
 
 
-class Converted(Sequence[dict[str, Any]]):
-    """The rows of another sequence, each put through `convert` when asked for."""
+class RowView(Sequence[dict[str, Any]]):
+    """Rows of another sequence: those at `indices` (None: all), each put through `convert` when it is read."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], convert: Callable[[Mapping[str, Any]], dict[str, Any]]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        indices: Sequence[int] | Ints | None = None,
+        convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     ) -> None:
         self._rows = rows
+        self._indices: Sequence[int] | Ints = range(len(rows)) if indices is None else indices
         self._convert = convert
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -142,52 +149,35 @@ class Converted(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._convert(self._rows[index])
-
-
-class _First(Sequence[Mapping[str, Any]]):
-    """The first `size` rows of a sequence."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], size: int) -> None:
-        self._rows = rows
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-        if isinstance(index, slice):
-            return [self._rows[i] for i in range(*index.indices(self._size))]
-        if not 0 <= index < self._size:
-            raise IndexError(index)
-        return self._rows[index]
+        return self._convert(self._rows[int(self._indices[index])])
 
 
 def load_all(spec: str, *, split: str, max_samples: int, seed: int) -> list[Rows]:
-    """The datasets of a comma-separated list, each under a name of its own. Errors as in `load_rows`."""
+    """Load the datasets of a comma-separated list and give them unique names. Raises the errors of `load_rows`."""
     specs = [spec] if Path(spec).exists() else split_names(spec, (*plugin_names("datasets"), *FILE_SUFFIXES))
     if not specs:
         raise ConfigError("data.prompt_dataset is empty: name a dataset, a file, a folder or a Hub id")
     loaded = [load_rows(part, split=split, max_samples=max_samples, seed=seed) for part in specs]
     counts: dict[str, int] = {}
-    named = []
+    unique = []
     for rows in loaded:
         counts[rows.name] = counts.get(rows.name, 0) + 1
-        named.append(rows if counts[rows.name] == 1 else replace(rows, name=f"{rows.name}_{counts[rows.name]}"))
-    return named
+        unique.append(rows if counts[rows.name] == 1 else replace(rows, name=f"{rows.name}_{counts[rows.name]}"))
+    return unique
 
 
 def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
-    """The rows that `spec` names: `visual_math?families=count+clock&size=2000` (a file in `datasets/` and its options),
-    a file of `FILE_SUFFIXES`, a `save_to_disk` folder, a folder of images, or a Hub id (`owner/name?name=config`).
-    Behind it may stand columns of its own, `:input_key=problem:label_key=solution`.
+    """Load the rows of one dataset.
 
-    `seed` is for generated data; an option `seed=` wins over it. At most `max_samples` rows are kept, the first ones.
-    Raises ConfigError for an unknown name or option, DataError for data that is missing, empty or unreadable.
+    `spec` is a file in `datasets/` with options (`visual_math?families=count+clock&size=2000`), a file with one of
+    `FILE_SUFFIXES`, a `save_to_disk` folder, a folder of images, or a Hub id (`owner/name?name=config`).
+    Column settings may follow: `:input_key=problem:label_key=solution`.
+
+    `seed` is for generated data; an option `seed=` overrides it. The first `max_samples` rows are kept.
+
+    Raises:
+        ConfigError: unknown name or option.
+        DataError: the data is missing, empty or unreadable.
     """
     plain, named_columns = split_columns(spec)
     name, _, query = plain.partition("?")
@@ -208,13 +198,13 @@ def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
     return first_rows(rows, max_samples)
 
 
-def first_rows(rows: Rows, most: int) -> Rows:
-    """At most so many of them."""
-    return rows if len(rows) <= most else replace(rows, rows=_First(rows.rows, most))
+def first_rows(rows: Rows, limit: int) -> Rows:
+    """Keep at most the first `limit` rows."""
+    return rows if len(rows) <= limit else replace(rows, rows=RowView(rows.rows, indices=range(limit)))
 
 
 def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
-    """A dataset from the Hub, images left encoded. DataError when it cannot be had."""
+    """Load a dataset from the Hub, with images left encoded. Raises DataError when that fails."""
     import datasets
 
     _refuse_file(name)
@@ -227,13 +217,13 @@ def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
     except Exception as error:  # the library raises its own errors, the Hub client's and the network's
         reason = first_line(error)
         raise DataError(f"dataset {name} ({split}) cannot be loaded from the Hub: {reason}; {hint}") from error
-    # Its images are those that the library downloaded, not whatever lies in the working directory.
+    # Images may only come from what the library downloaded, not from the working directory.
     repository, *others = hub_folders(name)
     return replace(from_hugging_face(name, data), root=repository, image_folders=tuple(others))
 
 
 def hub_folders(name: str | None = None) -> tuple[Path, ...]:
-    """Where the Hub's libraries keep what they download: of one dataset, or of all."""
+    """Return the download folders of the Hub's libraries, for one dataset or for all."""
     import datasets
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -244,22 +234,23 @@ def hub_folders(name: str | None = None) -> tuple[Path, ...]:
 
 
 def _refuse_file(name: str) -> None:
-    """Raise DataError for what only a file is called like: the Hub would be asked for it again and again, for half a
-    minute."""
-    is_there = Path(name).expanduser().is_file()
-    if is_there or Path(name).suffix.lower() in _OTHER_FILES:
-        what = "is a file of another kind" if is_there else "there is no such file"
-        raise DataError(f"dataset {name}: {what}; vlmrl reads {', '.join(FILE_SUFFIXES)}")
+    """Raise DataError for a name that can only be a file's: the Hub client would retry it for half a minute."""
+    exists = Path(name).expanduser().is_file()
+    if exists or Path(name).suffix.lower() in _OTHER_FILES:
+        problem = "unsupported file type" if exists else "there is no such file"
+        raise DataError(f"dataset {name}: {problem}; vlmrl reads {', '.join(FILE_SUFFIXES)}")
 
 
 def from_hugging_face(name: str, data: Any) -> Rows:
-    """A `datasets.Dataset` as rows. Images stay encoded, so that they are opened by us, within our bounds; also those
-    inside of lists and structs."""
+    """Convert a `datasets.Dataset` to rows.
+
+    Images stay encoded, also inside lists and structs, so that they are opened by `vlmrl.data.media` within its limits.
+    """
     import datasets
 
     encoded = datasets.Features({column: _encoded(feature) for column, feature in data.features.items()})
     if encoded != data.features:
-        # The same tables, read in another way. `cast` would copy all images that are inside of something.
+        # The same tables with other features: `cast` would copy all nested images.
         info = data.info.copy()
         info.features = encoded
         data = datasets.Dataset(data.data, info=info, indices_table=data._indices, fingerprint="vlmrl")
@@ -274,27 +265,28 @@ def from_hugging_face(name: str, data: Any) -> Rows:
     )
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[str, ...]:
-    """The keys of the first rows of data that do not say themselves which columns they have.
+def columns_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, ...]:
+    """Collect the keys of the first rows, for data that do not declare their columns. `name` is for messages.
 
     Raises:
-        DataError: none of these rows can be read. `what` they are, for the message.
+        DataError: none of these rows can be read.
     """
     columns: dict[Any, None] = {}
     reason: Exception | None = None
-    for i in range(min(_ROWS_LOOKED_AT, len(rows))):
+    for i in range(min(_NUM_COLUMN_ROWS, len(rows))):
         try:
             columns |= dict.fromkeys(dict(rows[i]))
-        except Exception as error:  # whatever a row or its conversion raises: the row is dropped when it is drawn
+        except Exception as error:  # a bad row may raise anything; it is dropped when it is drawn
             reason = reason or error
     if not columns and reason is not None:
-        said = first_line(reason) if isinstance(reason, DataError) else f"{type(reason).__name__}: {first_line(reason)}"
-        raise DataError(said if isinstance(reason, DataError) else f"{what}, row 0: {said}") from reason
+        if isinstance(reason, DataError):
+            raise DataError(first_line(reason)) from reason
+        raise DataError(f"{name}, row 0: {type(reason).__name__}: {first_line(reason)}") from reason
     return tuple(column for column in columns if isinstance(column, str))
 
 
 def _encoded(feature: Any) -> Any:
-    """The same feature, with nothing in it that the library would decode when a row is read."""
+    """Disable decoding in a feature, also in nested ones."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -305,14 +297,14 @@ def _encoded(feature: Any) -> Any:
 
 
 def _is_image(feature: Any) -> bool:
-    """An image or a list of images."""
+    """Whether a feature is an image or a list of images."""
     import datasets
 
     return isinstance(getattr(feature, "feature", feature), datasets.Image)
 
 
 def _precision(feature: Any) -> str | None:
-    """`float32` or `float16`, when numbers in the column have so many bits."""
+    """Return `float32` or `float16` if the column holds such numbers, else None."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -338,35 +330,35 @@ def _load_plugin(name: str, options: Mapping[str, str], *, split: str, seed: int
     missing = [key for key in required if key not in values]
     if missing:
         raise ConfigError(f"dataset {name} needs {', '.join(missing)}: write {name}?{missing[0]}=...")
-    found = make(split=split, seed=seed, **values)
-    if isinstance(found, Rows):
-        return found
-    if len(found) == 0:
+    rows = make(split=split, seed=seed, **values)
+    if isinstance(rows, Rows):
+        return rows
+    if len(rows) == 0:
         raise DataError(f"dataset {name}: split {split!r} has no rows")
-    columns = columns_of(found, f"dataset {name}")
+    columns = columns_of(rows, f"dataset {name}")
     images = tuple(column for column in columns if column == "images")
-    # It is code, and may take its rows from the Hub.
+    # The file may load its rows from the Hub, with images in the Hub's folders.
     return Rows(
         name=name,
-        rows=found,
+        rows=rows,
         columns=columns,
         image_columns=images,
         image_folders=hub_folders(),
         has_own_columns=True,
-        is_generated=isinstance(found, Generated),
+        is_generated=isinstance(rows, Generated),
     )
 
 
 def _load_folder(folder: Path, options: Mapping[str, str], split: str) -> Rows:
     import datasets
 
-    if not any((folder / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json")):
-        # Not by save_to_disk.
+    if not any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        # Not written by save_to_disk.
         return _load_plugin("image_folder", {**options, "path": str(folder)}, split=split, seed=0)
     _refuse(options, str(folder))
     try:
         data: Any = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever the library and Arrow raise on files that are damaged
+    except Exception as error:  # the library and Arrow raise many types on damaged files
         raise DataError(f"folder {folder} cannot be loaded: {first_line(error)}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:

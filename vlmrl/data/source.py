@@ -1,4 +1,4 @@
-"""Everything about a run's data behind one object, so that it can live in a process of its own."""
+"""Training and evaluation data of a run behind one object, which can run in a separate process."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from PIL import Image
 
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.rollout import Held
-from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
+from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.media import InlineMedia
-from vlmrl.data.prompts import PromptStream, shown
-from vlmrl.data.repeats import Repeats, find_repeats
+from vlmrl.data.prompts import PromptStream, format_label
 from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import Rows, first_rows, load_all
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.system.storage import writing
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
-_ROWS_LOOKED_AT = 256
-"""Whose labels are parsed when a run starts."""
-_LOOK_LIMIT_S = 20.0
-"""For reading these rows, and again for parsing their labels."""
-_LABELS_SHOWN = 3
+_NUM_CHECKED_ROWS = 256
+"""First rows, whose labels are parsed when a run starts."""
+_LIMIT_S = 20.0
+"""Seconds for reading these rows, and again for parsing their labels."""
+_MAX_LABELS_SHOWN = 3
 
 
-class _Notes(logging.Handler):
-    """Keeps what is said of rows that cannot be used, for whoever shows it to people."""
+class _WarningCollector(logging.Handler):
+    """Collects the warnings about dropped rows, to be printed by the driver."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -41,30 +41,31 @@ class _Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class LabelProblems(Protocol):
-    """Says of labels why no response can match them."""
+class TimedLabelProblems(Protocol):
+    """`LabelProblems` with a time limit."""
 
     def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> Sequence[str | None]:
-        """None where one can, and where that was not known after `limit_s` seconds."""
+        """Return the reason for each label; None if a response can match it, or if `limit_s` was over before it was
+        checked."""
 
 
 class BadLabels(NamedTuple):
-    """What is known of the labels of a run's first rows."""
+    """Labels of a run's first rows that no response can match."""
 
     num_rows: int
-    """Rows that were looked at."""
+    """Rows that were checked."""
     problems: dict[str, str]
-    """Row -> its label, and why no response can match it."""
+    """Row name -> its label and the reason why no response can match it."""
 
     def __str__(self) -> str:
         if not self.num_rows:
-            return "labels: none could be looked at among the first rows"
+            return "labels: none of the first rows could be checked"
         if not self.problems:
             return f"labels: those of the first {self.num_rows} rows can be used"
-        shown = "; ".join(f"{row} {problem}" for row, problem in list(self.problems.items())[:_LABELS_SHOWN])
+        shown = "; ".join(f"{row} {problem}" for row, problem in list(self.problems.items())[:_MAX_LABELS_SHOWN])
         return (
             f"labels: {len(self.problems)} of the first {self.num_rows} rows cannot be used by reward.functions, and "
-            f"are dropped when they are met: {shown}"
+            f"their rows are dropped when they are drawn: {shown}"
         )
 
 
@@ -73,10 +74,10 @@ class Source:
 
     Args:
         model: folder or Hub id whose processor reads the data.
-        share: turns an image with its pixels into the handle that travels.
-        label_problems: says which labels the run's reward functions cannot use; their rows are dropped. None: all can
-            be used.
-        wants: what every row must have beside its question. Evaluation rows need a label where training rows do.
+        share: converts an image with its pixels to the handle that is sent to other processes.
+        label_problems: finds the labels that the run's reward functions cannot use; their rows are dropped. None: all
+            can be used.
+        requirements: columns needed in every row. Evaluation rows need a label if training rows do.
     """
 
     def __init__(
@@ -88,30 +89,34 @@ class Source:
         evaluation: Held | None,
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
-        label_problems: LabelProblems | None = None,
-        wants: Wants = NOTHING,
+        label_problems: TimedLabelProblems | None = None,
+        requirements: RowRequirements = NO_REQUIREMENTS,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
         self._evaluation = evaluation
         self._seed = seed
         self._share = share
-        self._label_problems: LabelProblems = label_problems or _no_problems
-        self._wants = wants
+        self._label_problems: TimedLabelProblems = label_problems or _no_problems
+        self._requirements = requirements
         self._bytes_moved = 0
-        self._notes = _Notes()
-        logging.getLogger("vlmrl.data").addHandler(self._notes)
-        self._trained: list[Rows] = []
+        self._warnings = _WarningCollector()
+        logging.getLogger("vlmrl.data").addHandler(self._warnings)
+        self._training_rows: list[Rows] = []
         self._held_out: list[Rows] = []
         if isinstance(data, Data):
             sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
             if data.eval_fraction:
                 sources, self._held_out = hold_out(sources, data.eval_fraction, seed=seed)
-            self._trained = sources
+            self._training_rows = sources
             self._training = self._stream(sources, data.prompt_probs)
 
     def _stream(
-        self, sources: Sequence[Rows], probs: Sequence[float] | None = None, *, among: Sequence[Rows] | None = None
+        self,
+        sources: Sequence[Rows],
+        probs: Sequence[float] | None = None,
+        *,
+        run_sources: Sequence[Rows] | None = None,
     ) -> PromptStream:
         return PromptStream(
             sources,
@@ -121,12 +126,12 @@ class Source:
             seed=self._seed,
             share=self._count_and_share,
             label_problems=self._label_problems,
-            wants=self._wants,
-            among=among,
+            requirements=self._requirements,
+            run_sources=run_sources,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
-        """The next `count` prompts, and what they cost."""
+        """Return the next `count` prompts and their metrics."""
         before = self._bytes_moved
         prompts = self._training.draw(count)
         return prompts, {
@@ -135,16 +140,16 @@ class Source:
         }
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """The next `count` rows with their answers, ready for supervised training; `wants.answer` is to be set."""
+        """Return the next `count` rows as samples for supervised training; requires `requirements.answer`."""
         prompts, metrics = self.draw(count)
         samples = []
         for prompt in prompts:
-            assert prompt.answer is not None, "the source was not told that its rows have answers"
+            assert prompt.answer is not None, "draw_samples requires requirements.answer"
             samples.append(sft_sample(prompt, prompt.answer, self._processor))
         return samples, metrics
 
     def evaluation(self) -> dict[str, list[Prompt]]:
-        """Every prompt of each evaluation set, by the set's name."""
+        """Return all prompts of each evaluation set, by the set's name."""
         sets: dict[str, list[Prompt]] = {}
         for rows, stream, part_of in self._evaluation_streams():
             name, number = rows.name, 2
@@ -154,65 +159,70 @@ class Source:
         return sets
 
     def _evaluation_streams(self) -> Iterator[tuple[Rows, PromptStream, int]]:
-        """Those of `eval.dataset`, then what is held out of the training rows, and of how many rows each is a part. A
-        column that is asked for may be in another dataset of the run."""
+        """Yield the rows of `eval.dataset`, then the held-out training rows, each with its prompts and the number of
+        rows that it was split from.
+
+        A configured column need only be in one dataset of the run.
+        """
         held = self._evaluation
         if held is None:
             return
         loaded = []
         if held.dataset is not None:
             loaded = load_all(held.dataset, split=held.split, max_samples=held.max_samples, seed=self._seed)
-        among = [*self._trained, *loaded]
+        run_sources = [*self._training_rows, *loaded]
         for rows in loaded:
-            yield rows, self._stream([rows], among=among), len(rows)
-        for rows, trained in zip(self._held_out, self._trained, strict=False):
-            some = first_rows(rows, held.max_samples)
-            yield some, self._stream([some], among=among), len(rows) + len(trained)
+            yield rows, self._stream([rows], run_sources=run_sources), len(rows)
+        for rows, training_rows in zip(self._held_out, self._training_rows, strict=False):
+            first = first_rows(rows, held.max_samples)
+            yield first, self._stream([first], run_sources=run_sources), len(rows) + len(training_rows)
 
     @property
     def processor(self) -> Processor:
-        """What the model's family does to text and images."""
+        """The processor of the model's family."""
         return self._processor
 
     def dropped(self) -> Counter[str]:
-        """Why training rows were dropped -> how many of those that were drawn."""
+        """Number of drawn training rows that were dropped, by reason."""
         return self._training.dropped
 
     def num_rows(self) -> int:
-        """Training rows."""
+        """Number of training rows."""
         return self._training.num_rows
 
-    def look_at_labels(self) -> BadLabels:
-        """Parse the labels of the first training rows, for as long as `_LOOK_LIMIT_S` allows; nothing is drawn."""
-        labels = self._training.labels(_ROWS_LOOKED_AT, limit_s=_LOOK_LIMIT_S)
-        problems = self._label_problems(list(labels.values()), limit_s=_LOOK_LIMIT_S)
-        told = [
-            (row, f"{shown(label)} ({problem})")
+    def check_labels(self) -> BadLabels:
+        """Parse the labels of the first training rows within `_LIMIT_S`; nothing is drawn."""
+        labels = self._training.labels(_NUM_CHECKED_ROWS, limit_s=_LIMIT_S)
+        problems = self._label_problems(list(labels.values()), limit_s=_LIMIT_S)
+        unusable = [
+            (row, f"{format_label(label)} ({problem})")
             for (row, label), problem in zip(labels.items(), problems, strict=True)
             if problem is not None
         ]
-        return BadLabels(len(labels), dict(told))
+        return BadLabels(len(labels), dict(unusable))
 
-    def look_at_repeats(self) -> Repeats:
-        """Count rows that come twice and evaluation rows among the training rows, by their content, as far as
-        there is time (`repeats`); nothing is drawn."""
-        return find_repeats(self._training.marked, [stream.marked[0] for _, stream, _ in self._evaluation_streams()])
+    def find_duplicates(self) -> Duplicates:
+        """Find duplicate training rows and evaluation rows among the training rows, within the time limit of
+        `vlmrl.data.duplicates`; nothing is drawn."""
+        return find_duplicates(
+            self._training.hashers, [stream.hashers[0] for _, stream, _ in self._evaluation_streams()]
+        )
 
-    def take_notes(self) -> list[str]:
-        """One line for each row that was dropped since the last call: which, and why."""
-        lines, self._notes.lines = self._notes.lines, []
+    def take_warnings(self) -> list[str]:
+        """Return the warnings since the last call: one line per dropped row, with its name and the reason."""
+        lines, self._warnings.lines = self._warnings.lines, []
         return lines
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON."""
+        """Return the state of the training stream as JSON."""
         return self._training.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises DataError when the data are others."""
+        """Continue from a saved state. Raises DataError when the data differ."""
         self._training.load_state(state)
 
     def save_media(self, folder: Path, media: Sequence[Media]) -> None:
-        """Write each image into `folder`, named by its hash, unless it is there. Raises StorageError."""
+        """Write each image that is not in `folder` yet, named by its hash. Raises StorageError."""
         with writing("images of the rollouts", folder):
             folder.mkdir(parents=True, exist_ok=True)
             for item in media:

@@ -1,4 +1,4 @@
-"""The rows of a .csv or .tsv file."""
+"""Rows of a .csv or .tsv file."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any, overload
 from vlmrl.errors import DataError
 
 _DELIMITERS = ",;\t"
-_LONGEST_CELL = 2**28
-"""Characters; a cell may hold an image in base64."""
+_MAX_CELL_CHARS = 2**28
+"""A cell may hold an image in base64."""
 
 
 class Table(Sequence[Mapping[str, Any]]):
-    """Rows with the columns that the first line names; cells are text, `[` and `{` begin JSON, an empty one is None.
+    """Rows of a table whose first line names the columns. Cells are text or JSON lists and objects, or None.
 
-    Tabs stand between the cells of a .tsv file; of another, commas, semicolons or tabs: whichever the first line has
-    most of.
-    Raises DataError when the file is no text in UTF-8 or names no columns; for a single row when it is asked for.
+    The delimiter of a .tsv file is the tab; otherwise it is the comma, semicolon or tab, whichever is most frequent in
+    the first line.
+
+    Raises:
+        DataError: the file is not a table in UTF-8 or does not name its columns; for a malformed row, when it is read.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        csv.field_size_limit(_LONGEST_CELL)
+        csv.field_size_limit(_MAX_CELL_CHARS)
         try:
-            # The mark that Excel puts in front is not part of the first column's name.
+            # utf-8-sig skips the byte order mark that Excel writes before the first column's name.
             with file.open(encoding="utf-8-sig", newline="") as handle:
                 first = handle.readline()
                 handle.seek(0)
@@ -36,14 +38,14 @@ class Table(Sequence[Mapping[str, Any]]):
                 lines = [line for line in reader if line]
         except csv.Error as error:
             raise DataError(
-                f"dataset file {file}, line {reader.line_num}, is no line of a table: {error}; a cell that begins "
-                "with a quotation mark ends with one, and those inside are doubled"
+                f"dataset file {file}, line {reader.line_num}, cannot be parsed: {error}; a cell that begins "
+                "with a quotation mark must end with one, and quotation marks inside it are doubled"
             ) from error
         except UnicodeDecodeError as error:
-            raise DataError(f"dataset file {file} is not a table in UTF-8 that can be read: {error}") from error
+            raise DataError(f"dataset file {file} is not UTF-8: {error}") from error
         self.columns = tuple(name.strip() for name in lines[0]) if lines else ()
         if not all(self.columns) or len(set(self.columns)) < len(self.columns):
-            raise DataError(f"dataset file {file}: its first line should name the columns, each once")
+            raise DataError(f"dataset file {file}: the first line must name the columns, each once")
         self._lines = lines[1:]
 
     def __len__(self) -> int:
@@ -63,7 +65,7 @@ class Table(Sequence[Mapping[str, Any]]):
 
 
 def _cell(text: str) -> Any:
-    """Lists of messages and of images are JSON in a table; a label such as `[1, 2)` is what it says."""
+    """Parse a cell: lists and objects are JSON, but a label such as `[1, 2)` stays text."""
     if not text:
         return None
     if text.lstrip().startswith(("[{", '["', '{"')):

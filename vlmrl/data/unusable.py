@@ -1,4 +1,4 @@
-"""Rows that cannot be used: whatever a row raises is its own fault, and ends nothing but the row."""
+"""Errors of single rows: whatever a row raises drops that row and never ends the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from vlmrl.errors import DataError, VlmrlError
 from vlmrl.plugins import first_line
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 """Levels of lists and objects in a row."""
 
 
 class UnusableError(Exception):
-    """This row becomes no prompt. `kind` is what is counted, `detail` what is told."""
+    """The row cannot become a prompt. `kind` is counted, `detail` is for the message."""
 
     def __init__(self, kind: str, detail: object) -> None:
         super().__init__(kind, detail)
@@ -24,9 +24,9 @@ class UnusableError(Exception):
 
 
 @contextmanager
-def blamed_on_row(kind: str) -> Iterator[None]:
-    """Whatever is raised inside, a reader, a decoder or a template raised it of this row; but not the mistakes in
-    settings, which are the same for all rows."""
+def unusable_on_error(kind: str) -> Iterator[None]:
+    """Convert any error of a reader, decoder or template to UnusableError, except errors in settings, which concern all
+    rows."""
     try:
         yield
     except UnusableError:
@@ -40,11 +40,13 @@ def blamed_on_row(kind: str) -> Iterator[None]:
 
 
 def metadata_of(row: Mapping[Any, Any], used: Iterable[str | None]) -> dict[str, Any]:
-    """The columns of a row that are not `used` and hold plain JSON. ValueError for text that is none."""
-    left = {key: value for key, value in row.items() if isinstance(key, str) and key not in used and _is_json(value)}
-    # It travels to reward functions and into transcripts: half of a surrogate pair would end the run there.
-    json.dumps(left, ensure_ascii=False).encode()
-    return left
+    """Return the columns of a row that are not in `used` and hold plain JSON. Raises ValueError for lone surrogates."""
+    metadata = {
+        key: value for key, value in row.items() if isinstance(key, str) and key not in used and _is_json(value)
+    }
+    # Raised here, since a lone surrogate would end the run in a reward function or a transcript.
+    json.dumps(metadata, ensure_ascii=False).encode()
+    return metadata
 
 
 def _is_json(value: Any) -> bool:
@@ -56,9 +58,9 @@ def _is_json(value: Any) -> bool:
 
 
 def check_depth(value: object) -> None:
-    """DataError for what is nested so deep that a function that follows it may run out of stack."""
+    """Raise DataError for a value nested so deeply that a recursive function may exhaust the stack."""
     level = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -68,4 +70,4 @@ def check_depth(value: object) -> None:
         ]
         if not level:
             return
-    raise DataError(f"it is nested more than {_DEEPEST} deep")
+    raise DataError(f"it is nested more than {_MAX_DEPTH} levels deep")

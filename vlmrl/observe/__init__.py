@@ -1,1 +1,1 @@
-"""What a run shows and writes."""
+"""Progress, metrics, logs and output folder of a run."""

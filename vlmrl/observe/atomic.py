@@ -1,7 +1,7 @@
-"""Folders that are either whole or not there. Imports nothing heavy: the driver tidies checkpoints with it.
+"""Write and replace folders atomically. Imports nothing heavy, since the driver cleans up checkpoints with it.
 
-A folder is written under a temporary name, brought to the disk, and renamed. A run killed at any moment leaves either
-the old folder or the new one, and perhaps a `.tmp` that nobody reads.
+A folder is written under a temporary name, synced to disk, and renamed. A run killed at any moment leaves either the
+old folder or the new one, and perhaps a `.tmp` that is never read.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _OLDER = f".old{_PARTIAL}"
 
 
 def partial(folder: Path) -> Path:
-    """The name under which `folder` is written until it is whole."""
+    """Return the name under which `folder` is written until it is complete."""
     return folder.with_name(folder.name + _PARTIAL)
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to write to; what a killed run left under its name is gone."""
+    """Make an empty folder to write to, in place of one that a killed run left."""
     path = partial(folder)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -29,7 +29,7 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path) -> None:
-    """Make what was written to `begin(folder)` be `folder`, in the place of any older one."""
+    """Sync the files written to `begin(folder)` and move them to `folder`, replacing an older one."""
     written = partial(folder)
     for path in sorted(written.rglob("*")):
         _sync(path)
@@ -38,7 +38,7 @@ def finish(folder: Path) -> None:
 
 
 def replace(folder: Path, *, by: Path) -> None:
-    """Give the whole folder `by` the name `folder`, in the place of any older one."""
+    """Rename the complete folder `by` to `folder`, replacing an older one."""
     older = _aside(folder) if folder.exists() else None
     try:
         by.rename(folder)
@@ -52,43 +52,43 @@ def replace(folder: Path, *, by: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder so that half of it is never taken for all of it."""
+    """Delete a folder after renaming it, so that a partly deleted one is never used."""
     shutil.rmtree(_aside(folder))
 
 
 def remove_partial(parent: Path, names: str = "*") -> list[Path]:
-    """Delete what killed runs left half-written in `parent` of folders whose names match, and say what it was.
+    """Delete the incomplete folders that killed runs left in `parent`, for matching names, and return their paths.
 
-    What was killed between the two renames of `replace` is whole: it gets its name.
+    A folder whose run was killed between the two renames of `replace` is complete, and gets its final name.
     """
     for older in parent.glob(f"{names}{_OLDER}"):
         folder = older.with_name(older.name.removesuffix(_OLDER))
         if not folder.exists() and partial(folder).exists():
             partial(folder).rename(folder)
-    found = sorted({*parent.glob(f"{names}{_PARTIAL}"), *parent.glob(f"{names}{_OLDER}")})
-    for path in found:
+    leftovers = sorted({*parent.glob(f"{names}{_PARTIAL}"), *parent.glob(f"{names}{_OLDER}")})
+    for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
-    return found
+    return leftovers
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a damaged checkpoint a name that nobody takes for a checkpoint: `step_000012.damaged`."""
+    """Rename a damaged checkpoint so that it is not loaded again: `step_000012.damaged`."""
     free = (folder.with_name(f"{folder.name}.damaged{number or ''}") for number in count())
     return folder.rename(next(path for path in free if not path.exists()))
 
 
 def checkpoints(parent: Path) -> list[Path]:
-    """The whole checkpoints in `parent`, oldest first."""
-    found = [p for p in parent.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    """Return the complete checkpoints in `parent`, oldest first."""
+    folders = [p for p in parent.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def prune(parent: Path, *, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints, and say which went."""
-    doomed = checkpoints(parent)[:-keep]
-    for path in doomed:
+    """Delete all but the newest `keep` checkpoints and return the deleted ones."""
+    outdated = checkpoints(parent)[:-keep]
+    for path in outdated:
         remove(path)
-    return doomed
+    return outdated
 
 
 def _aside(folder: Path) -> Path:

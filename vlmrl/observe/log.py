@@ -1,4 +1,4 @@
-"""Keeps what Ray and the libraries write to the error stream out of a run's few lines, in a file of its folder."""
+"""Redirect the error output of Ray and other libraries from the terminal to a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import IO, Self
 from vlmrl.errors import VlmrlError
 
 _NOISY = ("ray", "datasets", "fsspec", "huggingface_hub", "torch.distributed", "transformers")
-"""Loggers of libraries that report our errors once more, in words of their own."""
+"""Loggers of libraries that repeat our errors in other words."""
 _STDOUT, _STDERR = 1, 2
 
 
 class Log:
-    """Inside `with`, what native code writes to the error stream and what libraries log goes to a file, not to people.
+    """Context in which the error output of native code and the log records of libraries go to a file.
 
-    Python's own `sys.stderr` still reaches people. Until `keep_in` names the file, what comes is held back. What nobody
-    can read any more, since the terminal is closed or `tee` has ended by the same Ctrl-C, is dropped, and ends no run.
+    Python's `sys.stderr` still reaches the terminal. Until `move_to` names the file, output goes to a temporary one.
+    Output to a closed terminal, or to a `tee` that the same Ctrl-C has ended, is dropped and does not end the run.
     """
 
     def __init__(self) -> None:
@@ -33,22 +33,22 @@ class Log:
         self._begin = 0
         self._saved = -1
         self._stderr, self._stdout = sys.stderr, sys.stdout
-        self._own: _Descriptor | None = None
-        self._out: _Descriptor | None = None
+        self._stderr_stream: _Descriptor | None = None
+        self._stdout_stream: _Descriptor | None = None
         self._handlers: dict[str, tuple[list[logging.Handler], bool]] = {}
 
     def __enter__(self) -> Self:
         self._stderr, self._stdout = sys.stderr, sys.stdout
         self._saved = os.dup(_STDERR)
-        with suppress(OSError, ValueError, AttributeError):  # somebody else may have replaced it, by what is no file
+        with suppress(OSError, ValueError, AttributeError):  # it may be an object without a descriptor
             if sys.stderr.fileno() == _STDERR:
                 sys.stderr.flush()
-                self._own = _Descriptor(self._saved)
-                sys.stderr = self._own
+                self._stderr_stream = _Descriptor(self._saved)
+                sys.stderr = self._stderr_stream
         with suppress(OSError, ValueError, AttributeError):
             if sys.stdout.fileno() == _STDOUT:
                 sys.stdout.flush()
-                sys.stdout = self._out = _Descriptor(_STDOUT, encoding=sys.stdout.encoding)
+                sys.stdout = self._stdout_stream = _Descriptor(_STDOUT, encoding=sys.stdout.encoding)
         os.dup2(self._file.fileno(), _STDERR)
         handler = logging.StreamHandler(_Descriptor(_STDERR))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -64,22 +64,22 @@ class Log:
         for name, (handlers, propagate) in self._handlers.items():
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = handlers, propagate
-        if self._own is not None:
-            if sys.stderr is self._own:
+        if self._stderr_stream is not None:
+            if sys.stderr is self._stderr_stream:
                 sys.stderr = self._stderr
-            self._own.descriptor = _STDERR  # a library may have kept it
-        if self._out is not None and sys.stdout is self._out:
+            self._stderr_stream.descriptor = _STDERR  # a library may still hold this stream
+        if self._stdout_stream is not None and sys.stdout is self._stdout_stream:
             sys.stdout = self._stdout
         os.dup2(self._saved, _STDERR)
         os.close(self._saved)
         if self.path is None and error is not None and not isinstance(error, VlmrlError):
-            # No file of the run's was there yet, and a bug is told with all that is known.
+            # There is no log file yet, and a bug is reported with all output.
             self._file.seek(0)
             self.write(self._file.read().decode(errors="replace"), to=_STDERR)
         self._file.close()
 
-    def keep_in(self, path: Path) -> None:
-        """From now on it is this file; what came before goes there, too. What an earlier run wrote stays."""
+    def move_to(self, path: Path) -> None:
+        """Append all output so far and from now on to this file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
         self._begin = file.tell()
@@ -91,21 +91,21 @@ class Log:
         self._file, self.path = file, path
 
     def write(self, text: str, *, to: int | None = None) -> None:
-        """Something of ours that would be too long for people."""
-        with suppress(OSError):  # a full disk must not hide what was to be told
+        """Write text that is too long for the terminal to the file, or to the descriptor `to`."""
+        with suppress(OSError):  # a full disk must not hide the error to be reported
             os.write(self._file.fileno() if to is None else to, text.encode(errors="backslashreplace"))
 
     @property
     def has_grown(self) -> bool:
-        """Something was written for which people may look here, and it is still there."""
+        """Whether this run has written to the file, and the file still exists."""
         try:
             return self.path is not None and self.path.stat().st_size > self._begin
-        except OSError:  # the disk fails, or the folder is gone, of which the error tells
+        except OSError:  # the disk fails or the folder is gone; that is reported elsewhere
             return False
 
 
 class _Descriptor(io.TextIOBase):
-    """A file descriptor as a text stream without a buffer. What cannot be written is dropped."""
+    """Unbuffered text stream over a file descriptor, which drops text that cannot be written."""
 
     def __init__(self, descriptor: int, *, encoding: str = "utf-8") -> None:
         self.descriptor = descriptor
@@ -117,7 +117,7 @@ class _Descriptor(io.TextIOBase):
 
     def write(self, text: str) -> int:
         left = text.encode(self.encoding, errors="backslashreplace")
-        with suppress(OSError):  # the reader is gone, or the disk is full: words end no run
+        with suppress(OSError):  # a closed terminal or a full disk does not end a run
             while left:
                 left = left[os.write(self.descriptor, left) :]
         return len(text)
@@ -130,8 +130,8 @@ class _Descriptor(io.TextIOBase):
 
 
 @contextmanager
-def logged() -> Iterator[Log]:
-    """A log for the length of a run; the error that ends the run names it."""
+def run_log() -> Iterator[Log]:
+    """Open a log for the length of a run; an error that ends the run names its file."""
     try:
         with Log() as log:
             try:
@@ -141,4 +141,4 @@ def logged() -> Iterator[Log]:
     except VlmrlError as error:
         if not has_grown:
             raise
-        raise type(error)(f"{error} (what Ray and the libraries wrote: {log.path})") from None
+        raise type(error)(f"{error} (output of Ray and libraries: {log.path})") from None

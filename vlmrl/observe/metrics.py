@@ -1,4 +1,4 @@
-"""A number that knows how to be joined with the same number from other ranks, micro-batches and steps."""
+"""Metrics that can be merged over ranks, micro-batches and steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _PASS_RATE = re.compile(r"eval/(.+)/pass@1")
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean as what it is made of, so that shares of unequal size join to the mean of the whole.
+    """A mean as sum and count, so that parts of unequal size merge to the mean of the whole.
 
-    Example: Mean(6.0, 2) of one rank and Mean(1.0, 1) of another are 7 / 3, not the mean of 3 and 1.
+    Example: Mean(6.0, 2) and Mean(1.0, 1) merge to 7 / 3, not to the mean of 3 and 1.
     """
 
     total: float
     """Sum of the values."""
     count: float = 1.0
-    """How many values, or their weight."""
+    """Number of values, or their total weight."""
 
     def __post_init__(self) -> None:
         if self.count < 0:
@@ -31,7 +31,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """None when nothing was counted: there is no such mean, and 0 would be a lie."""
+        """The mean; None over no values, where 0 would be wrong."""
         return self.total / self.count if self.count else None
 
     def merge(self, other: Mean) -> Mean:
@@ -40,7 +40,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A count or an amount: shares add up."""
+    """A count or an amount; parts add up."""
 
     value: float
 
@@ -50,7 +50,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A worst case. NaN is worse than any number, so it stays visible."""
+    """A maximum. NaN counts as larger than any number, so that it stays visible."""
 
     value: float
 
@@ -61,38 +61,39 @@ class Max:
 Metric = Mean | Sum | Max
 
 
-def merge(shares: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Join the metrics of several ranks or micro-batches; a name may be missing from some of them.
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the metrics of several ranks or micro-batches; a name may be missing from some of them.
 
-    Raises ValueError when a name does not look like `area/quantity`, or is a Mean in one share and a Sum in another.
+    Raises:
+        ValueError: a name is not of the form `area/quantity`, or has different types in two parts.
     """
     merged: dict[str, Metric] = {}
-    for share in shares:
-        for name, metric in share.items():
-            merged[name] = _join(name, merged[name], metric) if name in merged else _checked(name, metric)
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _merge_two(name, merged[name], metric) if name in merged else _checked(name, metric)
     return merged
 
 
-def reduce(shares: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """`merge`, then the plain numbers. A mean over nothing is left out."""
-    values = {name: metric.value for name, metric in merge(shares).items()}
+def reduce(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Merge metrics and return their values. A mean over no values is left out."""
+    values = {name: metric.value for name, metric in merge(parts).items()}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless `name` looks like `area/quantity`, such as `time/rollout_s` or `eval/math/pass@1`."""
+    """Raise ValueError unless `name` has the form `area/quantity`, such as `time/rollout_s` or `eval/math/pass@1`."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"metric name {name!r} does not look like area/quantity")
+        raise ValueError(f"metric name {name!r} is not of the form area/quantity")
 
 
 def evaluated_sets(names: Iterable[str]) -> dict[str, list[str]]:
-    """The evaluation sets with a pass@1 among the names, and the parts that each is broken down into.
+    """Return the evaluation sets with a pass@1 in `names`, and the parts that each is broken down into.
 
     Example: eval/toy/pass@1 and eval/toy/count/pass@1 are {"toy": ["count"]}.
     """
     sets: dict[str, list[str]] = {}
-    # A set comes before its parts.
-    for path in sorted(found[1] for name in names if (found := _PASS_RATE.fullmatch(name))):
+    # Sorted, so that a set comes before its parts.
+    for path in sorted(match[1] for name in names if (match := _PASS_RATE.fullmatch(name))):
         owner, _, part = path.rpartition("/")
         if owner in sets:
             sets[owner].append(part)
@@ -106,12 +107,12 @@ def _checked(name: str, metric: Metric) -> Metric:
     return metric
 
 
-def _join(name: str, one: Metric, other: Metric) -> Metric:
-    match one, other:
+def _merge_two(name: str, first: Metric, second: Metric) -> Metric:
+    match first, second:
         case Mean(), Mean():
-            return one.merge(other)
+            return first.merge(second)
         case Sum(), Sum():
-            return one.merge(other)
+            return first.merge(second)
         case Max(), Max():
-            return one.merge(other)
-    raise ValueError(f"metric {name} is a {type(one).__name__} in one place and a {type(other).__name__} in another")
+            return first.merge(second)
+    raise ValueError(f"metric {name} is a {type(first).__name__} in one place and a {type(second).__name__} in another")

@@ -1,4 +1,4 @@
-"""Draws a run's metrics file as one picture of four panels."""
+"""Plot a run's metrics file as one picture of four panels."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _PHASES = {
 }
 _OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
 _MANY_STEPS = 60
-"""Beyond so many steps single values become a blur: a moving mean is drawn over them, and bars become an area."""
+"""Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
 
 def draw_curves(metrics_file: Path, out: Path) -> None:
-    """Write the picture `out` (PNG): reward and evaluation, answer length, agreement and KL, seconds per phase.
+    """Write the picture `out` (PNG): reward and evaluation, response length, log-prob gap and KL, seconds per phase.
 
-    A run without some of these (supervised training, one step, no evaluation) has other or emptier panels, never an
-    error. The picture is replaced whole, so that one who looks at it during the run sees no half of it.
+    A run that lacks some of these (supervised training, one step, no evaluation) has other or empty panels. The file is
+    replaced atomically, so that it can be viewed during the run.
     """
-    # Figure without pyplot: no window system, no global state, nothing that another thread could disturb.
+    # Figure without pyplot: no window system, no global state, safe beside other threads.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -50,14 +50,14 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
     figure = Figure(figsize=(12, 7.2), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
     panels: list[tuple[str, Callable[[Axes, Records], bool]]] = [
         ("reward", _draw_reward),
-        ("answers", _draw_answers),
-        ("agreement", _draw_agreement),
+        ("responses", _draw_responses),
+        ("log-prob gap and KL", _draw_gaps),
         ("seconds", _draw_times),
     ]
     for axes, (title, draw) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         _prepare(axes, title, [record["step"] for record in records])
         if not draw(axes, records):
-            axes.text(0.5, 0.5, "nothing yet", ha="center", va="center", color="#9aa3ad", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "no data yet", ha="center", va="center", color="#9aa3ad", transform=axes.transAxes)
             axes.set_xticks([])
             axes.set_yticks([])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
 
 
 def _draw_reward(axes: Axes, records: Records) -> bool:
-    """Reward with its spread, and pass@1 of every evaluation set; the loss where there is no reward."""
+    """Draw the reward with its standard deviation and pass@1 of each evaluation set; without a reward, the loss."""
     steps, mean = _curve(records, "reward/mean")
     drawn = False
     if len(steps):
@@ -84,17 +84,17 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
             drawn = True
     evaluations = list(evaluated_sets({name for record in records for name in record}))
     if evaluations:
-        # A share needs an axis of its own beside a reward of another scale; beside one of 0 and 1 it would mislead.
-        right = axes.twinx() if drawn and not _is_share(_curve(records, "reward/mean")[1]) else axes
+        # Rewards between 0 and 1 share the axis with pass@1; others need a second axis.
+        right = axes.twinx() if drawn and not _is_fraction(_curve(records, "reward/mean")[1]) else axes
         _percent(right, "pass@1" if right is not axes else "")
         for name, color in zip(evaluations, _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
-            where, value = _curve(records, f"eval/{name}/pass@1")
+            steps, value = _curve(records, f"eval/{name}/pass@1")
             label = f"{name[:30]} pass@1"
-            right.plot(where, value, "o--", color=color, markersize=5, linewidth=1, label=label)
-            for at in {0, len(where) - 1}:
+            right.plot(steps, value, "o--", color=color, markersize=5, linewidth=1, label=label)
+            for at in {0, len(steps) - 1}:
                 right.annotate(
                     f"{value[at]:.0%}",
-                    (where[at], value[at]),
+                    (steps[at], value[at]),
                     xytext=(0, 7 if value[at] < 0.9 else -13),
                     textcoords="offset points",
                     ha="center",
@@ -107,8 +107,8 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
     return drawn
 
 
-def _draw_answers(axes: Axes, records: Records) -> bool:
-    """Tokens per answer, and the share of answers that were cut off; the learning signal where nothing is answered."""
+def _draw_responses(axes: Axes, records: Records) -> bool:
+    """Draw tokens per response and the fractions of truncated responses and constant groups, or the gradient norm."""
     steps, tokens = _curve(records, "response/tokens_mean")
     if not len(steps):
         steps, norm = _curve(records, "policy/grad_norm")
@@ -120,18 +120,18 @@ def _draw_answers(axes: Axes, records: Records) -> bool:
     right = axes.twinx()
     _percent(right, "")
     for name, color, label in (
-        ("response/truncated_fraction", _RED, "cut off"),
-        ("group/constant_fraction", "#9aa3ad", "equal groups"),
+        ("response/truncated_fraction", _RED, "truncated"),
+        ("group/constant_fraction", "#9aa3ad", "constant groups"),
     ):
-        where, share = _curve(records, name)
-        if len(where):
-            _line(right, where, share, color, label)
+        steps, fraction = _curve(records, name)
+        if len(steps):
+            _line(right, steps, fraction, color, label)
     _legend(axes, right)
     return True
 
 
-def _draw_agreement(axes: Axes, records: Records) -> bool:
-    """How far the engine is from the trainer, and the policy from its reference, on a logarithmic scale."""
+def _draw_gaps(axes: Axes, records: Records) -> bool:
+    """Draw engine-trainer differences and the KL to the reference on a logarithmic scale, or the learning rate."""
     drawn = False
     for name, color, label in (
         ("sync/logprob_diff_max", _RED, "largest log-prob difference"),
@@ -140,9 +140,9 @@ def _draw_agreement(axes: Axes, records: Records) -> bool:
     ):
         steps, value = _curve(records, name)
         value = np.abs(value)
-        shown = value > 0  # exact agreement has no place on this scale
-        if shown.any():
-            _line(axes, steps[shown], value[shown], color, label)
+        positive = value > 0  # zero cannot be drawn on a logarithmic scale
+        if positive.any():
+            _line(axes, steps[positive], value[positive], color, label)
             drawn = True
     if drawn:
         axes.set_yscale("log")
@@ -156,19 +156,19 @@ def _draw_agreement(axes: Axes, records: Records) -> bool:
 
 
 def _draw_times(axes: Axes, records: Records) -> bool:
-    """Seconds of each phase, stacked; what no phase accounts for is `other`."""
-    # What is spent before the first step, on an evaluation or on warming up, would dwarf all that follows.
+    """Draw the seconds of each phase, stacked; `other` is the rest of the step."""
+    # Step 0 (an evaluation, warming up) would dwarf all that follow.
     records = [record for record in records if record["step"] > 0] or records
-    whole, total = _curve(records, "time/step_s")
+    timed_steps, total = _curve(records, "time/step_s")
     names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)} - {"time/step_s"}
     phases = [phase for phase in _PHASES if f"time/{phase}_s" in names]
     phases += sorted(name.removeprefix("time/").removesuffix("_s") for name in names if _phase(name) not in _PHASES)
-    steps = whole if len(whole) else np.array([float(r["step"]) for r in records if names & set(r)])
+    steps = timed_steps if len(timed_steps) else np.array([float(r["step"]) for r in records if names & set(r)])
     if not len(steps):
         return False
     heights = [_lookup(records, f"time/{phase}_s", steps) for phase in phases]
     colors = [_PHASES.get(phase, color) for phase, color in zip(phases, _cycle(*_OTHERS), strict=False)]
-    if len(whole):
+    if len(timed_steps):
         rest = total - np.sum(heights, axis=0) if heights else total
         if (rest > 0.02 * total).any():
             heights, phases, colors = [*heights, rest.clip(0)], [*phases, "other"], [*colors, "#e6e9ee"]
@@ -185,16 +185,16 @@ def _draw_times(axes: Axes, records: Records) -> bool:
 
 
 def _curve(records: Records, name: str) -> tuple[Curve, Curve]:
-    """(steps, values) where the metric is there and is a number."""
+    """Return (steps, values) of the records in which the metric is a finite number."""
     points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float) and math.isfinite(r[name])]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, float), np.array(values, float)
 
 
 def _lookup(records: Records, name: str, steps: Curve) -> Curve:
-    """The metric's values at these steps, 0 where it is not."""
-    known = dict(zip(*_curve(records, name), strict=True))
-    return np.array([known.get(step, 0.0) for step in steps])
+    """Return the metric's values at these steps, 0 where it is missing."""
+    value_by_step = dict(zip(*_curve(records, name), strict=True))
+    return np.array([value_by_step.get(step, 0.0) for step in steps])
 
 
 def _phase(name: str) -> str:
@@ -208,12 +208,13 @@ def _line(axes: Axes, steps: Curve, values: Curve, color: str, label: str) -> No
         return
     axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.25)
     width = max(len(steps) // 25, 3)
-    # The mean over what is there: at the ends the window is cut off, not filled with zeros.
-    ones = np.convolve(np.ones(len(values)), np.ones(width), mode="same")
-    axes.plot(steps, np.convolve(values, np.ones(width), mode="same") / ones, color=color, linewidth=1.8, label=label)
+    # The window is cut off at the ends, not padded with zeros.
+    window_sizes = np.convolve(np.ones(len(values)), np.ones(width), mode="same")
+    means = np.convolve(values, np.ones(width), mode="same") / window_sizes
+    axes.plot(steps, means, color=color, linewidth=1.8, label=label)
 
 
-def _is_share(values: Curve) -> bool:
+def _is_fraction(values: Curve) -> bool:
     return bool(((values > -0.05) & (values < 1.05)).all())
 
 
@@ -240,15 +241,15 @@ def _prepare(axes: Axes, title: str, steps: Sequence[int]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(*several: Axes) -> None:
-    """One legend for axes that lie over each other, beside the title, where it covers no curve."""
+def _legend(*overlaid: Axes) -> None:
+    """Draw one legend for overlaid axes beside the title, where it covers no curve."""
     handles, labels = [], []
-    for axes in dict.fromkeys(several):
+    for axes in dict.fromkeys(overlaid):
         more_handles, more_labels = axes.get_legend_handles_labels()
         handles += more_handles
         labels += more_labels
     if handles:
-        several[-1].legend(
+        overlaid[-1].legend(
             handles,
             labels,
             loc="lower right",

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a few lines that stay in place on a terminal, else one line per step."""
+"""Progress of a run: a live display on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vlmrl.system.plain_text import print_line
 from vlmrl.types import Metrics
 
 _RECENT_STEPS = 20
-"""The time that is left is told from so many: the first steps are slow, and answers grow."""
+"""Recent steps that the remaining time is estimated from, since the first steps are slow and responses get longer."""
 
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", lambda v: f"{v:.3f}"),
     ("policy/loss", "loss", lambda v: f"{v:.4f}"),
-    ("response/tokens_mean", "tokens/answer", lambda v: f"{v:.0f}"),
+    ("response/tokens_mean", "tokens/response", lambda v: f"{v:.0f}"),
     ("sync/logprob_diff_max", "engine-trainer", lambda v: f"{v:.1e}"),
     ("kl/reference", "kl", lambda v: f"{v:.2e}"),
     ("throughput/tokens_per_s", "tokens/s", lambda v: f"{v:,.0f}"),
@@ -39,15 +39,15 @@ class _Phase:
     name: str
     start: float
     inner_s: float = 0.0
-    """Spent in phases that were entered inside this one; theirs, not its own."""
+    """Seconds of nested phases, which this phase does not count as its own."""
     done: int = 0
     total: int = 0
 
 
 class Progress:
-    """Measures the phases of each step and shows them. Use as a context manager around the run.
+    """Measures and displays the phases of each step. Use as a context manager around the run.
 
-    It has no thread of its own but the one that redraws, and it may be asked from one thread only.
+    Its methods may be called from one thread only; a second thread redraws.
     """
 
     def __init__(
@@ -78,40 +78,40 @@ class Progress:
             self._live.stop()
             self._live = None
 
-    def say(self, what: RenderableType) -> None:
-        """Print something that stays, above the lines that change; text on one line, as it is."""
-        if isinstance(what, str):
-            print_line(self._console, what)
+    def say(self, message: RenderableType) -> None:
+        """Print a message above the live display; a string is one line of plain text."""
+        if isinstance(message, str):
+            print_line(self._console, message)
         else:
-            self._console.print(what, soft_wrap=isinstance(what, Text))
+            self._console.print(message, soft_wrap=isinstance(message, Text))
 
     def begin(self, *, total_steps: int, done: int = 0) -> None:
-        """The first step starts now; `done` steps were made by the run that this one continues."""
+        """Start timing the first step; `done` steps were made by the run that this one resumes."""
         self._total_steps, self._step = total_steps, done
         self._step_start = self._clock()
         self._spent = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step. Its time is added to `time/<name>_s`, without that of the phases inside it."""
+        """Measure a phase of a step. Its time, without nested phases, is added to `time/<name>_s`."""
         phase = _Phase(name, self._clock())
         self._phases.append(phase)
         try:
             yield
         finally:
             self._phases.pop()
-            whole = self._clock() - phase.start
-            self._spent[name] = self._spent.get(name, 0.0) + whole - phase.inner_s
+            duration = self._clock() - phase.start
+            self._spent[name] = self._spent.get(name, 0.0) + duration - phase.inner_s
             if self._phases:
-                self._phases[-1].inner_s += whole
+                self._phases[-1].inner_s += duration
 
     def advance(self, done: int, total: int) -> None:
-        """How far the current phase is."""
+        """Set the progress of the current phase."""
         if self._phases:
             self._phases[-1].done, self._phases[-1].total = done, total
 
     def take_times(self) -> Metrics:
-        """`time/<phase>_s` of all phases since the last call, and `time/step_s`, the time since then."""
+        """Return `time/<phase>_s` of all phases since the last call, and the time since then as `time/step_s`."""
         now = self._clock()
         times = {f"time/{name}_s": spent for name, spent in self._spent.items()} | {
             "time/step_s": now - self._step_start
@@ -120,22 +120,22 @@ class Progress:
         return times
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """A step is done; `metrics` holds its times, from `take_times`."""
+        """Show a finished step; `metrics` includes its times from `take_times`."""
         self._step, self._metrics = step, metrics
         if "time/step_s" in metrics:
             self._recent.append(metrics["time/step_s"])
-        self._remember(step, metrics)
+        self._store_evaluations(step, metrics)
         if self._live is None:
             parts = [f"step {step}/{self._total_steps}", *self._numbers()]
-            print_line(self._console, "  ".join(parts + self._left()))
+            print_line(self._console, "  ".join(parts + self._remaining()))
         self._print_evaluations(metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """An evaluation outside of the steps: before or after them."""
-        self._remember(step, metrics)
+        """Show an evaluation before the first step or after the last."""
+        self._store_evaluations(step, metrics)
         self._print_evaluations(metrics)
 
-    def _remember(self, step: int, metrics: Metrics) -> None:
+    def _store_evaluations(self, step: int, metrics: Metrics) -> None:
         for name, parts in evaluated_sets(metrics).items():
             self._evaluations.setdefault(name, []).append((step, metrics[f"eval/{name}/pass@1"]))
             self._parts[name] = {part: metrics[f"eval/{name}/{part}/pass@1"] for part in parts}
@@ -146,29 +146,30 @@ class Progress:
                 print_line(self._console, self._history(name))
 
     def _history(self, name: str) -> str:
-        """`eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`: the first and the newest, and its parts."""
-        seen = self._evaluations[name]
-        shown = [f"{value:.1%} at step {step}" for step, value in ([seen[0], seen[-1]] if len(seen) > 1 else seen)]
+        """Format the first and latest result: `eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`."""
+        results = self._evaluations[name]
+        ends = [results[0], results[-1]] if len(results) > 1 else results
+        shown = [f"{value:.1%} at step {step}" for step, value in ends]
         parts = ", ".join(f"{part} {value:.1%}" for part, value in self._parts[name].items())
         return f"eval {name}: pass@1 {' -> '.join(shown)}{f' ({parts})' if parts else ''}"
 
     def _numbers(self) -> list[str]:
         return [f"{label} {show(self._metrics[name])}" for name, label, show in _SHOWN if name in self._metrics]
 
-    def _left(self) -> list[str]:
+    def _remaining(self) -> list[str]:
         steps = self._total_steps - self._step
         if not self._recent or steps <= 0:
             return []
         return [f"left {_duration(steps * sum(self._recent) / len(self._recent))}"]
 
     def _render(self) -> RenderableType:
-        """The lines that change, as they are now; called by the thread that redraws."""
+        """Render the live display; called by the thread that redraws."""
         head = Table.grid(padding=(0, 2))
         cells: list[RenderableType] = [Text(self._title, style="bold")] if self._title else []
         if self._total_steps:
             cells.append(Text(f"step {self._step}/{self._total_steps}"))
             cells.append(ProgressBar(total=self._total_steps, completed=self._step, width=30))
-        cells += [Text(left, style="cyan") for left in self._left()]
+        cells += [Text(left, style="cyan") for left in self._remaining()]
         cells.append(Text(self._current(), style="yellow"))
         head.add_row(*cells)
         lines: list[RenderableType] = [head]
@@ -178,8 +179,8 @@ class Progress:
         return Group(*lines)
 
     def _current(self) -> str:
-        """`rollout 97/128, 5 s`"""
-        phase = next(iter(self._phases[-1:]), None)  # the other thread may end it at any moment
+        """Format the current phase: `rollout 97/128, 5 s`."""
+        phase = next(iter(self._phases[-1:]), None)  # the main thread may end it at any moment
         if phase is None:
             return ""
         share = f" {phase.done}/{phase.total}" if phase.total else ""
@@ -187,7 +188,7 @@ class Progress:
 
 
 def _duration(seconds: float) -> str:
-    """`42 s`, `3 min 20 s`, `2 h 5 min`"""
+    """Format a duration: `42 s`, `3 min 20 s`, `2 h 5 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""A step's numbers on their way to the screen, the files and the picture."""
+"""Report each step's metrics to the terminal, the metrics files and the plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DRAW_EVERY = 10
 
 
 class RunReport:
-    """What a run shows while it runs, and what stays of its numbers. Use as a context manager around the run."""
+    """Terminal output, metrics files and plot of a run. Use as a context manager around the run."""
 
     def __init__(self, folder: RunFolder, *, logger: Logger, config: Mapping[str, Any], title: str) -> None:
         self._folder = folder
@@ -33,11 +33,11 @@ class RunReport:
         self._config = config
         self._progress = Progress(title=title)
         self._sinks: list[Sink] = []
-        self._is_drawn = True
-        self._told: set[str] = set()
-        """What went wrong and was told."""
+        self._is_plot_current = True
+        self._reported: set[str] = set()
+        """Failures that were printed, each of which is printed once."""
         self._disk_failed = False
-        """The run ends for that: what cannot be written on the way out is no news."""
+        """Whether a storage error ends the run; further write errors are then not printed."""
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -50,15 +50,15 @@ class RunReport:
             self._try(sink.close, f"{type(sink).__name__} did not close")
         self._draw()
 
-    def say(self, what: RenderableType) -> None:
-        """Print something that stays."""
-        self._progress.say(what)
+    def say(self, message: RenderableType) -> None:
+        """Print a message."""
+        self._progress.say(message)
 
     def begin(self, *, total_steps: int, done: int) -> None:
-        """The first step is about to start. What an earlier run wrote of the steps after `done` is dropped.
+        """Open the sinks and start timing. Metrics that an earlier run wrote for steps after `done` are dropped.
 
         Raises:
-            ConfigError: a sink that the settings ask for cannot be used.
+            ConfigError: a configured sink cannot be used.
         """
         self._sinks = open_sinks(
             self._logger,
@@ -70,15 +70,15 @@ class RunReport:
         self._progress.begin(total_steps=total_steps, done=done)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure a part of the step as `time/<name>_s`."""
+        """Measure a phase of the step as `time/<name>_s`."""
         return self._progress.phase(name)
 
     def generated(self, done: int, total: int) -> None:
-        """How many of the step's prompts are answered."""
+        """Show how many of the step's prompts have their responses."""
         self._progress.advance(done, total)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """One step is done: `metrics` gets its times and its speed, and goes wherever numbers go."""
+        """Add times and throughput to the metrics of a finished step, show them and write them."""
         metrics = metrics | self._progress.take_times()
         if "batch/tokens" in metrics:
             metrics["throughput/tokens_per_s"] = metrics["batch/tokens"] / metrics["time/step_s"]
@@ -90,7 +90,7 @@ class RunReport:
             self._draw()
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """An evaluation outside of the steps."""
+        """Show and write an evaluation before the first step or after the last."""
         if metrics:
             metrics = metrics | self._progress.take_times()
             self._progress.evaluation(step, metrics)
@@ -99,32 +99,34 @@ class RunReport:
     def _write(self, step: int, metrics: Metrics) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
-        self._is_drawn = False
+        self._is_plot_current = False
 
     def _draw(self) -> None:
-        if not self._is_drawn:
-            self._is_drawn = self._try(
+        if not self._is_plot_current:
+            self._is_plot_current = self._try(
                 lambda: draw_curves(self._folder.metrics, self._folder.curves),
-                f"{self._folder.curves.name} is not drawn",
+                f"{self._folder.curves.name} could not be drawn",
             )
 
-    def _try(self, act: Callable[[], object], otherwise: str) -> bool:
-        """Whether `act` is done. What goes wrong is a line, no error: a picture is no reason to end a run, and what
-        fails on the way out must not hide what ended it."""
+    def _try(self, action: Callable[[], object], failure: str) -> bool:
+        """Run `action` and return whether it succeeded. An error is printed once after `failure`, not raised.
+
+        A plot is no reason to end a run, and an error during the shutdown must not hide the one that ended the run.
+        """
         try:
-            act()
-        except Exception as error:  # matplotlib, TensorBoard and W&B raise what they like
+            action()
+        except Exception as error:  # matplotlib, TensorBoard and W&B raise errors of any type
             is_known = self._disk_failed and isinstance(error, OSError | StorageError)
-            if otherwise not in self._told and not is_known:
+            if failure not in self._reported and not is_known:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                self._progress.say(Text(f"{otherwise}: {reason}"))
-            self._told.add(otherwise)
+                self._progress.say(Text(f"{failure}: {reason}"))
+            self._reported.add(failure)
             return False
         return True
 
 
 def parameter_table(rows: Sequence[tuple[str, int, int]]) -> Table:
-    """What trains and what is frozen, for people. Rows are (part, trainable, all) parameters."""
+    """Format trainable and total parameters per part of the model; rows are (part, trainable, all)."""
     table = Table(title="parameters")
     for column in ("part", "trainable", "all"):
         table.add_column(column, justify="left" if column == "part" else "right")
@@ -136,6 +138,6 @@ def parameter_table(rows: Sequence[tuple[str, int, int]]) -> Table:
 
 
 def save_table(path: Path, rows: Sequence[tuple[str, int, int]]) -> None:
-    """The same as a file, beside the config."""
+    """Write the rows of `parameter_table` as tab-separated values."""
     lines = ["part\ttrainable\tall", *("\t".join(map(str, row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

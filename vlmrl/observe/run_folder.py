@@ -1,4 +1,4 @@
-"""The output folder of a run: what lies where, and that two runs never mix in one."""
+"""Layout of a run's output folder, and checks that it holds no other run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmrl.errors import ConfigError
 from vlmrl.observe.sinks import read_metrics
 
 _DUMPED = b"# vlmrl "
-"""How `config.dump` begins a file."""
+"""First bytes of a file written by `config.dump`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RunFolder:
 
     @property
     def parameters(self) -> Path:
-        """What trains and what is frozen."""
+        """Trainable and total parameters per part of the model."""
         return self.root / "parameters.tsv"
 
     @property
@@ -37,12 +37,12 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What Ray and the libraries wrote that is not for people."""
+        """Output of Ray and other libraries."""
         return self.root / "logs" / "run.log"
 
     @property
     def reward_log(self) -> Path:
-        """What reward functions print."""
+        """Output of reward functions."""
         return self.root / "logs" / "rewards.log"
 
     @property
@@ -59,16 +59,16 @@ class RunFolder:
 
     @property
     def adapter(self) -> Path:
-        """What a run that trains adapters leaves instead of `model`."""
+        """The final adapter of a run that trains adapters, instead of `model`."""
         return self.root / "adapter"
 
     def average(self, *, has_adapter: bool) -> Path:
-        """The moving average of what trains, beside `model` or `adapter`."""
+        """The moving average of the trained weights, beside `model` or `adapter`."""
         return self.root / ("adapter_ema" if has_adapter else "model_ema")
 
     @property
     def best(self) -> Path:
-        """The model, or adapter, that is best by `ckpt.best_metric_key`, whatever becomes of the checkpoints."""
+        """The best model or adapter by `ckpt.best_metric_key`, kept when checkpoints are deleted."""
         return self.root / "best"
 
     @property
@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def models(self) -> tuple[Path, ...]:
-        """Every model that a run may leave."""
+        """All paths at which a run may save a model."""
         averages = (self.average(has_adapter=False), self.average(has_adapter=True))
         return (self.model, self.adapter, *averages, self.best, self.critic)
 
@@ -95,21 +95,22 @@ class RunFolder:
         return self.checkpoints / f"step_{step:06d}"
 
     def check(self, *, resume: bool, has_checkpoint: bool, learns: bool = True) -> None:
-        """Whether this run may write here, without writing anything.
+        """Check that this run may write here. Writes nothing.
 
-        A run that was killed before its first checkpoint has nothing to continue from and nothing to lose, and one that
-        ended before its first step may be started again. One that `learns` leaves models and checkpoints, and can be
-        continued.
+        A run that ended before its first step or first checkpoint has no results and may be started again. A run that
+        `learns` leaves models and checkpoints, and can be resumed.
 
         Raises:
-            ConfigError: the folder holds another run or what no run has written and this one would replace, or there
-                is nothing to continue.
+            ConfigError: the folder holds another run or files that a run did not write and this one would replace, or
+                there is nothing to resume.
         """
         try:
-            is_there = self.root.exists()
+            exists = self.root.exists()
         except PermissionError as error:
-            raise ConfigError(f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder of yours") from error
-        if is_there and not self.root.is_dir():
+            raise ConfigError(
+                f"ckpt.output_dir {self.root}: {error.strerror}: choose a folder that you can access"
+            ) from error
+        if exists and not self.root.is_dir():
             raise ConfigError(f"ckpt.output_dir {self.root} is a file: choose another folder")
         if resume and not has_checkpoint and (self.model.exists() or self.adapter.exists()):
             raise ConfigError(
@@ -118,17 +119,17 @@ class RunFolder:
             )
         is_run = self.config.exists() or self.metrics.exists()
         if not resume and is_run and (has_checkpoint or self._holds_results):
-            go_on = "continue it with --ckpt.load_enable, or " if learns else ""
-            raise ConfigError(f"ckpt.output_dir {self.root} holds another run: {go_on}choose another --ckpt.output_dir")
-        theirs = self._not_of_a_run(has_checkpoint=has_checkpoint and not resume, learns=learns and not is_run)
-        if theirs is not None:
+            hint = "resume it with --ckpt.load_enable, or " if learns else ""
+            raise ConfigError(f"ckpt.output_dir {self.root} holds another run: {hint}choose another --ckpt.output_dir")
+        foreign = self._foreign_file(has_checkpoint=has_checkpoint and not resume, learns=learns and not is_run)
+        if foreign is not None:
             raise ConfigError(
-                f"ckpt.output_dir {self.root}: {theirs.name} there was not written by a run, and this one would "
+                f"ckpt.output_dir {self.root}: {foreign.name} there was not written by a run, and this one would "
                 "replace it: choose another --ckpt.output_dir"
             )
 
-    def _not_of_a_run(self, *, has_checkpoint: bool, learns: bool) -> Path | None:
-        """What a user may have put here, under a name that a run writes to: a model to start from, or settings."""
+    def _foreign_file(self, *, has_checkpoint: bool, learns: bool) -> Path | None:
+        """Return a path that a run would write but a user made: settings, or a model to start from."""
         if self.config.is_file():
             with self.config.open("rb") as settings:
                 if settings.read(len(_DUMPED)) != _DUMPED:
@@ -139,21 +140,22 @@ class RunFolder:
 
     @property
     def _holds_results(self) -> bool:
-        """Whether something would be lost: a model, a step, or an evaluation that was all there was to do."""
+        """Whether the folder holds a model, a training step, or the result of an evaluation run."""
         if any(model.exists() for model in self.models) or any(self.rollouts.glob("step_*")):
             return True
         if not self.metrics.exists():
             return False
-        if not self.config.exists():  # numbers without settings: who knows whose they are
+        if not self.config.exists():  # metrics of unknown origin
             return True
-        # A run that trains writes its parameters first; its evaluation before the first step is made again.
+        # Without parameters.tsv it is an evaluation run. A training run's evaluation at step 0 can be repeated.
         steps = [record["step"] for record in read_metrics(self.metrics)]
         return any(step > 0 for step in steps) or (bool(steps) and not self.parameters.exists())
 
     def open(self) -> None:
-        """Make the folder, open to this user alone; one that is there keeps its mode: it may be shared on purpose.
+        """Make the folder, accessible to this user only. An existing one keeps its mode, since it may be shared.
 
-        Raises ConfigError when that cannot be done.
+        Raises:
+            ConfigError: the folder cannot be made.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

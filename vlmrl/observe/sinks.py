@@ -1,7 +1,7 @@
-"""Where a step's numbers go to stay: a file of JSON lines, TensorBoard, Weights & Biases.
+"""Write metrics to a JSON lines file, TensorBoard and Weights & Biases.
 
-Every sink is told the first step that this run will write. A run that continues from a checkpoint makes some steps a
-second time, and what a sink already holds of them is dropped, so that no step is in it twice.
+A run that resumes from a checkpoint repeats some steps. Each sink gets the first step that this run writes, and drops
+what it already holds from that step on, so that no step is in it twice.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ _KEY = "WANDB_API_KEY"
 
 
 class Sink(Protocol):
-    """Keeps numbers by step."""
+    """Stores metrics by step."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """One step's numbers; they survive this process from here on."""
+        """Store one step's metrics; they outlive this process once the call returns."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the sink."""
 
 
 def open_sinks(
     logger: Logger, *, metrics: Path, tensorboard: Path, first_step: int, config: Mapping[str, Any]
 ) -> list[Sink]:
-    """The sinks that the settings ask for. `tensorboard` is the folder where `logger.tensorboard_dir` names none.
+    """Open the configured sinks. `tensorboard` is the folder used when `logger.tensorboard_dir` is not set.
 
     W&B shows `config` beside the curves.
 
-    Raises ConfigError when W&B is asked for and cannot be used, and StorageError, like every write, for a full disk.
+    Raises:
+        ConfigError: W&B is configured and cannot be used.
+        StorageError: the disk is full; writes raise it, too.
     """
-    # W&B comes first: it is the one that can fail, and then the others must not have dropped anything yet.
+    # W&B comes first: if it fails, the other sinks must not have dropped any steps yet.
     sinks: list[Sink] = []
     if logger.wandb.project is not None:
         sinks.append(WandbSink(logger.wandb, folder=metrics.parent, config=config))
@@ -56,7 +58,7 @@ def open_sinks(
 
 
 class JsonlSink:
-    """One JSON object per line and step. A number that JSON does not have (NaN, infinity) is written as null."""
+    """One JSON object per line and step. NaN and infinity, which JSON does not have, are written as null."""
 
     def __init__(self, file: Path, *, first_step: int) -> None:
         self._writing = partial(writing, file.name, file.parent)
@@ -75,7 +77,7 @@ class JsonlSink:
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         with self._writing():
             self._file.write(json.dumps({"step": step} | numbers) + "\n")
-            # What is flushed is the kernel's: a killed process loses nothing of it.
+            # Flushed to the kernel, so that a killed process loses nothing.
             self._file.flush()
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ class JsonlSink:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, by line. A line that was cut off when its run was killed is left out."""
+    """Return the records of a metrics file, one per line. A line cut off by a killed run is skipped."""
     records = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
@@ -96,14 +98,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard, which hides the steps from `first_step` on that an earlier run wrote."""
+    """Event files for TensorBoard, which hides an earlier run's steps from `first_step` on."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # torch: not before somebody really runs
+        from torch.utils.tensorboard import SummaryWriter  # imports torch, so only when a run begins
 
         self._writing = partial(writing, "TensorBoard's curves", folder)
-        if threading.excepthook is not _without_tensorboard:
-            threading.excepthook = _without_tensorboard
+        if threading.excepthook is not _excepthook:
+            threading.excepthook = _excepthook
         with self._writing():
             self._writer = SummaryWriter(os.fspath(folder), purge_step=first_step if first_step > 0 else None)
 
@@ -117,20 +119,20 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _without_tensorboard(told: threading.ExceptHookArgs, otherwise: Any = threading.excepthook) -> None:
-    """Print no traceback of TensorBoard's writing thread: `TensorBoardSink.write` raises the same error."""
-    if type(told.thread).__name__ != "_AsyncWriterThread":
-        otherwise(told)
+def _excepthook(hook_args: threading.ExceptHookArgs, default_hook: Any = threading.excepthook) -> None:
+    """Suppress the traceback of TensorBoard's writer thread: `TensorBoardSink.write` raises the same error."""
+    if type(hook_args.thread).__name__ != "_AsyncWriterThread":
+        default_hook(hook_args)
 
 
 class WandbSink:
-    """Weights & Biases. Its id lies in the output folder, so that a continued run continues its curves there too.
+    """Weights & Biases. The run id is kept in the output folder, so that a resumed run continues the same W&B run.
 
-    W&B does not take back what it has: of a step that is made a second time it keeps the first numbers.
+    W&B cannot replace logged steps: for a repeated step it keeps the first values.
     """
 
     def __init__(self, settings: Wandb, *, folder: Path, config: Mapping[str, Any]) -> None:
-        """Raises ConfigError when the package or the key is missing, or the server refuses."""
+        """Start or resume the run. Raises ConfigError when package or key are missing, or W&B refuses the run."""
         wandb = usable_wandb()
         try:
             self._run = wandb.init(
@@ -155,7 +157,7 @@ class WandbSink:
 
 
 def usable_wandb() -> Any:
-    """The package wandb. Raises ConfigError when it is missing, or has no key."""
+    """Import wandb. Raises ConfigError when the package or its key is missing."""
     try:
         import wandb
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Writes down every prompt and answer of a step, with what became of it, for people who want to know what is learnt."""
+"""Write the prompts and responses of each step with their scores, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vlmrl.types import Floats, Group, Media, Rollout, Score
 
 
 class Transcripts:
-    """Files of JSON lines in one folder: a prompt per line, its answers in it, its images by the hash that names them.
+    """JSON lines files in one folder: one prompt with its responses per line, images as hashes.
 
-    `save_media(folder, media)` writes images as `<hash>.png`; it is asked for every image once, since images live
-    where the pixels are and not in the process that runs the loop.
+    `save_media(folder, media)` writes images as `<hash>.png` in the process that holds the pixels. It gets each image
+    once.
     """
 
     def __init__(self, folder: Path, save_media: Callable[[Path, Sequence[Media]], None]) -> None:
@@ -35,41 +35,40 @@ class Transcripts:
         *,
         left_out: Sequence[tuple[Group, Sequence[Score], Floats]] = (),
     ) -> Path:
-        """The answers of a training step, and of the groups that were drawn for it and left out.
+        """Write the responses of a training step, including groups that dynamic filtering left out.
 
         Args:
-            step: names the file `step_NNNNNN.jsonl`, which replaces what an earlier run wrote of the step.
-            groups: N prompts and their answers.
-            scores: what the reward functions said of each answer, group by group.
-            rewards: N arrays of [G], after shaping; NaN for an answer without a reward, which is written as null.
-            advantages: one array of [T] per answer, all groups' in one list. The mean over the sampled tokens is
-                written; for the estimators that give every token the same it is that value.
-            left_out: groups that dynamic filtering drew and nothing was learnt from, with their scores and rewards.
-                They come last, have no advantages, and say `left_out`.
+            step: names the file `step_NNNNNN.jsonl`, which replaces one that an earlier run wrote.
+            groups: N prompts and their responses.
+            scores: the score of each response, group by group.
+            rewards: N arrays of [G], after shaping; NaN for a response without a reward, which is written as null.
+            advantages: one array of [T] per response, over all groups. The mean over the sampled tokens is written.
+            left_out: groups that dynamic filtering excluded, with their scores and rewards. They come last, without
+                advantages, and with `left_out` true.
         """
-        by_answer = iter(advantages)
-        learnt = [
+        response_advantages = iter(advantages)
+        results = [
             [
-                {"reward": _number(reward), "advantage": _mean(next(by_answer), rollout)}
+                {"reward": _number(reward), "advantage": _mean(next(response_advantages), rollout)}
                 for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
             ]
             for group, group_rewards in zip(groups, rewards, strict=True)
         ]
-        learnt += [[{"reward": _number(reward)} for reward in group_rewards] for _, _, group_rewards in left_out]
-        every = [*groups, *(group for group, _, _ in left_out)]
+        results += [[{"reward": _number(reward)} for reward in group_rewards] for _, _, group_rewards in left_out]
+        all_groups = [*groups, *(group for group, _, _ in left_out)]
         all_scores = [*scores, *(group_scores for _, group_scores, _ in left_out)]
-        kinds = [{"left_out": False}] * len(groups) + [{"left_out": True}] * len(left_out)
-        return self._write_lines(f"step_{step:06d}.jsonl", step, every, all_scores, learnt, kinds)
+        flags = [{"left_out": False}] * len(groups) + [{"left_out": True}] * len(left_out)
+        return self._write_lines(f"step_{step:06d}.jsonl", step, all_groups, all_scores, results, flags)
 
     def write_evaluation(
         self, step: int, name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]
     ) -> Path:
-        """The answers to the evaluation set `name`, after `step` steps."""
-        nothing: list[list[dict[str, float | None]]] = [[{} for _ in group.rollouts] for group in groups]
-        # A set may be called like a Hub id or a path.
-        plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
+        """Write the responses to the evaluation set `name`, after `step` steps."""
+        no_results: list[list[dict[str, float | None]]] = [[{} for _ in group.rollouts] for group in groups]
+        # The name of a set may be a Hub id or a path.
+        safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
         return self._write_lines(
-            f"eval_{plain}_step_{step:06d}.jsonl", step, groups, scores, nothing, [{}] * len(groups)
+            f"eval_{safe_name}_step_{step:06d}.jsonl", step, groups, scores, no_results, [{}] * len(groups)
         )
 
     def _write_lines(
@@ -78,17 +77,17 @@ class Transcripts:
         step: int,
         groups: Sequence[Group],
         scores: Sequence[Sequence[Score]],
-        learnt: Iterable[Sequence[Mapping[str, float | None]]],
-        kinds: Iterable[Mapping[str, bool]],
+        results: Iterable[Sequence[Mapping[str, float | None]]],
+        flags: Iterable[Mapping[str, bool]],
     ) -> Path:
         target = self._folder / file
         partial = target.with_suffix(".tmp")
         with writing(f"rollouts of step {step}", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._save_new_media([media for group in groups for media in group.prompt.media])
-            # An answer may hold half a surrogate pair, which UTF-8 has not; the backslash form is JSON for it.
+            # A response may hold a lone surrogate, which UTF-8 cannot encode; its backslash escape is valid JSON.
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
-                for record in _records(step, groups, scores, learnt, kinds):
+                for record in _records(step, groups, scores, results, flags):
                     lines.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
             partial.replace(target)
         return target
@@ -104,10 +103,10 @@ def _records(
     step: int,
     groups: Sequence[Group],
     scores: Sequence[Sequence[Score]],
-    learnt: Iterable[Sequence[Mapping[str, float | None]]],
-    kinds: Iterable[Mapping[str, bool]],
+    results: Iterable[Sequence[Mapping[str, float | None]]],
+    flags: Iterable[Mapping[str, bool]],
 ) -> Iterator[dict[str, Any]]:
-    for group, group_scores, group_learnt, kind in zip(groups, scores, learnt, kinds, strict=True):
+    for group, group_scores, group_results, group_flags in zip(groups, scores, results, flags, strict=True):
         yield {
             "step": step,
             "index": group.prompt.index,
@@ -116,8 +115,8 @@ def _records(
             "label": group.prompt.label,
             "images": [media.hash for media in group.prompt.media],
             "metadata": dict(group.prompt.metadata),
-            **kind,
-            "answers": [
+            **group_flags,
+            "responses": [
                 {
                     "text": rollout.text,
                     "score": score.earned if score.has_reward else None,
@@ -129,7 +128,7 @@ def _records(
                     "finish_reason": rollout.finish_reason,
                     "version": rollout.version,
                 }
-                for rollout, score, numbers in zip(group.rollouts, group_scores, group_learnt, strict=True)
+                for rollout, score, numbers in zip(group.rollouts, group_scores, group_results, strict=True)
             ],
         }
 
@@ -139,5 +138,5 @@ def _mean(advantages: Floats, rollout: Rollout) -> float:
 
 
 def _number(reward: float) -> float | None:
-    """JSON has no NaN."""
+    """Convert a reward for JSON, which has no NaN."""
     return None if math.isnan(reward) else float(reward)

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from vlmrl.config.data import Columns
 from vlmrl.config.serve import Serve
-from vlmrl.data.media import Bounds, InlineMedia, TotalPixelsError, open_images
+from vlmrl.data.media import ImageLimits, InlineMedia, TotalPixelsError, open_images
 from vlmrl.data.unusable import check_depth
 from vlmrl.errors import DataError
 from vlmrl.rewards.local_worker import RewardResult, one_line, to_result
@@ -161,7 +161,7 @@ def _open_media(media: Mapping[str, str], max_pixels: int) -> dict[str, InlineMe
         if not url.startswith("data:image/"):
             raise ValueError(f"media {one_line(name)} is no data:image/ URL")
     # All are data URLs: `open_images` gets no path or address from a client.
-    images = open_images(media.values(), bounds=Bounds.of(Columns())._replace(total_pixels=max_pixels))
+    images = open_images(media.values(), limits=ImageLimits.of(Columns())._replace(total_pixels=max_pixels))
     opened = {}
     for name in media:
         try:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlmrl.data.media import Blank, Noise, Resized
-from vlmrl.data.responses import shortened
+from vlmrl.data.responses import truncate
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Metrics
 
@@ -203,7 +203,7 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
         if not rollouts:
             continue
         hashes = tuple(media.hash for media in group.prompt.media)
-        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
+        short = Group(group.prompt, tuple(truncate(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
         if distinct.setdefault(hashes, short) is not short:
             repeated.append(short)
     return [*distinct.values(), *repeated][:_NUM_PROMPTS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from vlmrl.data.responses import shortened, to_samples
+from vlmrl.data.responses import to_samples, truncate
 from vlmrl.errors import SyncError
 from vlmrl.types import Group, Layout, Metrics, Sample
 
@@ -48,7 +48,7 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
     chosen = []
     for number in order:
         group = groups[number]
-        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
+        rollouts = [truncate(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
         if rollouts:
             chosen.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
     return chosen[:_NUM_GROUPS]

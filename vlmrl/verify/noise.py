@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vlmrl.data.responses import shortened
+from vlmrl.data.responses import truncate
 from vlmrl.errors import SyncError
 from vlmrl.parallel import together
 from vlmrl.types import Floats, Group, Metrics
@@ -226,7 +226,7 @@ def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Gro
         group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
         # A single token cannot be shortened, and behind a prompt of the greatest length no engine has room to read it.
-        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
+        rollouts = [truncate(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
         if not rollouts:
             continue
         chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES:]

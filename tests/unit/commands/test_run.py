@@ -179,7 +179,7 @@ def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
         folder.metrics.write_text('{"step": 1}\n')
         yield
 
-    monkeypatch.setattr(run_module, "held", waited_for)
+    monkeypatch.setattr(run_module, "run_lock", waited_for)
     monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
     with pytest.raises(ConfigError, match="holds another run"), run_module.started(config(), folder, []):
         pytest.fail("it has begun")

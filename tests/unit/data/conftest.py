@@ -1,4 +1,4 @@
-"""A real processor of each kind, over a tiny model folder."""
+"""Processors of tiny models, one with vision and one for text."""
 
 import pytest
 

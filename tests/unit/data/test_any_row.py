@@ -1,4 +1,4 @@
-"""Rows of every shape: none ends a run, and what is said of one is a plain line."""
+"""Rows of any shape never end a run, and each warning about a row is one printable line."""
 
 import datetime as dt
 import json
@@ -27,7 +27,7 @@ from vlmrl.types import Prompt
 ROWS_OF_AN_EXAMPLE = 60
 ROWS_OF_A_TABLE = 20
 EXAMPLES = 55
-"""Of each property: 11,000 rows together."""
+"""Of each property: 11,000 rows in total."""
 GOOD = {"input": "1 + 1?", "label": "2", "images": [], "more": None}
 KEYS = ("input", "label", "images", "more")
 COLUMNS = Columns(max_dropped_fraction=1.0, max_len=512, max_images_per_prompt=3)
@@ -108,17 +108,17 @@ COLUMN_POOLS = st.fixed_dictionaries(
         "more": st.lists(ANY | ANY | DEEP, min_size=4, max_size=4),
     }
 )
-"""Values of each column; rows are made by crossing them, since drawing each anew takes most of the time."""
+"""Values of each column; rows combine them, since drawing new values for each row would take most of the time."""
 
 
-def crossed(pools: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
-    """Rows of one value of each pool; every fifth lacks a column."""
-    fair = {"input": "fair", "images": [], "label": "1", "more": 1}
+def combined(pools: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
+    """Make rows with one value of each pool; every fifth lacks a column."""
+    valid = {"input": "valid", "images": [], "label": "1", "more": 1}
     rows = []
     for i in range(count):
         row = {key: pool[(i * step) % len(pool)] for step, (key, pool) in zip((1, 3, 5, 7), pools.items(), strict=True)}
-        # Else the first bad value hides what the others do.
-        row |= {key: fair[key] for place, key in enumerate(KEYS) if (i >> place) & 1 and i % 3}
+        # Otherwise the first bad value would hide the others.
+        row |= {key: valid[key] for place, key in enumerate(KEYS) if (i >> place) & 1 and i % 3}
         if i % 5 == 0:
             del row[KEYS[i // 5 % 4]]
         rows.append(row)
@@ -127,19 +127,19 @@ def crossed(pools: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def label_problems() -> Iterator[LabelCheck]:
-    # Not `math`, whose parser is a process of its own.
+    # Not `math`, whose parser runs in a separate process.
     check = LabelCheck(["exact"])
     yield check
     check.close()
 
 
 def check(rows: Iterable[Any], processor: Processor, label_problems: LabelCheck) -> None:
-    """Every row becomes a prompt that can go its way, or is dropped and named."""
+    """Check that every row becomes a valid prompt, or is dropped and named in a warning."""
     check_rows(Rows(name="mine", rows=[*rows], columns=KEYS), processor, label_problems)
 
 
 def check_rows(rows: Rows, processor: Processor, label_problems: LabelCheck) -> None:
-    """The same of rows with columns of their own. A good row stands beside them: a run of none ends."""
+    """Check rows of any dataset. A good row is added, since a run without a usable row ends."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def check_rows(rows: Rows, processor: Processor, label_problems: LabelCheck) -> 
             label_problems=label_problems,
         )
     except DataError as error:
-        # Refused before any row is read: columns that hold images and are not asked for.
+        # Refused before any row is drawn: a column with images that is not read.
         if "has images in column" not in str(error):
             raise
         return
@@ -167,11 +167,11 @@ def check_rows(rows: Rows, processor: Processor, label_problems: LabelCheck) -> 
     assert len(prompts) + len(lines) == len(prompts) + sum(stream.dropped.values()) == len(rows) + 1
     assert all(line.isprintable() and len(line) < 700 for line in lines)
     for prompt in prompts:
-        travels(prompt)
+        check_prompt(prompt)
 
 
-def travels(prompt: Prompt) -> None:
-    """To the engine, to reward functions and servers, into transcripts."""
+def check_prompt(prompt: Prompt) -> None:
+    """Check that a prompt can be sent to engines and reward functions and written to transcripts."""
     assert len(prompt.tokens) > 0
     assert prompt.label is None or prompt.label.encode()
     assert prompt.text.encode()
@@ -186,18 +186,18 @@ quick = settings(
 
 @quick
 @given(COLUMN_POOLS)
-def test_rows_of_every_shape_for_a_text_model(
+def test_rows_of_any_shape_for_a_text_model(
     text_model: Processor, label_problems: LabelCheck, pools: dict[str, list[Any]]
 ) -> None:
-    check(crossed(pools, ROWS_OF_AN_EXAMPLE), text_model, label_problems)
+    check(combined(pools, ROWS_OF_AN_EXAMPLE), text_model, label_problems)
 
 
 @quick
 @given(COLUMN_POOLS)
-def test_rows_of_every_shape_for_a_model_that_sees(
+def test_rows_of_any_shape_for_a_vision_model(
     vlm: Processor, label_problems: LabelCheck, pools: dict[str, list[Any]]
 ) -> None:
-    check(crossed(pools, ROWS_OF_AN_EXAMPLE), vlm, label_problems)
+    check(combined(pools, ROWS_OF_AN_EXAMPLE), vlm, label_problems)
 
 
 LINE = st.one_of(
@@ -217,16 +217,16 @@ JSON = st.recursive(
 
 @quick
 @given(st.lists(LINE, min_size=5, max_size=5), COLUMN_POOLS)
-def test_lines_of_a_file_of_every_shape(
+def test_json_lines_of_any_shape(
     tmp_path_factory: pytest.TempPathFactory,
     vlm: Processor,
     label_problems: LabelCheck,
     broken: list[bytes],
     pools: dict[str, list[Any]],
 ) -> None:
-    """What JSON cannot say is said as Python writes it. A file that begins with UTF-16's mark is refused as a whole."""
+    """Values that JSON cannot hold are written as their Python repr."""
     file = tmp_path_factory.mktemp("lines") / "mine.jsonl"
-    lines = [broken[i % 5] if i % 4 == 1 else as_json(row) for i, row in enumerate(crossed(pools, ROWS_OF_AN_EXAMPLE))]
+    lines = [broken[i % 5] if i % 4 == 1 else as_json(row) for i, row in enumerate(combined(pools, ROWS_OF_AN_EXAMPLE))]
     file.write_bytes(b"\n".join(lines))
     check_rows(load_rows(str(file), split="train", max_samples=10**6, seed=0), vlm, label_problems)
 
@@ -234,7 +234,7 @@ def test_lines_of_a_file_of_every_shape(
 def as_json(row: dict[str, Any]) -> bytes:
     try:
         return json.dumps(row, default=repr, skipkeys=True).encode()
-    except (ValueError, RecursionError):  # digits without end, lists without bottom
+    except (ValueError, RecursionError):  # too many digits, too deep lists
         return b'{"input": ' + b"[" * 2000
 
 
@@ -273,26 +273,26 @@ SHAPES: tuple[Any, ...] = (*CELLS, *ENCODED)
 
 @quick
 @given(st.tuples(*(st.none() | st.sampled_from(SHAPES) for _ in KEYS)))
-def test_tables_of_every_type(vlm: Processor, label_problems: LabelCheck, shapes: tuple[Any, ...]) -> None:
+def test_tables_of_any_type(vlm: Processor, label_problems: LabelCheck, shapes: tuple[Any, ...]) -> None:
     picture = {"bytes": b"\x89PNG cut", "path": None}
     pictures = [picture, [picture], {"inner": picture}, [{"inner": picture}], 1]
     features, columns = {}, {}
     for key, shape in zip(KEYS, shapes, strict=True):
         if shape is None:
             features[key] = datasets.Value("string")
-            cell = None if key == "images" else "fair"
+            cell = None if key == "images" else "valid"
         elif isinstance(shape, tuple):
             features[key] = datasets.features.features.generate_from_arrow_type(shape[0])
             cell = shape[1]
         else:
             features[key] = shape
             cell = pictures[ENCODED.index(shape)]
-        columns[key] = [cell, "fair" if shape is None and key == "input" else None] * (ROWS_OF_A_TABLE // 2)
+        columns[key] = [cell, "valid" if shape is None and key == "input" else None] * (ROWS_OF_A_TABLE // 2)
     table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
     try:
         check_rows(from_hugging_face("mine", table), vlm, label_problems)
     except DataError as error:
-        # Images that nothing reads are a mistake in the settings, and refused before any row is used.
+        # Unread images are an error in the settings, raised before any row is used.
         if "has images in column" not in str(error):
             raise
 
@@ -301,5 +301,5 @@ def test_tables_of_every_type(vlm: Processor, label_problems: LabelCheck, shapes
 @pytest.mark.timeout(3600)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(COLUMN_POOLS)
-def test_many_more_rows_of_every_shape(vlm: Processor, label_problems: LabelCheck, pools: dict[str, list[Any]]) -> None:
-    check(crossed(pools, ROWS_OF_AN_EXAMPLE), vlm, label_problems)
+def test_many_more_rows_of_any_shape(vlm: Processor, label_problems: LabelCheck, pools: dict[str, list[Any]]) -> None:
+    check(combined(pools, ROWS_OF_AN_EXAMPLE), vlm, label_problems)

@@ -1,4 +1,4 @@
-"""Samples over ranks: nobody lost, equal numbers of packs, equal cost, what is shared on one rank."""
+"""Distribution over ranks: no sample lost, equal numbers of packs, balanced cost, shared parts on one rank."""
 
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ def image(length: int, group: int = 0, name: str = "dot") -> Sample:
     return Sample(tokens=np.arange(length), sampled=np.ones(length, dtype=np.bool_), media=(dot(name),), group=group)
 
 
-def answer(prompt: int, length: int, group: int) -> Sample:
-    """A prompt of so many tokens, and an answer of so many more."""
+def response(prompt: int, length: int, group: int) -> Sample:
+    """A sample with `prompt` prompt tokens and `length` response tokens."""
     whole = np.arange(prompt + length)
     return Sample(tokens=whole, sampled=whole >= prompt, group=group)
 
@@ -50,7 +50,9 @@ def ids(ranks: list[list[Pack]]) -> list[list[int]]:
 @pytest.mark.parametrize("layout", ["packed", "padded", "shared"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_tokens", [1, 40, 1000])
-def test_every_sample_is_on_one_rank_once_and_ranks_keep_step(layout: str, num_ranks: int, max_tokens: int) -> None:
+def test_each_sample_is_on_one_rank_and_ranks_have_equal_numbers_of_packs(
+    layout: str, num_ranks: int, max_tokens: int
+) -> None:
     lengths = np.random.default_rng(0).integers(2, 30, 23)
     samples = [(image if i // 4 % 3 else text)(int(n), group=i // 4) for i, n in enumerate(lengths)]
     ranks = run(samples, num_ranks=num_ranks, layout=layout, max_tokens=max_tokens, filler=BLANK)
@@ -62,38 +64,38 @@ def test_every_sample_is_on_one_rank_once_and_ranks_keep_step(layout: str, num_r
             assert num_ranks == 1 or pack.media
 
 
-def test_the_same_batch_is_spread_the_same_way() -> None:
+def test_the_distribution_is_deterministic() -> None:
     samples = [text(int(n), group=i) for i, n in enumerate(np.random.default_rng(1).integers(2, 30, 40))]
     assert ids(run(samples)) == ids(run(samples))
 
 
-def test_the_largest_group_goes_first_to_the_emptiest_rank() -> None:
+def test_the_costliest_group_goes_to_the_least_loaded_rank() -> None:
     # Groups of 9, 7, 6 and 4: 9 | 7, then 6 joins 7, and 4 joins 9.
     samples = [text(9, 0), text(7, 1), text(6, 2), text(4, 3)]
     assert ids(run(samples)) == [[0, 3], [1, 2]]
 
 
-def test_groups_stay_whole_while_that_is_fair() -> None:
+def test_groups_stay_whole_while_ranks_are_balanced() -> None:
     samples = [text(5, group=i // 4) for i in range(16)]
     for rank in ids(run(samples, num_ranks=4)):
         assert len({i // 4 for i in rank}) == 1
 
 
-def test_groups_are_broken_up_when_a_rank_would_be_over_its_share() -> None:
+def test_groups_are_split_when_a_rank_would_be_overloaded() -> None:
     # Three groups of four on two ranks: whole groups would be 40 to 20.
     samples = [text(5, group=i // 4) for i in range(12)]
     loads = [sum(len(samples[i].tokens) for i in rank) for rank in ids(run(samples))]
     assert loads == [30, 30]
 
 
-def test_a_shared_prompt_weighs_once() -> None:
+def test_a_shared_prompt_costs_once() -> None:
     # Shared, the group of four is 6 + 4 * 2 = 14, as much as both others; packed it is 32 of 46, and is halved.
-    samples = [*(answer(6, 2, 0) for _ in range(4)), text(7, 1), text(7, 2)]
+    samples = [*(response(6, 2, 0) for _ in range(4)), text(7, 1), text(7, 2)]
     assert ids(run(samples, layout="shared")) == [[0, 1, 2, 3], [4, 5]]
     assert [len(rank) for rank in ids(run(samples))] == [3, 3]
 
 
-def test_what_sees_the_same_image_stays_on_one_rank_and_pays_for_it_once() -> None:
+def test_samples_of_one_image_stay_on_one_rank_and_the_image_costs_once() -> None:
     # 3 * 5 tokens and the image once, 10, are as much as the text; with the image counted three times they were 45.
     samples = [image(5, 0), text(25, 1), image(5, 2), image(5, 3)]
     assert ids(run(samples, image_cost=lambda media: 10.0)) == [[0, 2, 3], [1]]
@@ -104,8 +106,8 @@ def test_images_are_spread_over_ranks() -> None:
     assert ids(run(samples, image_cost=lambda media: 10.0)) == [[0, 2], [1, 3]]
 
 
-def test_a_group_that_is_split_carries_its_prompt_to_both_ranks() -> None:
-    ranks = run([answer(6, 2, 0) for _ in range(4)], layout="shared")
+def test_a_split_group_has_its_prompt_on_both_ranks() -> None:
+    ranks = run([response(6, 2, 0) for _ in range(4)], layout="shared")
     assert [pack.rows for packs in ranks for pack in packs] == [((Branch((0, 1), 6),),)] * 2
 
 
@@ -113,7 +115,7 @@ def test_samples_of_a_single_group_use_all_ranks() -> None:
     assert [len(rank) for rank in ids(run([text(5)] * 8, num_ranks=4))] == [2, 2, 2, 2]
 
 
-def test_a_rank_with_fewer_packs_splits_the_ones_it_has() -> None:
+def test_a_rank_with_fewer_packs_splits_its_packs() -> None:
     # Rank 0: one sample of 90 and its own pack. Rank 1: 80 + 15, over the budget of 90, two packs.
     ranks = run([text(92, 0), text(80, 1), text(15, 2)], max_tokens=92)
     assert ids(ranks) == [[0, FILLER], [1, 2]]
@@ -121,22 +123,22 @@ def test_a_rank_with_fewer_packs_splits_the_ones_it_has() -> None:
     assert [[pack.ids for pack in packs] for packs in ranks] == [[(2,), (3,)], [(0,), (1,)]]
 
 
-def test_a_rank_without_samples_gets_fillers_that_teach_nothing() -> None:
+def test_a_rank_without_samples_gets_fillers_without_sampled_tokens() -> None:
     ranks = run([text(5)], num_ranks=3)
     assert ids(ranks) == [[0], [FILLER], [FILLER]]
     assert not ranks[1][0].samples[0].sampled.any()
     assert not ranks[1][0].samples[0].media
 
 
-def test_a_pack_without_an_image_gets_one_when_any_pack_has_one() -> None:
+def test_a_pack_without_an_image_gets_a_filler_if_another_pack_has_one() -> None:
     ranks = run([image(9, 0), text(9, 1)], filler=BLANK)
     assert ids(ranks) == [[0], [1, FILLER]]
     assert ranks[1][0].samples[1] is BLANK
 
 
 def test_a_filler_shares_no_prompt() -> None:
-    # It answers prompt 0, like the sample beside it.
-    ranks = run([image(9, 1), answer(3, 2, 0), answer(3, 2, 0)], layout="shared", filler=BLANK)
+    # The filler has group 0, like the sample beside it.
+    ranks = run([image(9, 1), response(3, 2, 0), response(3, 2, 0)], layout="shared", filler=BLANK)
     assert ids(ranks) == [[0], [1, 2, FILLER]]
     assert ranks[1][0].rows == ((Branch((0, 1), 3), Branch((2,), 0)),)
 
@@ -145,7 +147,7 @@ def test_a_batch_of_text_gets_no_images() -> None:
     assert ids(run([text(9, 0), text(9, 1)], filler=BLANK)) == [[0], [1]]
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_a_single_rank_needs_no_fillers() -> None:
     ranks = run([image(90, 0), text(90, 1)], num_ranks=1, filler=BLANK)
     assert ids(ranks) == [[0, 1]]
     assert len(ranks[0]) == 2

@@ -6,13 +6,13 @@ import pytest
 from vlmrl.data.deadline import OverdueError, call_within
 
 
-def test_a_call_gives_what_it_returns_or_raises() -> None:
+def test_a_call_returns_or_raises_what_the_function_does() -> None:
     assert call_within(5.0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         call_within(5.0, lambda: 1 // 0)
 
 
-def test_a_loop_without_end_is_stopped() -> None:
+def test_an_endless_loop_is_stopped() -> None:
     def loop() -> None:
         while True:
             try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmrl.data.decode import Room, num_scans, open_header, upright_rgb
+from vlmrl.data.decode import PixelBudget, num_scans, open_header, upright_rgb
 from vlmrl.data.image_source import Encoded
 from vlmrl.errors import DataError
 
@@ -24,11 +24,11 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def opened(content: bytes, bound: int = 10**6) -> Image.Image:
-    return upright_rgb(open_header(Encoded(content, "image x"), max_pixels=bound), "image x", is_kept=False)
+    return upright_rgb(open_header(Encoded(content, "image x"), max_pixels=bound), "image x", keep_open=False)
 
 
 def tiled_tiff(side: int, tile: int) -> bytes:
-    """A grey picture of `side` x `side` pixels that lies in one tile of `tile` x `tile`."""
+    """A grey picture of `side` x `side` pixels in one tile of `tile` x `tile`."""
     content = zlib.compress(bytes(tile * tile), 9)
     content += bytes(len(content) % 2)
     tags = {256: side, 257: side, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile, 323: tile, 324: 8, 325: len(content)}
@@ -47,18 +47,20 @@ def test_six_formats_are_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI", "JPEG2000", "AVIF", "EPS", "PDF", "DDS", "ICNS"])
-def test_no_other_format_is(kind: str) -> None:
-    with pytest.raises(DataError, match=r"^image x is not an image .*: PNG, JPEG, WEBP, GIF, BMP, TIFF are$"):
+def test_other_formats_are_refused(kind: str) -> None:
+    with pytest.raises(
+        DataError, match=r"^image x is not a readable image .*: supported are PNG, JPEG, WEBP, GIF, BMP, TIFF$"
+    ):
         opened(encoded(GRADIENT.convert("RGB"), kind))
 
 
-def test_of_several_pictures_in_a_file_the_first_is_taken_and_the_others_are_not_decoded() -> None:
+def test_only_the_first_frame_of_a_file_is_decoded() -> None:
     frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "lime", "blue")]
     for kind, options in (("WEBP", {"lossless": True}), ("GIF", {}), ("TIFF", {}), ("PNG", {}), ("MPO", {})):
         content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
         red, green, blue = opened(content).getpixel((20, 15))  # type: ignore[misc]
         assert (red > 250, green < 5, blue < 5) == (True, True, True), kind
-        # Damage behind the first picture does not matter to it.
+        # Damage after the first frame does not matter.
         if kind in ("GIF", "MPO"):
             assert opened(content[: len(content) * 2 // 3]).size == (40, 30)
 
@@ -67,11 +69,11 @@ def test_of_several_pictures_in_a_file_the_first_is_taken_and_the_others_are_not
 @pytest.mark.parametrize(
     ("mode", "kind"), [("RGB", "JPEG"), ("L", "PNG"), ("CMYK", "JPEG"), ("RGBA", "WEBP"), ("P", "TIFF")]
 )
-def test_every_mode_is_turned_upright(orientation: int, mode: str, kind: str) -> None:
-    # A wide picture whose left half is black, as a camera that is held otherwise stores it.
+def test_exif_orientation_is_applied_in_every_mode(orientation: int, mode: str, kind: str) -> None:
+    # A wide picture whose left half is black, as a rotated camera stores it.
     upright = Image.new("L", (64, 32), 255)
     upright.paste(0, (0, 0, 32, 32))
-    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Transpose members that store what the orientation turns back
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Transpose members that each orientation undoes
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(undo[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -81,7 +83,7 @@ def test_every_mode_is_turned_upright(orientation: int, mode: str, kind: str) ->
     assert image.getpixel((56, 16)) > 190  # type: ignore[operator]
 
 
-def test_conversion_in_blocks_is_that_of_the_whole() -> None:
+def test_conversion_in_blocks_equals_that_of_the_whole_image() -> None:
     """1,100 x 1,050 pixels are four blocks."""
     noise = np.random.default_rng(0).integers(0, 256, (1050, 1100, 4), dtype=np.uint8)
     rgba = Image.fromarray(noise, "RGBA")
@@ -94,39 +96,39 @@ def test_conversion_in_blocks_is_that_of_the_whole() -> None:
             expected.paste(layer, mask=layer.getchannel("A"))
         else:
             expected = image.convert("RGB")
-        assert upright_rgb(image, "x", is_kept=True).tobytes() == expected.tobytes(), image.mode
+        assert upright_rgb(image, "x", keep_open=True).tobytes() == expected.tobytes(), image.mode
     deep = noise[..., 0].astype(np.uint16) * 257
-    found = np.asarray(upright_rgb(Image.fromarray(deep), "x", is_kept=True))
-    assert np.array_equal(found, np.repeat(noise[..., :1], 3, axis=2))
+    rgb = np.asarray(upright_rgb(Image.fromarray(deep), "x", keep_open=True))
+    assert np.array_equal(rgb, np.repeat(noise[..., :1], 3, axis=2))
 
 
 def grey(values: list[float], dtype: Any) -> list[int]:
-    image = upright_rgb(Image.fromarray(np.array([values], dtype=dtype)), "x", is_kept=True)
+    image = upright_rgb(Image.fromarray(np.array([values], dtype=dtype)), "x", keep_open=True)
     return [pixel[0] for pixel in image.get_flattened_data()]  # type: ignore[index]
 
 
-def test_floats_a_little_above_one_are_shares_all_the_same() -> None:
+def test_deep_grey_is_scaled_even_if_floats_slightly_exceed_their_range() -> None:
     assert grey([0.0, 0.2, 1.0], np.float32) == [0, 51, 255]
     assert grey([-0.1, 0.2, 1.0, 1.04], np.float32) == [0, 51, 255, 255]  # as bicubic resampling leaves them
     assert grey([0.0, 51.0, 255.0, 259.0], np.float32) == [0, 51, 255, 255]
     assert grey([0.0, 257.0 * 51, 65535.0], np.float32) == [0, 51, 255]
     assert grey([0, 51, 255], np.int32) == [0, 51, 255]
     assert grey([0, 257 * 51, 65535], np.int32) == [0, 51, 255]
-    with pytest.raises(DataError, match="values that are no numbers"):
+    with pytest.raises(DataError, match="NaN or infinite values"):
         grey([0.0, float("nan")], np.float32)
 
 
-def test_an_image_that_somebody_else_holds_stays_open() -> None:
+def test_keep_open_leaves_the_image_open() -> None:
     mine = Image.open(io.BytesIO(encoded(GRADIENT)))
-    upright_rgb(mine, "x", is_kept=True)
+    upright_rgb(mine, "x", keep_open=True)
     assert mine.getpixel((0, 0)) == GRADIENT.getpixel((0, 0))
 
 
-def test_a_tile_larger_than_its_picture_is_not_decoded() -> None:
+def test_a_tile_much_larger_than_its_image_is_not_decoded() -> None:
     assert opened(tiled_tiff(16, 64)).size == (16, 16)
     bomb = tiled_tiff(16, 8192)
     assert len(bomb) < 70_000
-    with pytest.raises(DataError, match="16x16 pixels in tiles of 8192x8192: a bomb"):
+    with pytest.raises(DataError, match="16x16 pixels in tiles of 8192x8192: a decompression bomb"):
         opened(bomb)
 
 
@@ -138,7 +140,7 @@ def test_a_jpeg_of_many_scans_is_not_decoded() -> None:
     scan = content[last:-2]
     with pytest.raises(DataError, match="JPEG of more than 100 scans"):
         opened(content[:-2] + scan * 100 + b"\xff\xd9")
-    # A film behind the picture, as telephones put it there, and a preview in its head are no scans of it.
+    # Video data after the image, as phones append it, and a preview in its header are not counted.
     preview = b"\xff\xd8" + b"\xff\xda\x00\x02" * 200 + b"\xff\xd9"
     head = b"\xff\xd8\xff\xe7" + (len(preview) + 2).to_bytes(2, "big") + preview
     assert num_scans(head + content[2:] + b"\xff\xda" * 500) == usual
@@ -146,28 +148,28 @@ def test_a_jpeg_of_many_scans_is_not_decoded() -> None:
 
 
 def test_large_images_wait_for_each_other_and_small_ones_do_not() -> None:
-    room, inside, most = Room(), 0, 0
+    budget, decoding, peak = PixelBudget(), 0, 0
     lock = threading.Lock()
 
     def decode(side: int) -> None:
-        nonlocal inside, most
-        with room.hold(Image.new("1", (side, side)), 100):
+        nonlocal decoding, peak
+        with budget.reserve(Image.new("1", (side, side)), 100):
             with lock:
-                inside += side * side
-                most = max(most, inside)
+                decoding += side * side
+                peak = max(peak, decoding)
             time.sleep(0.02)
             with lock:
-                inside -= side * side
+                decoding -= side * side
 
     threads = [threading.Thread(target=decode, args=(side,)) for side in (5, 9, 9, 5, 5, 20, 9, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    # 20 x 20 is more than there is room for: it has all of it.
-    assert most == 400
-    alone = Room()
-    with alone.hold(Image.new("1", (5, 5)), 100), alone.hold(Image.new("1", (5, 5)), 100):
+    # 20 x 20 pixels exceed the budget, so that image is decoded alone.
+    assert peak == 400
+    budget = PixelBudget()
+    with budget.reserve(Image.new("1", (5, 5)), 100), budget.reserve(Image.new("1", (5, 5)), 100):
         pass
 
 
@@ -185,27 +187,27 @@ def content(kind, side, mode, **options):
 side = 4000
 kinds = [("PNG", "I;16"), ("PNG", "1"), ("PNG", "P"), ("PNG", "LA"), ("TIFF", "F"), ("TIFF", "I"), ("GIF", "L")]
 files = [content(kind, side, mode) for kind, mode in kinds]
-np.asarray(upright_rgb(Image.new("LA", (9, 9)), "x", is_kept=True))
+np.asarray(upright_rgb(Image.new("LA", (9, 9)), "x", keep_open=True))
 def memory(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
 for file, kind in zip(files, kinds):
-    open("/proc/self/clear_refs", "w").write("5")  # forgets the peak
+    open("/proc/self/clear_refs", "w").write("5")  # resets the peak
     before = memory("VmRSS")
-    upright_rgb(open_header(Encoded(file, "x"), max_pixels=side * side), "x", is_kept=False)
+    upright_rgb(open_header(Encoded(file, "x"), max_pixels=side * side), "x", keep_open=False)
     print(*kind, (memory("VmHWM") - before) / side**2, flush=True)
 """
 
 
 def test_decoding_takes_a_few_bytes_per_pixel_in_every_mode() -> None:
-    found = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=True)
-    peaks = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in found.stdout.splitlines()}
+    result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=True)
+    peaks = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in result.stdout.splitlines()}
     assert len(peaks) == 7
-    # Pillow holds RGB in 4 bytes, the deepest grey and LA in 4 more; the rest is blocks.
+    # Pillow stores RGB in 4 bytes, and deep grey or LA in 4 more; the rest is the blocks.
     assert max(peaks.values()) < 13, peaks
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_damage_of_any_kind_is_a_data_error() -> None:
+def test_any_damage_raises_a_data_error() -> None:
     rng = random.Random(0)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -216,8 +218,8 @@ def test_damage_of_any_kind_is_a_data_error() -> None:
     for _ in range(1500):
         content = bytearray(rng.choice(files))
         for _ in range(rng.choice((1, 2, 8))):
-            place = rng.randrange(rng.choice((len(content), min(100, len(content)))))
-            content[place : place + rng.choice((0, 1, 1, 5))] = rng.randbytes(rng.choice((0, 1, 1, 1, 4)))
+            position = rng.randrange(rng.choice((len(content), min(100, len(content)))))
+            content[position : position + rng.choice((0, 1, 1, 5))] = rng.randbytes(rng.choice((0, 1, 1, 1, 4)))
         try:
             opened(bytes(content))
         except DataError:

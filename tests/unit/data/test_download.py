@@ -1,4 +1,4 @@
-"""Servers on this machine stand for the web, where `is_allowed` says so."""
+"""Local servers stand in for the web; `is_allowed` admits their address."""
 
 import http.server
 import socket
@@ -18,13 +18,13 @@ Reply = Callable[[http.server.BaseHTTPRequestHandler], None]
 
 @contextmanager
 def web(reply: Reply, host: str = "127.0.0.1") -> Iterator[tuple[int, list[str]]]:
-    """The port of a server, and the hosts that its clients asked for."""
+    """Run a server; yields its port and the Host headers of its requests."""
     hosts: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             hosts.append(self.headers["Host"])
-            with suppress(OSError):  # the client has gone
+            with suppress(OSError):  # the client has disconnected
                 reply(self)
 
         def log_message(self, *_: object) -> None:
@@ -36,7 +36,7 @@ def web(reply: Reply, host: str = "127.0.0.1") -> Iterator[tuple[int, list[str]]
         server.shutdown()
 
 
-def says(body: bytes, status: int = 200, **headers: str) -> Reply:
+def responds(body: bytes, status: int = 200, **headers: str) -> Reply:
     def reply(handler: http.server.BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in headers.items():
@@ -47,11 +47,11 @@ def says(body: bytes, status: int = 200, **headers: str) -> Reply:
     return reply
 
 
-def drips(what: bytes) -> Reply:
-    """A byte now and then, for ever: no single read ever takes long."""
+def drips(start: bytes) -> Reply:
+    """Send one byte at a time for ever, so that no single read takes long."""
 
     def reply(handler: http.server.BaseHTTPRequestHandler) -> None:
-        handler.wfile.write(what)
+        handler.wfile.write(start)
         while True:
             handler.wfile.write(b"x")
             time.sleep(0.05)
@@ -64,11 +64,11 @@ def get(url: str, **settings: Any) -> bytes:
     return download(url, "image x", **settings)
 
 
-def test_a_body_arrives_also_by_redirects() -> None:
-    with web(says(b"pixels")) as (port, hosts):
+def test_a_body_is_downloaded_also_through_redirects() -> None:
+    with web(responds(b"pixels")) as (port, hosts):
         assert get(f"http://localhost:{port}/a b.png?x=1") == b"pixels"
         assert hosts == [f"localhost:{port}"]
-        with web(says(b"", 302, Location=f"http://127.0.0.1:{port}/")) as (first, _):
+        with web(responds(b"", 302, Location=f"http://127.0.0.1:{port}/")) as (first, _):
             assert get(f"http://127.0.0.1:{first}/") == b"pixels"
 
 
@@ -82,29 +82,29 @@ def test_a_body_arrives_also_by_redirects() -> None:
         *("64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::1", "2001:0:7f00:1::1", "64:ff9b:1::1"),
     ],
 )
-def test_private_addresses_are_none_of_the_web(address: str) -> None:
+def test_private_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_public_addresses_are(address: str) -> None:
+def test_public_addresses_are_public(address: str) -> None:
     assert is_public(address)
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"]
 )
-def test_no_spelling_of_this_machine_is_connected_to(host: str) -> None:
+def test_this_machine_is_refused_in_every_spelling(host: str) -> None:
     with (
-        web(says(b"secret")) as (port, hosts),
-        pytest.raises(DataError, match=r"^image x cannot be downloaded: host .* which is not a public one$") as error,
+        web(responds(b"secret")) as (port, hosts),
+        pytest.raises(DataError, match=r"^image x cannot be downloaded: host .* which is not public$") as error,
     ):
         get(f"http://{host}:{port}/", is_allowed=is_public)
     assert hosts == []
     assert "\n" not in str(error.value)
 
 
-def test_every_redirect_is_checked_like_the_first_address() -> None:
+def test_redirects_are_checked_like_the_first_address() -> None:
     targets = [
         "http://169.254.169.254/latest/meta-data/",
         "http://[::1]:1/",
@@ -113,32 +113,35 @@ def test_every_redirect_is_checked_like_the_first_address() -> None:
     ]
     for target in targets:
         with (
-            web(says(b"", 302, Location=target)) as (port, _),
-            pytest.raises(DataError, match=r"not a public one|no http address"),
+            web(responds(b"", 302, Location=target)) as (port, _),
+            pytest.raises(DataError, match=r"which is not public|not http"),
         ):
             get(f"http://127.0.0.1:{port}/")
-    with web(says(b"", 302, Location="/again")) as (port, hosts), pytest.raises(DataError, match="more than 5 redir"):
+    with (
+        web(responds(b"", 302, Location="/again")) as (port, hosts),
+        pytest.raises(DataError, match="more than 5 redir"),
+    ):
         get(f"http://127.0.0.1:{port}/")
     assert len(hosts) == 6
 
 
-def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name server may say something else when it is asked a second time."""
-    asked: list[str] = []
+def test_the_checked_address_is_the_one_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may return another address the second time (DNS rebinding)."""
+    resolved: list[str] = []
     real = socket.getaddrinfo
 
     def rebinding(host: Any, *rest: Any, **more: Any) -> Any:
         name = host.decode() if isinstance(host, bytes) else host
         if name == "rebind.test":
-            asked.append(name)
-            name = "127.0.0.1" if len(asked) == 1 else "127.0.0.2"
+            resolved.append(name)
+            name = "127.0.0.1" if len(resolved) == 1 else "127.0.0.2"
         return real(name, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
-    with web(says(b"checked")) as (port, hosts):
+    with web(responds(b"checked")) as (port, hosts):
         assert get(f"http://rebind.test:{port}/") == b"checked"
         assert hosts == [f"rebind.test:{port}"]
-    assert asked == ["rebind.test"]
+    assert resolved == ["rebind.test"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch: pytes
     [drips(b"HTTP/1.0 200 OK\r\n\r\n"), drips(b"HTTP/1.0 200 OK\r\nX: "), drips(b"")],
     ids=["body", "head", "all"],
 )
-def test_the_deadline_is_for_the_whole_however_slowly_it_comes(reply: Reply) -> None:
+def test_the_time_limit_covers_the_whole_download(reply: Reply) -> None:
     with web(reply) as (port, _):
         start = time.monotonic()
         with pytest.raises(DataError, match=r"it takes longer than 0\.5 s"):
@@ -154,7 +157,7 @@ def test_the_deadline_is_for_the_whole_however_slowly_it_comes(reply: Reply) -> 
         assert time.monotonic() - start < 3
 
 
-def test_a_name_server_that_is_silent_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_name_server_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = threading.Event()
 
     def wait(*_: Any, **__: Any) -> Any:
@@ -169,33 +172,33 @@ def test_a_name_server_that_is_silent_holds_nobody(monkeypatch: pytest.MonkeyPat
     silent.set()
 
 
-def test_a_body_ends_at_the_bound() -> None:
-    with web(says(b"x" * 1001)) as (port, _):
+def test_the_size_of_a_body_is_limited() -> None:
+    with web(responds(b"x" * 1001)) as (port, _):
         assert len(get(f"http://127.0.0.1:{port}/", max_bytes=1001)) == 1001
         with pytest.raises(DataError, match=r"it is larger than .* MiB: raise data\.max_image_mib"):
             get(f"http://127.0.0.1:{port}/")
 
 
-def test_a_body_is_never_unpacked() -> None:
+def test_a_compressed_body_is_refused() -> None:
     with (
-        web(says(b"\x1f\x8b", Content_Encoding="gzip")) as (port, _),
-        pytest.raises(DataError, match="encoded as gzip, which was not asked for"),
+        web(responds(b"\x1f\x8b", Content_Encoding="gzip")) as (port, _),
+        pytest.raises(DataError, match="content encoding is gzip, which was not requested"),
     ):
         get(f"http://127.0.0.1:{port}/")
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "message"),
     [
-        (says(b"", 404), "status 404"),
-        (says(b"", 302), "status 302"),
-        (says(b"short", Content_Length="99"), "cannot be downloaded"),
+        (responds(b"", 404), "status 404"),
+        (responds(b"", 302), "status 302"),
+        (responds(b"short", Content_Length="99"), "cannot be downloaded"),
         (lambda handler: handler.wfile.write(b"SSH-2.0-OpenSSH\r\n"), "cannot be downloaded"),
         (lambda handler: handler.connection.close(), "cannot be downloaded"),
     ],
 )
-def test_what_is_no_image_server_is_told_in_one_line(reply: Reply, said: str) -> None:
-    with web(reply) as (port, _), pytest.raises(DataError, match=said) as error:
+def test_a_bad_response_is_reported_in_one_line(reply: Reply, message: str) -> None:
+    with web(reply) as (port, _), pytest.raises(DataError, match=message) as error:
         get(f"http://127.0.0.1:{port}/")
     assert "\n" not in str(error.value)
 
@@ -203,14 +206,14 @@ def test_what_is_no_image_server_is_told_in_one_line(reply: Reply, said: str) ->
 @pytest.mark.parametrize(
     "url", ["http://", "http://[", "http://a:b/", "http://\x00/", "https://" + "a" * 300, "http://x y/"]
 )
-def test_what_is_no_url_is_told_in_one_line(url: str) -> None:
+def test_a_bad_url_is_reported_in_one_line(url: str) -> None:
     with pytest.raises(DataError, match="cannot be downloaded: ") as error:
         get(url)
     assert "\n" not in str(error.value)
 
 
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_from_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with web(says(b"direct")) as (port, _):
+    with web(responds(b"direct")) as (port, _):
         assert get(f"http://127.0.0.1:{port}/") == b"direct"

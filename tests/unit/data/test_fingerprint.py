@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from vlmrl.config.data import Columns
-from vlmrl.data import marks
+from vlmrl.data import digests
+from vlmrl.data.digests import RowHasher, digest_file, spaced_indices
 from vlmrl.data.fingerprint import fingerprint
-from vlmrl.data.image_source import Reach
-from vlmrl.data.marks import Marked, mark_file, spread
+from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.errors import DataError
@@ -64,14 +64,14 @@ def _picture(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (_one_row, r"mine\.jsonl has other content"),
-        (_most_rows, r"mine\.jsonl has other content; of 256 rows mine:4 \(question\), .* and \d+ more differ"),
+        (_one_row, r"mine\.jsonl has different content"),
+        (_most_rows, r"mine\.jsonl has different content; of 256 rows mine:4 \(question\), .* and \d+ more differ"),
         (_picture, r"of 256 rows mine:0 \(images\), .* and 253 more differ"),
         (lambda folder: (folder / "a.png").unlink(), r"mine:0 \(images\)"),
     ],
     ids=["one row of the same length", "992 of 1000 rows", "an image", "an image that is gone"],
 )
-def test_changed_data_are_refused_by_name(
+def test_changed_data_are_refused_and_named(
     change: Callable[[Path], None], names: str, folder: Path, vlm: Processor
 ) -> None:
     saved = state(folder, vlm)
@@ -80,7 +80,7 @@ def test_changed_data_are_refused_by_name(
         stream(folder, vlm).load_state(saved)
 
 
-def test_the_same_data_elsewhere_and_at_another_time_are_the_same(
+def test_moved_or_touched_data_are_the_same(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, vlm: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = state(folder, vlm)
@@ -92,9 +92,9 @@ def test_the_same_data_elsewhere_and_at_another_time_are_the_same(
     assert caplog.text == ""
 
 
-def test_of_a_checkpoint_of_an_older_version_names_and_rows_are_compared(folder: Path, vlm: Processor) -> None:
+def test_a_checkpoint_of_an_older_version_has_only_names_and_sizes_compared(folder: Path, vlm: Processor) -> None:
     saved = state(folder, vlm)
-    # As vlmrl wrote it before files and rows had marks of their own.
+    # As vlmrl wrote it before fingerprints had digests of files and rows.
     saved["data"] = saved["data"] | {"datasets": ["mine"], "rows": [COUNT], "content": ["0123456789abcdef"]}
     stream(folder, vlm).load_state(saved | {"drawn": 7, "position": 7})
     write(folder, content()[1:])
@@ -102,39 +102,41 @@ def test_of_a_checkpoint_of_an_older_version_names_and_rows_are_compared(folder:
         stream(folder, vlm).load_state(saved)
 
 
-def test_of_a_large_file_blocks_are_read_and_a_later_time_is_told(
+def test_a_large_file_with_a_new_time_and_equal_blocks_is_a_warning(
     folder: Path, vlm: Processor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(marks, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(digests, "_WHOLE_BYTES", 1000)
     saved = state(folder, vlm)
     os.utime(folder / "mine.jsonl", (7, 7))
     stream(folder, vlm).load_state(saved)
-    assert "mine.jsonl was written since the checkpoint; what was read of it is as before" in caplog.text
+    assert "mine.jsonl was modified after the checkpoint; the blocks compared are unchanged" in caplog.text
 
 
-def test_blocks_of_a_large_file_show_what_changed_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "_WHOLE_BYTES", 0)
+def test_changes_in_the_first_and_last_block_of_a_large_file_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_WHOLE_BYTES", 0)
     file = tmp_path / "large"
     size = 2000 * 64 * 2**10 + 5
     with file.open("wb") as handle:
         handle.truncate(size)
-    before = mark_file(file)
+    before = digest_file(file)
     assert before is not None
     assert not before.is_whole
-    for place in (0, 64 * 2**10 - 1, size - 1):
+    for position in (0, 64 * 2**10 - 1, size - 1):
         with file.open("r+b") as handle:
-            handle.seek(place)
+            handle.seek(position)
             handle.write(b"x")
-        after = mark_file(file)
+        after = digest_file(file)
         assert after is not None
         assert after.digest != before.digest
         assert after.size == before.size
         before = after
 
 
-def test_many_files_share_what_is_read_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks, "_WHOLE_BYTES", 2**20)
-    monkeypatch.setattr(marks, "_MANY", 1)
+def test_many_files_share_the_number_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_WHOLE_BYTES", 2**20)
+    monkeypatch.setattr(digests, "_NUM_UNREDUCED_FILES", 1)
     files = tuple(tmp_path / str(number) for number in range(100))
     for file in files:
         with file.open("wb") as handle:
@@ -149,34 +151,34 @@ def test_many_files_share_what_is_read_of_them(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "pread", counted)
     rows = Rows(name="shards", rows=[{"input": "q"}], columns=("input",), files=files)
-    found = fingerprint(Marked(rows, {"input_key": "input", "label_key": None, "image_key": None}))
-    assert not any(found["files"][str(file)][2] for file in files)
-    assert sum(read) == 100 * 2 * marks._BLOCK, "the first and the last block"
+    result = fingerprint(RowHasher(rows, {"input_key": "input", "label_key": None, "image_key": None}))
+    assert not any(result["files"][str(file)][2] for file in files)
+    assert sum(read) == 100 * 2 * digests._BLOCK, "the first and the last block"
 
 
-def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path) -> None:
+def test_special_files_have_no_digest_and_do_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert mark_file(tmp_path / "pipe") is None
-    assert mark_file(tmp_path / "gone") is None
-    assert mark_file(Path("/dev/zero")) is None
+    assert digest_file(tmp_path / "pipe") is None
+    assert digest_file(tmp_path / "gone") is None
+    assert digest_file(Path("/dev/zero")) is None
 
 
-@pytest.mark.parametrize(("count", "most", "first"), [(1, 9, [0]), (9, 9, [0, 8, 4]), (1000, 5, [0, 999, 500])])
-def test_rows_to_look_at_are_spread_from_coarse_to_fine(count: int, most: int, first: list[int]) -> None:
-    found = spread(count, most)
-    assert len(found) == len(set(found)) == min(count, most)
-    assert sorted(found)[-1] == count - 1
-    assert list(found[: len(first)]) == first
+@pytest.mark.parametrize(("count", "limit", "first"), [(1, 9, [0]), (9, 9, [0, 8, 4]), (1000, 5, [0, 999, 500])])
+def test_spaced_indices_go_from_coarse_to_fine(count: int, limit: int, first: list[int]) -> None:
+    result = spaced_indices(count, limit)
+    assert len(result) == len(set(result)) == min(count, limit)
+    assert sorted(result)[-1] == count - 1
+    assert list(result[: len(first)]) == first
 
 
-def test_marks_are_the_same_in_another_process() -> None:
-    """Nothing of them depends on a place in memory or on the order of a set."""
+def test_digests_are_equal_in_another_process() -> None:
+    """They depend neither on memory addresses nor on the order of a set."""
     code = (
         "import numpy as np; from PIL import Image\n"
-        "from vlmrl.data.marks import Marked; from vlmrl.data.rows import Rows\n"
-        "said = [{'role': 'user', 'content': [{'image': Image.new('L', (2, 2))}, {'more': {'b', 'a', 'c'}}]}]\n"
-        "rows = Rows('mine', [{'q': said, 'l': object(), 'i': [np.ones(2), Image.new('L', (1, 1)), b'7']}], ('q',))\n"
-        "print(Marked(rows, {'input_key': 'q', 'label_key': 'l', 'image_key': 'i'}).mark(0))"
+        "from vlmrl.data.digests import RowHasher; from vlmrl.data.rows import Rows\n"
+        "messages = [{'role': 'user', 'content': [{'image': Image.new('L', (2, 2))}, {'more': {'b', 'a', 'c'}}]}]\n"
+        "rows = Rows('a', [{'q': messages, 'l': object(), 'i': [np.ones(2), Image.new('L', (1, 1)), b'7']}], ('q',))\n"
+        "print(RowHasher(rows, {'input_key': 'q', 'label_key': 'l', 'image_key': 'i'}).digest(0))"
     )
     outputs = {
         subprocess.run(
@@ -189,21 +191,21 @@ def test_marks_are_the_same_in_another_process() -> None:
         for seed in ("1", "2")
     }
     assert len(outputs) == 1
-    assert outputs.pop().startswith("RowMark(question='")
+    assert outputs.pop().startswith("RowDigest(question='")
 
 
-def test_images_inside_messages_are_known_by_content_and_files_out_of_reach_are_not_opened(tmp_path: Path) -> None:
+def test_images_in_messages_are_digested_by_content_and_forbidden_files_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     inside, outside = tmp_path / "mine" / "a.png", tmp_path / "b.png"
-    said = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}]
-    rows = Rows("mine", [{"q": said}, {"q": "what?", "i": str(outside)}], ("q", "i"))
-    marked = Marked(
-        rows, {"input_key": "q", "label_key": None, "image_key": "i"}, Reach.of(tmp_path / "mine", Columns())
+    messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}]
+    rows = Rows("mine", [{"q": messages}, {"q": "what?", "i": str(outside)}], ("q", "i"))
+    hasher = RowHasher(
+        rows, {"input_key": "q", "label_key": None, "image_key": "i"}, ImageAccess.of(tmp_path / "mine", Columns())
     )
-    marks = []
+    digest_pairs = []
     for content in (b"red", b"blue"):
         inside.write_bytes(content)
         outside.write_bytes(content)
-        marks.append((marked.mark(0), marked.mark(1)))
-    assert marks[0][0] != marks[1][0]
-    assert marks[0][1] == marks[1][1] is not None
+        digest_pairs.append((hasher.digest(0), hasher.digest(1)))
+    assert digest_pairs[0][0] != digest_pairs[1][0]
+    assert digest_pairs[0][1] == digest_pairs[1][1] is not None

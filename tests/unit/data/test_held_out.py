@@ -9,7 +9,7 @@ def numbered(count: int, name: str = "mine") -> Rows:
     return Rows(name=name, rows=[{"input": str(n)} for n in range(count)], columns=("input",))
 
 
-def test_every_source_gives_a_share_and_no_row_is_on_both_sides() -> None:
+def test_each_source_is_split_without_overlap() -> None:
     kept, held = hold_out([numbered(100, "a"), numbered(2, "b")], 0.1, seed=3)
     assert [len(rows) for rows in kept] == [90, 1]
     assert [len(rows) for rows in held] == [10, 1]
@@ -22,13 +22,13 @@ def test_every_source_gives_a_share_and_no_row_is_on_both_sides() -> None:
     assert len(first_rows(held[0], 4)) == 4
 
 
-def test_the_choice_follows_from_the_seed() -> None:
-    def chosen(seed: int) -> list[str]:
+def test_the_split_follows_from_the_seed() -> None:
+    def held_out(seed: int) -> list[str]:
         return [row["input"] for row in hold_out([numbered(100)], 0.1, seed=seed)[1][0]]
 
-    assert chosen(1) == chosen(1) != chosen(2)
+    assert held_out(1) == held_out(1) != held_out(2)
 
 
-def test_one_row_cannot_be_shared() -> None:
+def test_a_source_of_one_row_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"data\.eval_fraction 0\.5 cannot hold out a row of dataset mine"):
         hold_out([numbered(1)], 0.5, seed=0)

@@ -45,13 +45,13 @@ def test_a_label_is_written_as_people_write_it(value: Any, text: str | None) -> 
 
 
 @pytest.mark.parametrize("value", [b"4", {1, 2}, object(), [object()]])
-def test_what_no_text_stands_for_is_no_label(value: Any) -> None:
+def test_a_value_without_a_text_form_is_refused(value: Any) -> None:
     with pytest.raises(DataError, match="a label is text"):
         label_text(value)
 
 
-def test_numbers_of_few_bits_keep_the_places_they_were_written_with() -> None:
-    """A column of float32 gives Python 0.10000000149011612, which no response is equal to."""
+def test_narrow_floats_keep_their_shortest_decimal_form() -> None:
+    """A column of float32 gives Python 0.10000000149011612, which no response equals."""
     data = datasets.Dataset.from_dict(
         {"narrow": [0.1], "many": [[0.1, 0.25]], "wide": [2.0**-15]},
         features=datasets.Features(
@@ -81,7 +81,7 @@ def test_labels_of_a_table_can_be_matched(tmp_path: Path, monkeypatch: pytest.Mo
     assert score("3.5", texts[0]) == score("-1/4", str(texts[1])) == 1.0
 
 
-def test_the_number_of_a_class_is_its_name_and_minus_one_is_none(text_model: Processor) -> None:
+def test_a_class_index_becomes_its_name_and_minus_one_becomes_none(text_model: Processor) -> None:
     features = datasets.Features(
         {
             "input": datasets.Value("string"),

@@ -10,10 +10,10 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vlmrl.config.data import Columns
-from vlmrl.data.image_source import Reach
+from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.media import (
     Blank,
-    Bounds,
+    ImageLimits,
     InlineMedia,
     Noise,
     Resized,
@@ -35,8 +35,8 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def opened(source: Any, root: Path | None = None, bound: int = BOUND) -> Image.Image:
-    bounds = Bounds.of(Columns())._replace(image_pixels=bound)
-    (image,) = open_images([source], bounds=bounds, reach=Reach.of(root, Columns()))
+    limits = ImageLimits.of(Columns())._replace(image_pixels=bound)
+    (image,) = open_images([source], limits=limits, access=ImageAccess.of(root, Columns()))
     return image
 
 
@@ -70,7 +70,7 @@ def test_every_form_of_an_image_gives_the_same_pixels(source: Any, tmp_path: Pat
     assert set(image.get_flattened_data()) == {(255, 0, 0)}
 
 
-def test_transparency_is_laid_on_white() -> None:
+def test_transparency_is_composited_on_white() -> None:
     image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
     image.putpixel((1, 0), (0, 0, 0, 0))
     assert list(opened(encoded(image)).get_flattened_data()) == [(255, 0, 0), (255, 255, 255)]
@@ -112,7 +112,7 @@ def test_exif_rotation_is_applied() -> None:
     assert opened(encoded(image, "JPEG", exif=exif)).size == (2, 4)
 
 
-def test_of_an_animation_the_first_frame_is_taken() -> None:
+def test_the_first_frame_of_an_animation_is_taken() -> None:
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     content = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert opened(content).getpixel((0, 0)) == (255, 0, 0)
@@ -124,19 +124,19 @@ def test_of_an_animation_the_first_frame_is_taken() -> None:
         ("missing.png", "missing.png does not exist"),
         ("folder", "cannot be read"),
         ("a\0b.png", "cannot be read"),
-        ("notes.txt", r"notes.txt is not an image that can be read \(5 bytes\): PNG, JPEG, "),
-        (b"", "is not an image"),
+        ("notes.txt", r"notes.txt is not a readable image \(5 bytes\): supported are PNG, JPEG, "),
+        (b"", "is not a readable image"),
         (encoded(Image.effect_noise((64, 64), 90))[:1500], "damaged or truncated"),
         (encoded(Image.effect_noise((64, 64), 90), "JPEG")[:-600], "damaged or truncated"),
         ("data:image/png;base64,!!!", "not valid base64"),
         ({"bytes": None, "path": None}, "neither bytes nor path"),
         ({}, "neither bytes nor path, only: nothing"),
-        (17, "int is no form of an image"),
+        (17, "int is not an image"),
         (np.zeros((2, 2, 3)), "float64"),
         ("http://127.0.0.1:1/x.png", "image http://127.0.0.1:1/x.png is on the web: .* set data.allow_image_urls"),
     ],
 )
-def test_what_is_no_image_is_told_in_one_line(source: Any, message: str, tmp_path: Path) -> None:
+def test_a_bad_image_is_reported_in_one_line(source: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=message) as caught:
@@ -144,7 +144,7 @@ def test_what_is_no_image_is_told_in_one_line(source: Any, message: str, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_an_image_over_the_pixel_bound_is_refused_before_it_is_decoded() -> None:
+def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     content = encoded(Image.new("1", (40_000, 30_000)))  # 1.2 gigapixels in a few kilobytes
     assert len(content) < 400_000
     with pytest.raises(DataError, match="decompression bomb"):
@@ -154,24 +154,24 @@ def test_an_image_over_the_pixel_bound_is_refused_before_it_is_decoded() -> None
     assert opened(RED, bound=600).size == (30, 20)
 
 
-def test_a_raised_bound_is_not_overruled_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raised_limit_is_not_overruled_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     assert opened(encoded(RED), bound=600).size == (30, 20)
 
 
 @pytest.mark.parametrize(
-    ("factor", "least", "most"),
+    ("factor", "min_pixels", "max_pixels"),
     [(28, 3136, 1003520), (32, 3136, 1003520), (28, 12544, 12544), (32, 4096, 4096), (28, 50_000, 60_000)],
 )
-def test_resizing_a_second_time_changes_nothing(factor: int, least: int, most: int) -> None:
+def test_resizing_a_second_time_changes_nothing(factor: int, min_pixels: int, max_pixels: int) -> None:
     for size in [(1, 1), (20, 3000), (3000, 15), (112, 200), (6000, 30), (641, 480), (27, 29), (5000, 4000)]:
-        width, height = target_size(size, factor=factor, min_pixels=least, max_pixels=most)
-        assert least <= width * height <= most
+        width, height = target_size(size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+        assert min_pixels <= width * height <= max_pixels
         # What the image processors of Transformers and vLLM do with it:
-        assert smart_resize(height, width, factor, least, most) == (height, width)
+        assert smart_resize(height, width, factor, min_pixels, max_pixels) == (height, width)
 
 
-def test_sizes_worked_by_hand() -> None:
+def test_target_sizes_worked_by_hand() -> None:
     bounds = {"factor": 28, "min_pixels": 56 * 56, "max_pixels": 112 * 112}
     assert target_size((112, 112), **bounds) == (112, 112)
     assert target_size((1, 1), **bounds) == (56, 56)
@@ -179,15 +179,15 @@ def test_sizes_worked_by_hand() -> None:
     assert target_size((1120, 560), **bounds) == (140, 56)  # scaled to 158x79, then rounded down to whole patches
 
 
-def test_bounds_that_are_close_together_keep_the_shape_as_well_as_they_can() -> None:
-    # 16 patches in any shape: 2x8 is nearest to an image twice as wide as high in no way nearer than 4x4; 3 : 1 is 2x8.
+def test_bounds_close_together_give_the_nearest_shape() -> None:
+    # 16 patches in any shape: 3 : 1 is nearest to 8x2, 1.1 : 1 to 4x4.
     assert target_size((300, 100), factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (8 * 28, 2 * 28)
     assert target_size((110, 100), factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (4 * 28, 4 * 28)
 
 
-def test_an_image_too_long_for_the_model_is_refused() -> None:
+def test_an_aspect_ratio_above_200_is_refused() -> None:
     assert target_size((2000, 10), factor=28, min_pixels=784, max_pixels=10**6)[1] == 28
-    with pytest.raises(DataError, match="2001x10 pixels is too long"):
+    with pytest.raises(DataError, match="2001x10 pixels is too elongated"):
         target_size((2001, 10), factor=28, min_pixels=784, max_pixels=10**6)
 
 
@@ -202,9 +202,7 @@ def made(source: Any, processor: Processor) -> InlineMedia:
     return make_media(source, processor=processor, columns=Columns())
 
 
-def test_the_hash_is_of_the_pixels_and_of_how_they_were_resized(
-    vlm: Processor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_covers_pixels_and_resize_settings(vlm: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
     image = Image.effect_noise((56, 56), 50)
     first = made(image, vlm)
     assert first.hash == made(encoded(image), vlm).hash
@@ -217,13 +215,13 @@ def test_the_hash_is_of_the_pixels_and_of_how_they_were_resized(
     assert made(image, vlm).hash != first.hash
 
 
-def test_equal_bytes_in_another_shape_are_another_image(vlm: Processor) -> None:
+def test_equal_bytes_in_another_shape_have_another_hash(vlm: Processor) -> None:
     wide, high = (made(Image.new("RGB", size, "red"), vlm) for size in ((56, 28), (28, 56)))
     assert wide.pixels.nbytes == high.pixels.nbytes
     assert wide.hash != high.hash
 
 
-def test_stand_ins_have_the_size_they_were_asked_for_and_travel_as_handles() -> None:
+def test_blank_noise_and_resized_images_have_the_given_size_and_survive_pickling() -> None:
     half = np.zeros((2, 4, 3), dtype=np.uint8)
     half[:, 2:] = 200
     source = InlineMedia("half", (4, 2), half)

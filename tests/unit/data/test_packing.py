@@ -1,4 +1,4 @@
-"""Packs: where tokens go, where they come back to, what lies once, and how a batch is cut into a budget."""
+"""Packing: layout and its inverse, shared prefixes, costs, and splitting a batch within a budget."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmrl.data.media import Blank
-from vlmrl.data.packing import FILLER, Branch, Pack, collect, cut, make_pack, place, units, weigh
+from vlmrl.data.packing import FILLER, Branch, Pack, collect, make_pack, make_packs, pack_cost, place, units
 from vlmrl.errors import DataError
 from vlmrl.types import Layout, Media, Sample
 
@@ -20,11 +20,11 @@ dot = partial(Blank, size=(28, 28))
 
 
 def text(length: int, first: int = 0, group: int = 0) -> Sample:
-    """A sample that was sampled from its first token on: it shares nothing with anybody."""
+    """A sample whose tokens are all sampled, so that it shares no prefix."""
     return Sample(tokens=np.arange(first, first + length), sampled=np.ones(length, dtype=np.bool_), group=group)
 
 
-def answer(
+def response(
     prompt: Sequence[int], tokens: Sequence[int], group: int = 0, media: Sequence[Media] = (), source: str = ""
 ) -> Sample:
     whole = np.array([*prompt, *tokens], dtype=np.int64)
@@ -37,23 +37,23 @@ def branches(samples: Sequence[Sample], ids: Sequence[int] | None = None) -> tup
     return rows[0]
 
 
-def alone(*row: int) -> tuple[Branch, ...]:
+def singles(*row: int) -> tuple[Branch, ...]:
     return tuple(Branch((i,), 0) for i in row)
 
 
 A, B, C = text(3, 10), text(2, 20), text(4, 30)
 
-# Two answers to one prompt, two to another, and one alone.
-ASKED = [
-    answer([1, 2, 3], [4, 5], group=0),
-    answer([1, 2, 3], [6], group=0),
-    answer([7, 8], [9], group=1),
-    answer([7, 8], [10, 11], group=1),
-    answer([1, 2], [12], group=2),
+# Two responses to one prompt, two to another, and one to a third.
+RESPONSES = [
+    response([1, 2, 3], [4, 5], group=0),
+    response([1, 2, 3], [6], group=0),
+    response([7, 8], [9], group=1),
+    response([7, 8], [10, 11], group=1),
+    response([1, 2], [12], group=2),
 ]
 
 
-# ---------------------------------------------------------------- where tokens go
+# ---------------------------------------------------------------- layout
 
 
 def test_padded_rows_hold_one_sample_each() -> None:
@@ -65,7 +65,7 @@ def test_padded_rows_hold_one_sample_each() -> None:
     assert laid.tolist() == [[10, 11, 12, -1], [20, 21, -1, -1], [30, 31, 32, 33]]
 
 
-def test_a_packed_row_holds_all_samples_end_to_end() -> None:
+def test_a_packed_row_concatenates_all_samples() -> None:
     pack = make_pack([A, B, C], [5, 6, 7], "packed")
     assert pack.shape == (1, 9)
     assert not pack.is_one_per_row
@@ -74,13 +74,13 @@ def test_a_packed_row_holds_all_samples_end_to_end() -> None:
 
 
 def test_rows_may_hold_any_samples_in_any_order() -> None:
-    pack = Pack((A, B, C), rows=(alone(2), alone(1, 0)), ids=(0, 1, 2))
+    pack = Pack((A, B, C), rows=(singles(2), singles(1, 0)), ids=(0, 1, 2))
     laid = place(pack, [sample.tokens for sample in pack.samples], fill=0)
     assert laid.tolist() == [[30, 31, 32, 33, 0], [20, 21, 10, 11, 12]]
 
 
-def test_a_prompt_that_answers_share_lies_once_before_them() -> None:
-    pack = make_pack(ASKED, range(5), "shared")
+def test_a_shared_prompt_is_stored_once_before_its_responses() -> None:
+    pack = make_pack(RESPONSES, range(5), "shared")
     assert pack.rows == ((Branch((0, 1), 3), Branch((2, 3), 2), Branch((4,), 0)),)
     laid = place(pack, [sample.tokens for sample in pack.samples], fill=0)
     assert laid.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 12]]
@@ -94,20 +94,22 @@ def test_a_prompt_that_answers_share_lies_once_before_them() -> None:
         (0, 9, 3, 2, 4, 3),
         (0, 11, 4, 0, 3, None),
     ]
-    # Whole they are 5 + 4 + 3 + 4 + 3.
+    # Without sharing: 5 + 4 + 3 + 4 + 3.
     assert (pack.num_tokens, pack.num_useful) == (14, 19)
 
 
-def test_shared_tokens_take_the_first_samples_values_and_give_them_back_to_all() -> None:
-    pack = make_pack(ASKED[:3], range(3), "shared")
+def test_shared_tokens_take_the_first_samples_values_and_return_them_to_all() -> None:
+    pack = make_pack(RESPONSES[:3], range(3), "shared")
     columns = [np.array([1, 2, 3, 4, 5]), np.array([0, 0, 0, 6]), np.array([7, 8, 9])]
     laid = place(pack, columns, fill=0)
     assert laid.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert [row.tolist() for row in collect(pack, laid * 10)] == [[10, 20, 30, 40, 50], [10, 20, 30, 60], [70, 80, 90]]
 
 
-@pytest.mark.parametrize("rows", [(alone(0, 1, 2),), (alone(0), alone(1), alone(2)), (alone(2, 0), alone(1))])
-def test_collect_undoes_place(rows: tuple[tuple[Branch, ...], ...]) -> None:
+@pytest.mark.parametrize(
+    "rows", [(singles(0, 1, 2),), (singles(0), singles(1), singles(2)), (singles(2, 0), singles(1))]
+)
+def test_collect_inverts_place(rows: tuple[tuple[Branch, ...], ...]) -> None:
     pack = Pack((A, B, C), rows=rows, ids=(0, 1, 2))
     columns = [np.random.default_rng(i).random(len(s.tokens)).astype(np.float32) for i, s in enumerate(pack.samples)]
     laid = place(pack, columns, fill=float("nan"))
@@ -116,180 +118,184 @@ def test_collect_undoes_place(rows: tuple[tuple[Branch, ...], ...]) -> None:
         assert back.tolist() == column.tolist()
 
 
-def test_arrays_that_do_not_line_up_are_refused() -> None:
+def test_arrays_of_other_lengths_are_refused() -> None:
     pack = make_pack([A, B], [0, 1], "packed")
-    with pytest.raises(ValueError, match="line up"):
+    with pytest.raises(ValueError, match="lengths of the arrays"):
         place(pack, [A.tokens, A.tokens], fill=0)
 
 
-def test_a_pack_that_loses_a_sample_is_refused() -> None:
+def test_a_pack_must_hold_each_sample_once() -> None:
     with pytest.raises(ValueError, match="each of its 2 samples once"):
-        Pack((A, B), rows=(alone(0),), ids=(0, 1))
+        Pack((A, B), rows=(singles(0),), ids=(0, 1))
     with pytest.raises(ValueError, match="each of its 2 samples once"):
         Pack((A, B), rows=((Branch((0, 1), 1), Branch((1,), 0)),), ids=(0, 1))
     with pytest.raises(ValueError, match="has 1 ids"):
-        Pack((A, B), rows=(alone(0, 1),), ids=(0,))
+        Pack((A, B), rows=(singles(0, 1),), ids=(0,))
 
 
-def test_the_images_of_a_pack_are_named_once_in_reading_order() -> None:
+def test_the_images_of_a_pack_are_distinct_and_in_order() -> None:
     one, two = dot("one"), dot("two")
-    samples = [answer([1], [2], 0, [two]), answer([3, 4], [5], 1, [one, two]), answer([3, 4], [6], 1, [one, two])]
+    samples = [response([1], [2], 0, [two]), response([3, 4], [5], 1, [one, two]), response([3, 4], [6], 1, [one, two])]
     assert list(make_pack(samples, range(3), "shared").media) == ["two", "one"]
     assert list(make_pack(samples[1:], range(2), "padded").media) == ["one", "two"]
 
 
-# ---------------------------------------------------------------- who shares
+# ---------------------------------------------------------------- shared prefixes
 
 
-def test_only_neighbours_of_one_group_share() -> None:
-    first, second, other = ASKED[0], ASKED[1], ASKED[4]
-    assert branches([first, other, second]) == alone(0, 1, 2)
+def test_only_adjacent_samples_of_a_group_share() -> None:
+    first, second, other = RESPONSES[0], RESPONSES[1], RESPONSES[4]
+    assert branches([first, other, second]) == singles(0, 1, 2)
     assert branches([other, first, second]) == (Branch((0,), 0), Branch((1, 2), 3))
 
 
-def test_fillers_share_with_nobody_not_even_with_each_other() -> None:
-    blank = answer([1, 2, 3], [])
-    assert branches([ASKED[0], ASKED[1], blank, blank], [0, 1, FILLER, FILLER]) == (
+def test_fillers_share_no_prefix() -> None:
+    blank = response([1, 2, 3], [])
+    assert branches([RESPONSES[0], RESPONSES[1], blank, blank], [0, 1, FILLER, FILLER]) == (
         Branch((0, 1), 3),
-        *alone(2, 3),
+        *singles(2, 3),
     )
-    assert branches([blank, ASKED[0]], [FILLER, 0]) == alone(0, 1)
+    assert branches([blank, RESPONSES[0]], [FILLER, 0]) == singles(0, 1)
 
 
-def test_an_answer_without_tokens_is_only_its_prompt() -> None:
-    pack = make_pack([answer([1, 2], []), answer([1, 2], [3]), answer([1, 2], [])], range(3), "shared")
+def test_an_empty_response_is_only_its_prompt() -> None:
+    pack = make_pack([response([1, 2], []), response([1, 2], [3]), response([1, 2], [])], range(3), "shared")
     assert [tuple(segment) for segment in pack.segments] == [(0, 0, 0, 0, 2, None), (0, 2, 1, 2, 3, 0)]
     assert pack.shape == (1, 3)
     assert [row.tolist() for row in collect(pack, torch.tensor([[5, 6, 7]]))] == [[5, 6], [5, 6, 7], [5, 6]]
 
 
-def test_samples_that_were_sampled_from_the_start_share_nothing() -> None:
+def test_samples_without_a_prompt_share_nothing() -> None:
     pack = make_pack([text(3), text(2)], range(2), "shared")
     assert pack.segments == make_pack([text(3), text(2)], range(2), "packed").segments
     assert pack.num_tokens == 5
 
 
-def test_what_is_shared_ends_where_any_of_them_was_sampled() -> None:
-    # The second speaks one token earlier than the first; that token is its own.
-    late, early = answer([1, 2, 3], [4]), answer([1, 2], [9, 4])
+def test_the_shared_prefix_ends_at_the_first_sampled_token_of_any() -> None:
+    # The second response starts one token earlier.
+    late, early = response([1, 2, 3], [4]), response([1, 2], [9, 4])
     assert branches([late, early]) == (Branch((0, 1), 2),)
 
 
 @pytest.mark.parametrize(("source", "name"), [("arithmetic:17", "arithmetic:17"), ("", "prompt 3 of the batch")])
-def test_a_group_that_does_not_share_its_prompt_is_an_error_that_names_it(source: str, name: str) -> None:
-    members = [answer([1, 2, 3], [4], 3, source=source) for _ in range(2)]
-    strange = answer([1, 9, 3], [4], 3, source=source)
+def test_different_prompts_in_a_group_are_an_error(source: str, name: str) -> None:
+    members = [response([1, 2, 3], [4], 3, source=source) for _ in range(2)]
+    different = response([1, 9, 3], [4], 3, source=source)
     with pytest.raises(DataError, match=rf"to {name} do not share its prompt: at token 1 of 3, one has 2 and.* 9;"):
-        make_pack([*members, strange], range(3), "shared")
+        make_pack([*members, different], range(3), "shared")
     for layout in ("packed", "padded"):
-        make_pack([*members, strange], range(3), layout)  # type: ignore[arg-type]
+        make_pack([*members, different], range(3), layout)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("others", [(), (dot("other"),), (dot("dot"), dot("dot"))])
-def test_a_group_that_does_not_share_its_images_is_an_error_that_names_it(others: tuple[Blank, ...]) -> None:
-    members = [answer([1, 2], [3], 0, media, "charts:5") for media in ((dot("dot"),), others)]
+def test_different_images_in_a_group_are_an_error(others: tuple[Blank, ...]) -> None:
+    members = [response([1, 2], [3], 0, media, "charts:5") for media in ((dot("dot"),), others)]
     with pytest.raises(DataError, match="to charts:5 do not share its images"):
         make_pack(members, range(2), "shared")
 
 
-# ---------------------------------------------------------------- what a pack costs
+# ---------------------------------------------------------------- costs
 
 
 def test_cost_by_hand_in_every_layout() -> None:
-    samples = [answer([1, 2, 3], [4, 5], 0, [dot("dot")]), answer([1, 2, 3], [6], 0, [dot("dot")]), text(4, group=1)]
+    samples = [
+        response([1, 2, 3], [4, 5], 0, [dot("dot")]),
+        response([1, 2, 3], [6], 0, [dot("dot")]),
+        text(4, group=1),
+    ]
     # 5, 4 and 4 tokens; one image of 10.
-    wanted = {"padded": 3 * 5 + 10, "packed": 5 + 4 + 4 + 10, "shared": 3 + 2 + 1 + 4 + 10}
+    expected = {"padded": 3 * 5 + 10, "packed": 5 + 4 + 4 + 10, "shared": 3 + 2 + 1 + 4 + 10}
     for layout in LAYOUTS:
-        assert weigh(samples, layout, lambda image: 10.0) == wanted[layout]
-        assert weigh([], layout, lambda image: 10.0) == 0
+        assert pack_cost(samples, layout, lambda image: 10.0) == expected[layout]
+        assert pack_cost([], layout, lambda image: 10.0) == 0
 
 
-def test_each_image_of_several_costs_its_own_once() -> None:
+def test_each_distinct_image_costs_once() -> None:
     media = {"small": Blank("small", (28, 28)), "large": Blank("large", (56, 56))}
-    samples = [answer([1], [2], 0, [media["small"]]), answer([1, 1], [2], 1, [media["large"], media["small"]])]
-    assert weigh(samples, "shared", lambda image: image.size[0] / 28) == 2 + 3 + 1 + 2
+    samples = [response([1], [2], 0, [media["small"]]), response([1, 1], [2], 1, [media["large"], media["small"]])]
+    assert pack_cost(samples, "shared", lambda image: image.size[0] / 28) == 2 + 3 + 1 + 2
 
 
 def ids_of(packs: list[Pack]) -> list[tuple[int, ...]]:
     return [pack.ids for pack in packs]
 
 
-def cut_up(samples: Sequence[Sample], **settings: Any) -> list[Pack]:
+def packs_of(samples: Sequence[Sample], **settings: Any) -> list[Pack]:
     free: dict[str, Any] = {"layout": "packed", "max_tokens": 10, "max_samples": None, "image_cost": lambda image: 0.0}
-    return cut(samples, range(len(samples)), **free | settings)
+    return make_packs(samples, range(len(samples)), **free | settings)
 
 
-# ---------------------------------------------------------------- how a batch is cut
+# ---------------------------------------------------------------- splitting a batch
 
 
 def test_packs_stay_within_the_budget_and_keep_the_order() -> None:
     samples = [text(n, group=i) for i, n in enumerate((4, 5, 1, 6, 9, 2))]
-    assert ids_of(cut_up(samples)) == [(0, 1, 2), (3,), (4,), (5,)]
+    assert ids_of(packs_of(samples)) == [(0, 1, 2), (3,), (4,), (5,)]
 
 
 def test_padding_counts_towards_the_budget() -> None:
     # Rows of 2, 2 and 5 tokens are 15 padded tokens; packed they are 9.
     samples = [text(2, group=0), text(2, group=1), text(5, group=2)]
-    assert ids_of(cut_up(samples, layout="padded", max_tokens=14)) == [(0, 1), (2,)]
-    assert ids_of(cut_up(samples, layout="padded", max_tokens=15)) == [(0, 1, 2)]
-    assert ids_of(cut_up(samples, layout="packed", max_tokens=9)) == [(0, 1, 2)]
+    assert ids_of(packs_of(samples, layout="padded", max_tokens=14)) == [(0, 1), (2,)]
+    assert ids_of(packs_of(samples, layout="padded", max_tokens=15)) == [(0, 1, 2)]
+    assert ids_of(packs_of(samples, layout="packed", max_tokens=9)) == [(0, 1, 2)]
 
 
 def test_a_shared_prompt_counts_once_towards_the_budget() -> None:
     # Packed 7 + 7 = 14 tokens, shared 5 + 2 + 2 = 9.
-    samples = [answer(range(5), [7, 7]), answer(range(5), [8, 8])]
-    assert ids_of(cut_up(samples, layout="shared", max_tokens=9)) == [(0, 1)]
-    assert ids_of(cut_up(samples, layout="shared", max_tokens=8)) == [(0,), (1,)]
-    assert ids_of(cut_up(samples, layout="packed", max_tokens=13)) == [(0,), (1,)]
+    samples = [response(range(5), [7, 7]), response(range(5), [8, 8])]
+    assert ids_of(packs_of(samples, layout="shared", max_tokens=9)) == [(0, 1)]
+    assert ids_of(packs_of(samples, layout="shared", max_tokens=8)) == [(0,), (1,)]
+    assert ids_of(packs_of(samples, layout="packed", max_tokens=13)) == [(0,), (1,)]
 
 
 @pytest.mark.parametrize(("layout", "tokens"), [("packed", 2 + 3), ("padded", 3 + 3), ("shared", 2 + 3)])
 def test_images_count_towards_the_budget_of_every_layout(layout: str, tokens: int) -> None:
-    samples = [answer([1], [2], 0, [dot("one")]), answer([1, 1], [2], 1, [dot("two")])]
+    samples = [response([1], [2], 0, [dot("one")]), response([1, 1], [2], 1, [dot("two")])]
     budget = {"layout": layout, "image_cost": lambda image: 100.0}
-    assert ids_of(cut_up(samples, max_tokens=tokens + 200, **budget)) == [(0, 1)]
-    assert ids_of(cut_up(samples, max_tokens=tokens + 199, **budget)) == [(0,), (1,)]
+    assert ids_of(packs_of(samples, max_tokens=tokens + 200, **budget)) == [(0, 1)]
+    assert ids_of(packs_of(samples, max_tokens=tokens + 199, **budget)) == [(0,), (1,)]
 
 
-def test_what_sees_the_same_image_goes_into_one_pack() -> None:
+def test_samples_of_one_image_go_into_one_pack() -> None:
     one, two = [dot("one")], [dot("two")]
-    samples = [answer([1], [2], group, media) for group, media in enumerate([one, two, one, two])]
+    samples = [response([1], [2], group, media) for group, media in enumerate([one, two, one, two])]
     # Each image is 4, each sample 2: two prompts with the same image are 8.
-    assert ids_of(cut_up(samples, max_tokens=8, image_cost=lambda image: 4.0)) == [(0, 2), (1, 3)]
+    assert ids_of(packs_of(samples, max_tokens=8, image_cost=lambda image: 4.0)) == [(0, 2), (1, 3)]
 
 
-def test_where_an_image_is_too_much_for_one_pack_its_groups_stay_whole() -> None:
-    samples = [answer([1, 2], [3], group, [dot("dot")]) for group in (0, 1, 0, 1, 2)]
+def test_samples_of_one_image_over_the_budget_are_split_by_group() -> None:
+    samples = [response([1, 2], [3], group, [dot("dot")]) for group in (0, 1, 0, 1, 2)]
     # 4 for the image and 2 + 1 + 1 for a group of two: 8 holds one group; the last one is 4 + 3.
-    packs = cut_up(samples, layout="shared", max_tokens=8, image_cost=lambda image: 4.0)
+    packs = packs_of(samples, layout="shared", max_tokens=8, image_cost=lambda image: 4.0)
     assert ids_of(packs) == [(0, 2), (1, 3), (4,)]
 
 
 def test_a_group_is_split_only_when_it_must_be() -> None:
-    samples = [answer([1, 2], [3], group) for group in (0, 0, 1, 1, 1, 1)]
-    # Groups of 2 + 2 and 2 + 4 tokens; 6 holds either, 5 only three answers of the second.
-    assert ids_of(cut_up(samples, layout="shared", max_tokens=6)) == [(0, 1), (2, 3, 4, 5)]
-    assert ids_of(cut_up(samples, layout="shared", max_tokens=5)) == [(0, 1), (2, 3, 4), (5,)]
+    samples = [response([1, 2], [3], group) for group in (0, 0, 1, 1, 1, 1)]
+    # Groups of 2 + 2 and 2 + 4 tokens; 6 holds either, 5 only three responses of the second.
+    assert ids_of(packs_of(samples, layout="shared", max_tokens=6)) == [(0, 1), (2, 3, 4, 5)]
+    assert ids_of(packs_of(samples, layout="shared", max_tokens=5)) == [(0, 1), (2, 3, 4), (5,)]
 
 
 def test_a_sample_over_the_budget_gets_its_own_pack() -> None:
     for group in (0, 1):
         samples = [text(2), text(50, group=group), text(2, group=2 * group)]
-        assert ids_of(cut_up(samples)) == [(0,), (1,), (2,)]
+        assert ids_of(packs_of(samples)) == [(0,), (1,), (2,)]
 
 
-def test_the_number_of_samples_is_bounded_too() -> None:
-    assert ids_of(cut_up([text(1)] * 5, max_samples=2)) == [(0, 1), (2, 3), (4,)]
-    assert ids_of(cut_up([text(1, group=i // 2) for i in range(6)], max_samples=3)) == [(0, 1), (2, 3), (4, 5)]
+def test_the_number_of_samples_is_limited() -> None:
+    assert ids_of(packs_of([text(1)] * 5, max_samples=2)) == [(0, 1), (2, 3), (4,)]
+    assert ids_of(packs_of([text(1, group=i // 2) for i in range(6)], max_samples=3)) == [(0, 1), (2, 3), (4, 5)]
 
 
-def test_nothing_is_cut_into_nothing() -> None:
-    assert cut_up([]) == []
+def test_an_empty_batch_gives_no_packs() -> None:
+    assert packs_of([]) == []
 
 
 def test_units_are_images_groups_or_samples() -> None:
     media = [dot("one")], [dot("two")], [dot("one")], (), ()
-    samples = [answer([1], [2], group, dots) for group, dots in zip((5, 4, 3, 2, 2), media, strict=True)]
+    samples = [response([1], [2], group, dots) for group, dots in zip((5, 4, 3, 2, 2), media, strict=True)]
     assert units(samples, "image") == [[2, 0], [1], [3, 4]]
     assert units(samples, "group") == [[0], [1], [2], [3, 4]]
     assert units(samples, "sample") == [[0], [1], [2], [3], [4]]
@@ -297,26 +303,26 @@ def test_units_are_images_groups_or_samples() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_any_batch_is_cut_into_packs_that_hold_each_sample_once(layout: Layout, seed: int) -> None:
+def test_any_batch_is_split_into_packs_that_hold_each_sample_once(layout: Layout, seed: int) -> None:
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(8):
         prompt, media = rng.integers(0, 9, int(rng.integers(0, 12))), [dot(str(rng.integers(4)))] * int(rng.integers(2))
         lengths = rng.integers(1, 9, int(rng.integers(1, 5)))
-        samples += [answer(prompt, rng.integers(0, 9, length), group, media) for length in lengths]
+        samples += [response(prompt, rng.integers(0, 9, length), group, media) for length in lengths]
     order = rng.permutation(len(samples))
     samples = [samples[i] for i in order]
     budget = int(rng.integers(8, 60))
-    packs = cut_up(samples, layout=layout, max_tokens=budget, image_cost=lambda image: 7.0)
+    packs = packs_of(samples, layout=layout, max_tokens=budget, image_cost=lambda image: 7.0)
 
     def cost(members: Sequence[int]) -> float:
-        return weigh([samples[i] for i in members], layout, lambda image: 7.0)
+        return pack_cost([samples[i] for i in members], layout, lambda image: 7.0)
 
     assert sorted(i for pack in packs for i in pack.ids) == list(range(len(samples)))
     for pack in packs:
         assert all(pack.samples[k] is samples[i] for k, i in enumerate(pack.ids))
         assert len(pack.ids) == 1 or cost(pack.ids) <= budget
-        # What was weighed is what is laid out.
+        # The estimated cost is that of the layout.
         rows, width = pack.shape
         laid = rows * width if layout == "padded" else pack.num_tokens
         assert cost(pack.ids) == laid + 7 * len(pack.media)
@@ -324,5 +330,5 @@ def test_any_batch_is_cut_into_packs_that_hold_each_sample_once(layout: Layout, 
         assert [row.tolist() for row in back] == [sample.tokens.tolist() for sample in pack.samples]
     for group in {sample.group for sample in samples}:
         members = [i for i, sample in enumerate(samples) if sample.group == group]
-        homes = {n for n, pack in enumerate(packs) if set(members) & set(pack.ids)}
-        assert len(homes) == 1 or cost(members) > budget
+        packs_of_group = {n for n, pack in enumerate(packs) if set(members) & set(pack.ids)}
+        assert len(packs_of_group) == 1 or cost(members) > budget

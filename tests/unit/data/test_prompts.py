@@ -1,7 +1,6 @@
-import base64
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,38 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from prompt_streams import IMAGE, labels, numbered, rows, stream
 
 from vlmrl.config.data import Columns
-from vlmrl.data.columns import Wants
-from vlmrl.data.media import InlineMedia
+from vlmrl.data.columns import RowRequirements
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import Processor
-from vlmrl.types import Media, Prompt
-
-IMAGE = Image.new("RGB", (56, 56), "red")
 
 
-def rows(content: Sequence[Mapping[str, Any]], name: str = "mine") -> Rows:
-    return Rows(name=name, rows=content, columns=tuple(dict.fromkeys(key for row in content for key in row)))
-
-
-def numbered(count: int, name: str = "mine") -> Rows:
-    return rows([{"input": f"{name} {i}", "label": str(i)} for i in range(count)], name)
-
-
-def stream(
-    *sources: Rows, processor: Processor, probs: Sequence[float] | None = None, seed: int = 0, **settings: Any
-) -> PromptStream:
-    return PromptStream(sources, probs=probs, processor=processor, columns=Columns(**settings), seed=seed)
-
-
-def labels(prompts: Sequence[Prompt]) -> list[str | None]:
-    return [prompt.label for prompt in prompts]
-
-
-def test_a_prompt_says_what_its_row_said(vlm: Processor) -> None:
+def test_a_prompt_holds_the_columns_of_its_row(vlm: Processor) -> None:
     row = {
         "input": "What is <image>?",
         "label": 3,
@@ -60,26 +38,14 @@ def test_a_prompt_says_what_its_row_said(vlm: Processor) -> None:
     assert len(prompt.tokens) == len(prompt.request) + 3  # 56x56 pixels are 2x2 tokens of 28x28
 
 
-def test_marks_never_reach_the_text_that_people_read(vlm: Processor) -> None:
+def test_marks_are_removed_from_the_prompts_text(vlm: Processor) -> None:
     (prompt,) = stream(rows([{"input": "say <|image_pad|>"}]), processor=vlm).draw(1)
     assert "say <|image_pad|><|im_end|>" in prompt.text
     assert prompt.text == vlm.tokenizer.decode(prompt.tokens)
     assert prompt.label is None
 
 
-def test_rows_with_no_one_and_several_images_go_in_one_stream(vlm: Processor) -> None:
-    content = [
-        {"input": "a", "images": None},
-        {"input": "b <image>", "images": [IMAGE]},
-        {"input": "c", "images": [IMAGE, Image.new("RGB", (28, 84))]},
-    ]
-    prompts = stream(rows(content), processor=vlm).all_prompts(10)
-    assert [len(prompt.media) for prompt in prompts] == [0, 1, 2]
-    images = [int(vlm.token_types(prompt.tokens).sum()) for prompt in prompts]
-    assert images == [0, 4, 4 + 3]
-
-
-def test_every_episode_has_each_row_once_in_an_order_of_its_own(text_model: Processor) -> None:
+def test_every_episode_has_each_row_once_in_a_new_order(text_model: Processor) -> None:
     prompts = stream(numbered(7), processor=text_model).draw(21)
     assert [prompt.index for prompt in prompts] == list(range(21))
     episodes = [labels(prompts[start : start + 7]) for start in (0, 7, 14)]
@@ -88,7 +54,7 @@ def test_every_episode_has_each_row_once_in_an_order_of_its_own(text_model: Proc
     assert episodes[0] != episodes[1] != episodes[2]
 
 
-def test_how_the_stream_is_cut_into_draws_changes_nothing(text_model: Processor) -> None:
+def test_the_stream_does_not_depend_on_the_sizes_of_draws(text_model: Processor) -> None:
     whole = stream(numbered(10), processor=text_model).draw(25)
     cut = stream(numbered(10), processor=text_model)
     pieces = [prompt for n in (1, 9, 3, 12) for prompt in cut.draw(n)]
@@ -99,7 +65,7 @@ def test_how_the_stream_is_cut_into_draws_changes_nothing(text_model: Processor)
 @pytest.mark.parametrize("probs", [None, [0.3, 0.7]])
 def test_a_resumed_stream_loses_and_repeats_nothing(text_model: Processor, probs: list[float] | None) -> None:
     def fresh() -> PromptStream:
-        # Two rows of each source are unusable, so that rows drawn and prompts given differ.
+        # Two rows of each source are unusable, so that the numbers of rows and prompts differ.
         sources = [
             rows([{"input": "" if i in (2, 5) else f"{n}-{i}", "label": f"{n}-{i}"} for i in range(9)], n) for n in "ab"
         ]
@@ -175,18 +141,18 @@ def test_unusable_rows_are_dropped_whole_counted_and_named(
     }
     assert "row mine:1 dropped, image unusable: image file gone.png does not exist" in caplog.text
     assert "row mine:5 dropped, too long: 30" in caplog.text
-    # A row is told of and counted once, however many episodes pass over it.
+    # A row is reported and counted once, in whichever number of episodes.
     assert caplog.text.count("mine:1 ") == 1
 
 
-def test_a_row_whose_label_nothing_can_match_is_dropped_like_one_with_a_bad_image(
+def test_a_row_with_a_label_that_no_response_can_match_is_dropped(
     text_model: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[list[str]] = []
+    checked: list[list[str]] = []
 
-    def problems(given: Sequence[str]) -> list[str | None]:
-        asked.append(list(given))
-        return ["it cannot be parsed" if "{" in label else None for label in given]
+    def problems(labels: Sequence[str]) -> list[str | None]:
+        checked.append(list(labels))
+        return ["it cannot be parsed" if "{" in label else None for label in labels]
 
     content = [{"input": "a", "label": "4"}, {"input": "b", "label": "\\frac{1}{" + "x" * 99}, {"input": "c"}]
     one = PromptStream(
@@ -199,31 +165,21 @@ def test_a_row_whose_label_nothing_can_match_is_dropped_like_one_with_a_bad_imag
     )
     assert sorted(one.labels(9, limit_s=9.0)) == ["mine:0", "mine:1"]
     with caplog.at_level(logging.WARNING):
-        found = [prompt for _ in range(6) for prompt in one.draw(1)]
-    assert {prompt.source for prompt in found} == {"mine:0", "mine:2"}
+        prompts = [prompt for _ in range(6) for prompt in one.draw(1)]
+    assert {prompt.source for prompt in prompts} == {"mine:0", "mine:2"}
     assert one.dropped == {"label unusable": 1}
     assert "row mine:1 dropped, label unusable: '\\\\frac{1}{xx" in caplog.text
     assert caplog.text.count("it cannot be parsed") == 1
     assert "x" * 90 not in caplog.text
     assert {prompt.source for prompt in one.all_prompts(9)} == {"mine:0", "mine:2"}
-    assert sum("\\frac" in label for given in asked for label in given) == 1, "a row is judged once"
+    assert sum("\\frac" in label for labels in checked for label in labels) == 1, "a label is checked once"
 
 
-def test_looking_at_labels_moves_nothing_and_ends_in_time(text_model: Processor) -> None:
+def test_reading_labels_does_not_advance_the_stream_and_is_limited_in_time(text_model: Processor) -> None:
     one, other = stream(numbered(9), processor=text_model), stream(numbered(9), processor=text_model)
     first = one.labels(4, limit_s=9.0)
     assert list(first.values()) == labels(one.draw(9))[:4]
     assert len(other.labels(9, limit_s=-1.0)) == 1
-
-
-def test_images_for_a_text_model_are_unusable_rows(text_model: Processor) -> None:
-    one = stream(
-        rows([{"input": "a", "images": [IMAGE]}, {"input": "b", "images": []}]),
-        processor=text_model,
-        max_dropped_fraction=1.0,
-    )
-    assert len(one.draw(2)) == 2
-    assert one.dropped == {"model takes no images": 1}
 
 
 def test_too_many_unusable_rows_stop_the_run(text_model: Processor) -> None:
@@ -237,7 +193,7 @@ def test_too_many_unusable_rows_stop_the_run(text_model: Processor) -> None:
         stream(rows(content), processor=text_model).all_prompts(50)
 
 
-def test_a_large_dataset_of_nothing_usable_stops_soon(text_model: Processor) -> None:
+def test_a_large_unusable_dataset_stops_early(text_model: Processor) -> None:
     class Empty(Sequence[dict[str, Any]]):
         def __len__(self) -> int:
             return 10**6
@@ -271,20 +227,13 @@ def test_an_empty_dataset_is_refused(text_model: Processor) -> None:
         ({"image_key": "picture"}, r"no column 'picture' \(data.image_key\)"),
     ],
 )
-def test_a_column_that_is_asked_for_must_exist(text_model: Processor, settings: dict[str, Any], message: str) -> None:
+def test_a_configured_column_must_exist(text_model: Processor, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         stream(numbered(3), processor=text_model, **settings)
 
 
-def test_labels_and_images_are_optional_while_nobody_asks_for_them(text_model: Processor) -> None:
+def test_labels_and_images_are_optional_by_default(text_model: Processor) -> None:
     assert labels(stream(rows([{"input": "a"}]), processor=text_model).draw(1)) == [None]
-
-
-def test_an_image_column_under_another_name_is_not_passed_over(vlm: Processor) -> None:
-    content = [{"input": "a", "image": IMAGE}]
-    with pytest.raises(DataError, match=r"has images in column 'image'.*set data.image_key to image"):
-        stream(rows(content), processor=vlm)
-    assert stream(rows(content), processor=vlm, image_key="image").draw(1)[0].media
 
 
 def test_sources_may_differ_in_optional_columns_and_plugins_keep_their_own(vlm: Processor) -> None:
@@ -299,38 +248,14 @@ def test_sources_may_differ_in_optional_columns_and_plugins_keep_their_own(vlm: 
     assert by_source["bare"].media == ()
 
 
-def test_images_inside_messages_are_those_of_the_row(vlm: Processor, tmp_path: Path) -> None:
-    IMAGE.save(tmp_path / "a.png")
-    encoded = "data:image/png;base64," + base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
-    asked = {"type": "text", "text": "Which?"}
-    inline = [
-        {"type": "image", "image": "a.png"},
-        {"type": "image_url", "image_url": {"url": encoded}},
-        {"type": "image", "image": IMAGE},
-    ]
-    content: list[dict[str, Any]] = [
-        {"prompt": [{"role": "user", "content": [*inline, asked]}], "label": "1", "images": None},
-        {"prompt": [{"from": "human", "value": "<image> Which?"}], "label": "2", "images": [IMAGE]},
-        {"prompt": [{"role": "user", "content": [*inline, asked]}], "label": "3", "images": [IMAGE]},
-        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "gone.png"}, asked]}], "label": "4"},
-    ]
-    one = stream(replace(rows(content), root=tmp_path), processor=vlm, max_dropped_fraction=0.5)
-    prompts = one.all_prompts(4)
-    assert [len(prompt.media) for prompt in prompts] == [3, 1]
-    assert len({media.hash for prompt in prompts for media in prompt.media}) == 1
-    assert "<|vision_end|><|vision_start|><|image_pad|><|vision_end|>Which?" in prompts[0].text
-    assert "a.png" not in str(prompts[0].metadata)
-    assert one.dropped == {"question and images do not fit": 1, "image unusable": 1}
-
-
-def test_a_nested_label_leaves_its_column_to_the_reward(text_model: Processor) -> None:
+def test_the_column_of_a_nested_label_stays_in_the_metadata(text_model: Processor) -> None:
     content = [{"input": "q", "reward_model": {"style": "rule", "ground_truth": 4}}]
     (prompt,) = stream(rows(content), processor=text_model, label_key="reward_model.ground_truth").draw(1)
     assert prompt.label == "4"
     assert prompt.metadata == {"reward_model": {"style": "rule", "ground_truth": 4}}
 
 
-def test_a_row_without_a_label_is_dropped_where_a_reward_needs_one(
+def test_a_row_without_a_label_is_dropped_if_a_reward_needs_one(
     text_model: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = [{"input": "a", "label": "1"}, {"input": "b", "label": None}]
@@ -340,83 +265,14 @@ def test_a_row_without_a_label_is_dropped_where_a_reward_needs_one(
         processor=text_model,
         columns=Columns(max_dropped_fraction=0.5),
         seed=0,
-        wants=Wants(label="reward.functions math"),
+        requirements=RowRequirements(label_for="reward.functions math"),
     )
     assert labels(one.draw(4)) == ["1"] * 4
     assert one.dropped == {"no label": 1}
     assert "mine:1 dropped, no label: column 'label' is empty, and reward.functions math needs it" in caplog.text
 
 
-def test_equal_images_of_a_draw_are_shared_once(vlm: Processor) -> None:
-    calls: list[str] = []
-
-    def share(media: InlineMedia) -> Media:
-        calls.append(media.hash)
-        return media
-
-    content = [{"input": str(i), "images": [IMAGE, Image.new("RGB", (28, 28), "blue")]} for i in range(5)]
-    one = PromptStream([rows(content)], probs=None, processor=vlm, columns=Columns(), seed=0, share=share)
-    prompts = one.draw(5)
-    assert len(calls) == len(set(calls)) == 2
-    assert len({id(prompt.media[0]) for prompt in prompts}) == 1
-
-
-def test_relative_paths_start_where_the_settings_or_the_file_say(vlm: Processor, tmp_path: Path) -> None:
-    (tmp_path / "pictures").mkdir()
-    IMAGE.save(tmp_path / "pictures" / "a.png")
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"input": "q", "images": ["pictures/a.png"]}\n')
-    loaded = load_rows(str(file), split="train", max_samples=9, seed=0)
-    assert stream(loaded, processor=vlm).draw(1)[0].media
-    with pytest.raises(DataError, match="does not exist"):
-        stream(loaded, processor=vlm, image_root=str(tmp_path / "pictures")).draw(1)
-
-
-def test_rows_that_reach_for_other_files_or_addresses_are_dropped(
-    vlm: Processor, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "mine").mkdir()
-    IMAGE.save(tmp_path / "mine" / "a.png")
-    IMAGE.save(tmp_path / "b.png")
-    (tmp_path / "mine" / "link.png").symlink_to("../b.png")
-    sources = ["a.png", "../b.png", f"file://{tmp_path}/b.png", "link.png", "http://169.254.169.254/x.png"]
-    content = [{"input": source, "images": [source]} for source in sources]
-    loaded = Rows(name="mine", rows=content, columns=("input", "images"), root=tmp_path / "mine")
-    strict = stream(loaded, processor=vlm, max_dropped_fraction=1.0)
-    with caplog.at_level(logging.WARNING):
-        assert {prompt.source for prompt in strict.draw(5)} == {"mine:0"}
-    assert strict.dropped == {"image unusable": 4}
-    assert caplog.text.count("lies outside the dataset's folder") == 3
-    assert caplog.text.count("http://169.254.169.254/x.png is on the web") == 1
-    trusting = stream(loaded, processor=vlm, max_dropped_fraction=1.0, image_roots=[str(tmp_path)])
-    assert {prompt.source for prompt in trusting.draw(8)} == {f"mine:{row}" for row in range(4)}
-    online = stream(loaded, processor=vlm, max_dropped_fraction=1.0, allow_image_urls=True)
-    online.draw(5)
-    assert "host 169.254.169.254 is at 169.254.169.254, which is not a public one" in caplog.text
-
-
-def test_a_datasets_further_folders_are_in_reach(vlm: Processor, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    IMAGE.save(tmp_path / "cache" / "a.png")
-    loaded = Rows(
-        name="hub",
-        rows=[{"input": "q", "images": {"bytes": None, "path": str(tmp_path / "cache" / "a.png")}}],
-        columns=("input", "images"),
-        root=tmp_path / "repository",
-        image_folders=(tmp_path / "cache",),
-    )
-    assert stream(loaded, processor=vlm).draw(1)[0].media
-
-
-def test_the_pixels_of_a_rows_images_are_bounded_together(vlm: Processor, caplog: pytest.LogCaptureFixture) -> None:
-    content = [{"input": "two", "images": [IMAGE] * 2}, {"input": "three", "images": [IMAGE] * 3}]
-    with caplog.at_level(logging.WARNING):
-        found = stream(rows(content), processor=vlm, max_dropped_fraction=0.5, max_row_pixels=2 * 56 * 56).draw(2)
-    assert {prompt.source for prompt in found} == {"mine:0"}
-    assert "the images have more than 6272 pixels together: raise data.max_row_pixels" in caplog.text
-
-
-def test_all_prompts_keeps_the_order_of_the_rows_and_moves_nothing(text_model: Processor) -> None:
+def test_all_prompts_keeps_row_order_and_does_not_advance_the_stream(text_model: Processor) -> None:
     one = stream(numbered(5, "a"), numbered(5, "b"), processor=text_model)
     prompts = one.all_prompts(7)
     assert [prompt.source for prompt in prompts] == [f"a:{i}" for i in range(5)] + ["b:0", "b:1"]
@@ -424,13 +280,7 @@ def test_all_prompts_keeps_the_order_of_the_rows_and_moves_nothing(text_model: P
     assert one.num_rows == 10
 
 
-def test_pictures_are_those_of_the_row_whatever_the_thread(vlm: Processor) -> None:
-    content = [{"input": str(i), "images": [Image.new("RGB", (56, 56), (i, i, i))]} for i in range(40)]
-    for prompt in stream(rows(content), processor=vlm).draw(40):
-        assert prompt.media[0].fetch()[0, 0, 0] == int(prompt.source.partition(":")[2])
-
-
-def test_a_column_that_a_row_leaves_out_is_none_and_not_missing(text_model: Processor) -> None:
+def test_a_column_that_a_row_omits_is_none(text_model: Processor) -> None:
     content = [{"input": "a", "level": 3}, {"input": "b"}]
     prompts = stream(rows(content), processor=text_model).all_prompts(2)
     assert [dict(prompt.metadata) for prompt in prompts] == [{"level": 3}, {"level": None}]

@@ -5,7 +5,7 @@ from vlmrl.data.rows import load_rows
 from vlmrl.plugins import Processor
 
 
-def test_the_answer_and_its_end_are_what_is_learnt(vlm: Processor) -> None:
+def test_the_answer_and_its_end_token_are_sampled(vlm: Processor) -> None:
     rows = load_rows("visual_math?families=count&size=3&pixels=112", split="train", max_samples=9, seed=0)
     prompt = PromptStream([rows], probs=None, processor=vlm, columns=Columns(), seed=0).draw(1)[0]
     sample = sft_sample(prompt, "42", vlm)
@@ -20,7 +20,7 @@ def test_the_answer_and_its_end_are_what_is_learnt(vlm: Processor) -> None:
     assert sample.media == prompt.media
 
 
-def test_an_answer_cannot_smuggle_in_an_image_token(vlm: Processor) -> None:
+def test_an_answer_cannot_contain_an_image_token(vlm: Processor) -> None:
     rows = load_rows("arithmetic?size=3", split="train", max_samples=9, seed=0)
     prompt = PromptStream([rows], probs=None, processor=vlm, columns=Columns(), seed=0).draw(1)[0]
     sample = sft_sample(prompt, "<|image_pad|><|im_end|>", vlm)

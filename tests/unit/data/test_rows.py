@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from PIL import Image
 
 from vlmrl.config.data import Columns
-from vlmrl.data.image_source import Reach, read
+from vlmrl.data.image_source import ImageAccess, read
 from vlmrl.data.rows import Generated, load_all, load_hub, load_rows
 from vlmrl.errors import ConfigError, DataError
 
@@ -36,7 +36,7 @@ def numbers(split: str, seed: int = 0, top: int = 200, size: int = 300) -> list[
     return [row["input"] for row in rows]
 
 
-def test_generated_rows_follow_from_seed_split_and_row_alone() -> None:
+def test_generated_rows_depend_only_on_seed_split_and_row() -> None:
     rows = Generated(lambda rng, row: Number(rng.randrange(10**9)), size=50, split="train", seed=3)
     backwards = [rows[i] for i in reversed(range(50))]
     assert backwards[::-1] == list(rows)
@@ -46,7 +46,7 @@ def test_generated_rows_follow_from_seed_split_and_row_alone() -> None:
         rows[50]
 
 
-def test_generated_splits_share_no_question_whatever_the_seed() -> None:
+def test_generated_splits_share_no_question_for_any_seed() -> None:
     train = set(numbers("train", seed=1)) | set(numbers("train", seed=2))
     test = set(numbers("test", seed=1)) | set(numbers("test", seed=2))
     validation = set(numbers("validation"))
@@ -58,18 +58,18 @@ def test_generated_splits_share_no_question_whatever_the_seed() -> None:
     assert not test & validation
 
 
-def test_a_generator_with_too_few_questions_for_a_split_says_so() -> None:
-    # The only question there is belongs to one split, and its digest says that it is not train.
-    with pytest.raises(DataError, match="too few different questions"):
+def test_a_generator_with_too_few_questions_for_a_split_is_an_error() -> None:
+    # The only question belongs to one split, which is not train.
+    with pytest.raises(DataError, match="too few distinct questions"):
         numbers("train", top=1, size=1)
 
 
-def test_an_unknown_split_of_generated_data_names_those_that_exist() -> None:
+def test_an_unknown_split_of_generated_data_is_an_error_that_lists_the_splits() -> None:
     with pytest.raises(DataError, match=r"no split 'dev'.*train, validation, test"):
         load("arithmetic", split="dev")
 
 
-def test_options_of_a_name_have_the_types_that_the_dataset_declares() -> None:
+def test_options_are_converted_to_the_declared_types() -> None:
     rows = load("visual_math?families=count+clock&difficulty=2&size=4&pixels=56&boxed=true")
     assert rows.name == "visual_math"
     assert len(rows) == 4
@@ -93,30 +93,30 @@ def test_options_of_a_name_have_the_types_that_the_dataset_declares() -> None:
         (" , ", "is empty"),
     ],
 )
-def test_a_wrong_name_or_option_is_told_before_anything_is_loaded(spec: str, message: str) -> None:
+def test_a_wrong_name_or_option_is_an_error(spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_all(spec, split="train", max_samples=10, seed=0)
 
 
 @pytest.mark.parametrize("spec", ["/no/such/folder", "./missing", "../a/b"])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(spec: str) -> None:
+def test_a_missing_path_is_not_searched_on_the_hub(spec: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         load(spec)
 
 
 @pytest.mark.parametrize("name", ["train.xlsx", "data/train.txt", "rows.jsonl.gz"])
-def test_a_file_name_is_not_looked_for_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_name_is_not_searched_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=rf"dataset {name}: there is no such file; vlmrl reads \.jsonl, "):
         load(name)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("a,b")
-    with pytest.raises(DataError, match=rf"dataset {name}: is a file of another kind; vlmrl reads"):
+    with pytest.raises(DataError, match=rf"dataset {name}: unsupported file type; vlmrl reads"):
         load(name)
 
 
-def test_a_seed_in_the_name_wins_over_the_runs() -> None:
+def test_a_seed_option_overrides_the_runs_seed() -> None:
     fixed = [load_rows("arithmetic?size=9&seed=5", split="train", max_samples=99, seed=s)[0] for s in (1, 2)]
     assert fixed[0] == fixed[1]
     free = [list(load_rows("arithmetic?size=9", split="train", max_samples=99, seed=s)) for s in (1, 2)]
@@ -131,7 +131,7 @@ def test_max_samples_keeps_the_first_rows_in_order() -> None:
         rows[3]
 
 
-def test_several_datasets_are_loaded_under_names_of_their_own(tmp_path: Path) -> None:
+def test_several_datasets_get_unique_names(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"input": "a"}\n')
     loaded = load_all(
@@ -141,7 +141,7 @@ def test_several_datasets_are_loaded_under_names_of_their_own(tmp_path: Path) ->
     assert [len(rows) for rows in loaded] == [2, 3, 1, 5]
 
 
-def test_columns_behind_a_name_belong_to_that_dataset_alone(tmp_path: Path) -> None:
+def test_columns_after_a_name_apply_to_that_dataset_only(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"q": "a", "gold": "b"}\n')
     spec = f"{file}:input_key=q:label_key=gold,visual_math?size=3:label_key=family,arithmetic?size=2"
@@ -159,7 +159,7 @@ def test_columns_behind_a_name_belong_to_that_dataset_alone(tmp_path: Path) -> N
     assert load(str(odd)).named_columns == {}
 
 
-def test_a_file_whose_name_holds_a_comma_is_one_dataset(tmp_path: Path) -> None:
+def test_a_file_name_may_contain_a_comma(tmp_path: Path) -> None:
     file = tmp_path / "a,b.jsonl"
     file.write_text('{"input": "a"}\n')
     assert [rows.name for rows in load_all(str(file), split="train", max_samples=9, seed=0)] == ["a,b"]
@@ -182,17 +182,17 @@ def test_a_saved_folder_keeps_its_images_encoded(tmp_path: Path) -> None:
     assert rows[1] == {"q": "two", "pics": []}
 
 
-def test_a_saved_folder_without_the_split_names_those_it_has(tmp_path: Path) -> None:
+def test_a_missing_split_of_a_saved_folder_lists_the_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no split 'test'; it has: train"):
         load(str(saved(tmp_path / "mine")), split="test")
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_any_other_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not written by save_to_disk"):
         load(str(tmp_path))
 
 
-def test_images_of_a_hub_dataset_are_those_that_its_libraries_downloaded(
+def test_images_of_a_hub_dataset_come_from_its_download_folders_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, cache = tmp_path / "hub", tmp_path / "datasets"
@@ -212,28 +212,28 @@ def test_images_of_a_hub_dataset_are_those_that_its_libraries_downloaded(
     data = datasets.Dataset.from_dict({"input": ["q"], "images": [{"bytes": None, "path": str(link)}]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data.cast_column("images", datasets.Image()))
     rows = load("me/pics")
-    reach = Reach.of(rows.root, Columns(), rows.image_folders)
-    assert read(rows[0]["images"], reach=reach, max_bytes=99).content == b"an image"
-    assert read(str(unpacked), reach=reach, max_bytes=99).content == b"an image"
-    for out_of_reach in (others, tmp_path / "d.png", Path(__file__)):
-        with pytest.raises(DataError, match="lies outside the dataset's folder"):
-            read(str(out_of_reach), reach=reach, max_bytes=99)
+    access = ImageAccess.of(rows.root, Columns(), rows.image_folders)
+    assert read(rows[0]["images"], access=access, max_bytes=99).content == b"an image"
+    assert read(str(unpacked), access=access, max_bytes=99).content == b"an image"
+    for forbidden in (others, tmp_path / "d.png", Path(__file__)):
+        with pytest.raises(DataError, match="is outside the dataset's folder"):
+            read(str(forbidden), access=access, max_bytes=99)
 
 
-def test_hub_data_that_cannot_be_had_is_one_line() -> None:
+def test_hub_data_that_cannot_be_loaded_is_one_line() -> None:
     with pytest.raises(DataError, match=r"dataset nobody/nothing \(train\) cannot be loaded") as caught:
         load_hub("nobody/nothing", split="train")
     assert "\n" not in str(caught.value)
 
 
-def test_rng_of_a_row_is_pythons_own_and_stable() -> None:
+def test_the_random_numbers_of_a_row_are_stable() -> None:
     # Pinned: a change here would silently change every generated dataset.
     rows = Generated(lambda rng, row: Number(rng.randrange(10**6)), size=1, split="train", seed=0)
     rng = random.Random("0:train:0")
     assert json.loads(rows[0]["input"]) in {rng.randrange(10**6) for _ in range(20)}
 
 
-def test_a_comma_inside_of_a_question_parts_no_datasets(tmp_path: Path) -> None:
+def test_a_comma_inside_a_question_does_not_separate_datasets(tmp_path: Path) -> None:
     folder = tmp_path / "pets"
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vlmrl.config.data import Data
 from vlmrl.config.rollout import Eval
-from vlmrl.data.columns import NOTHING, Wants
+from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.source import Source
 from vlmrl.errors import DataError
 from vlmrl.models import tiny
@@ -24,7 +24,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_source(
-    model: str, *, dataset: str = COUNTING, evaluation: str | None = None, wants: Wants = NOTHING, **columns: object
+    model: str,
+    *,
+    dataset: str = COUNTING,
+    evaluation: str | None = None,
+    requirements: RowRequirements = NO_REQUIREMENTS,
+    **columns: object,
 ) -> Source:
     return Source(
         model=model,
@@ -32,30 +37,30 @@ def make_source(
         data=Data.model_validate({"prompt_dataset": dataset, "max_len": 256} | columns),
         evaluation=Eval.model_validate({"dataset": evaluation} if evaluation else {}),
         seed=1,
-        wants=wants,
+        requirements=requirements,
     )
 
 
-def test_a_draw_says_how_many_bytes_of_pixels_it_moved(model: str) -> None:
+def test_a_draw_counts_the_bytes_of_its_images(model: str) -> None:
     prompts, metrics = make_source(model).draw(5)
     unique = {media.hash: media for prompt in prompts for media in prompt.media}
     assert metrics["media/bytes_moved"] == sum(media.fetch().nbytes for media in unique.values()) > 0
     assert metrics["data/rows_dropped"] == 0
 
 
-def test_text_moves_no_pixels(model: str) -> None:
+def test_text_moves_no_bytes_of_images(model: str) -> None:
     _, metrics = make_source(model, dataset="arithmetic?size=16").draw(5)
     assert metrics["media/bytes_moved"] == 0
 
 
-def test_a_stream_goes_on_where_another_stood(model: str) -> None:
+def test_a_stream_continues_from_a_saved_state(model: str) -> None:
     first, second = make_source(model), make_source(model)
     first.draw(7)
     second.load_state(first.state())
     assert [p.source for p in first.draw(9)[0]] == [p.source for p in second.draw(9)[0]]
 
 
-def test_evaluation_sets_are_whole_named_and_apart_from_training(model: str) -> None:
+def test_evaluation_sets_are_complete_and_named(model: str) -> None:
     source = make_source(model, evaluation=f"{COUNTING},arithmetic?size=8")
     sets = source.evaluation()
     assert {name: len(prompts) for name, prompts in sets.items()} == {"visual_math": 24, "arithmetic": 8}
@@ -74,22 +79,26 @@ def test_bad_labels_are_counted_and_three_of_them_named(model: str, tmp_path: Pa
         seed=1,
         label_problems=lambda labels, limit_s=None: ["it is odd" if "?" in label else None for label in labels],
     )
-    found = source.look_at_labels()
-    assert found.num_rows == 5
-    assert sorted(found.problems) == [f"rows:{n}" for n in range(4)]
-    said = str(found)
-    assert said.startswith("labels: 4 of the first 5 rows cannot be used by reward.functions, and are dropped when")
-    assert said.count("(it is odd)") == 3
+    bad_labels = source.check_labels()
+    assert bad_labels.num_rows == 5
+    assert sorted(bad_labels.problems) == [f"rows:{n}" for n in range(4)]
+    message = str(bad_labels)
+    assert message.startswith(
+        "labels: 4 of the first 5 rows cannot be used by reward.functions, and their rows are dropped when"
+    )
+    assert message.count("(it is odd)") == 3
     assert source.draw(2)[1]["data/rows_dropped"] > 0
-    assert all("label unusable" in line for line in source.take_notes())
-    assert str(make_source(model).look_at_labels()) == "labels: those of the first 24 rows can be used"
+    assert all("label unusable" in line for line in source.take_warnings())
+    assert str(make_source(model).check_labels()) == "labels: those of the first 24 rows can be used"
 
 
-def test_the_answer_to_learn_is_the_label_where_there_is_no_answer_column(model: str, tmp_path: Path) -> None:
+def test_the_answer_is_the_label_without_an_answer_column(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?", "label": "2", "said": "two"}\n')
-    labelled, _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
-    spoken, _ = make_source(model, dataset=str(file), wants=Wants(answer=True), output_key="said").draw_samples(1)
+    labelled, _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
+    spoken, _ = make_source(
+        model, dataset=str(file), requirements=RowRequirements(answer=True), output_key="said"
+    ).draw_samples(1)
     assert labelled[0].sampled.sum() == 2  # "2" and the end
     assert spoken[0].sampled.sum() == 4
 
@@ -97,12 +106,12 @@ def test_the_answer_to_learn_is_the_label_where_there_is_no_answer_column(model:
 def test_a_row_without_an_answer_is_dropped_and_named(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "two?"}\n{"input": "three?", "answer": "3"}\n')
-    source = make_source(model, dataset=str(file), wants=Wants(answer=True), max_dropped_fraction=0.5)
+    source = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True), max_dropped_fraction=0.5)
     samples, metrics = source.draw_samples(2)
     assert [sample.source for sample in samples] == ["rows:1", "rows:1"]
     assert metrics["data/rows_dropped"] == 1
-    (line,) = source.take_notes()
-    assert "rows:0 dropped, no answer: neither a last message of the assistant, nor column 'answer'" in line
+    (line,) = source.take_warnings()
+    assert "rows:0 dropped, no answer: it has no final assistant message, no value in column 'answer'" in line
 
 
 @pytest.mark.parametrize(
@@ -116,29 +125,27 @@ def test_a_row_without_an_answer_is_dropped_and_named(model: str, tmp_path: Path
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}], "label": "four"},
     ],
 )
-def test_every_format_of_supervised_training_teaches_the_same_tokens(
-    model: str, tmp_path: Path, row: dict[str, Any]
-) -> None:
+def test_all_formats_of_supervised_data_give_the_same_tokens(model: str, tmp_path: Path, row: dict[str, Any]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    (sample,), _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
-    read = processor(model, min_pixels=3136, max_pixels=12544)
-    assert read.decode(sample.tokens[~sample.sampled]) == "user\n2 + 2?\nassistant\n"
-    assert read.tokenizer.decode(sample.tokens[sample.sampled]) == "four<|im_end|>"
+    (sample,), _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
+    model_processor = processor(model, min_pixels=3136, max_pixels=12544)
+    assert model_processor.decode(sample.tokens[~sample.sampled]) == "user\n2 + 2?\nassistant\n"
+    assert model_processor.tokenizer.decode(sample.tokens[sample.sampled]) == "four<|im_end|>"
 
 
-def test_a_conversation_teaches_its_last_answer_alone(model: str, tmp_path: Path) -> None:
+def test_only_the_last_assistant_message_is_trained_on(model: str, tmp_path: Path) -> None:
     turns = ["a", "b", "c", "d"]
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": messages}))
-    (sample,), _ = make_source(model, dataset=str(file), wants=Wants(answer=True)).draw_samples(1)
-    read = processor(model, min_pixels=3136, max_pixels=12544)
-    assert read.decode(sample.tokens[~sample.sampled]) == "user\na\nassistant\nb\nuser\nc\nassistant\n"
-    assert read.tokenizer.decode(sample.tokens[sample.sampled]) == "d<|im_end|>"
+    (sample,), _ = make_source(model, dataset=str(file), requirements=RowRequirements(answer=True)).draw_samples(1)
+    model_processor = processor(model, min_pixels=3136, max_pixels=12544)
+    assert model_processor.decode(sample.tokens[~sample.sampled]) == "user\na\nassistant\nb\nuser\nc\nassistant\n"
+    assert model_processor.tokenizer.decode(sample.tokens[sample.sampled]) == "d<|im_end|>"
 
 
-def test_rows_held_out_of_training_are_evaluated_under_their_numbers(model: str, tmp_path: Path) -> None:
+def test_held_out_rows_are_evaluated_under_their_original_numbers(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"input": "q{n}", "label": "{n}"}}\n' for n in range(20)))
     source = make_source(model, dataset=str(file), eval_fraction=0.25)
@@ -155,9 +162,7 @@ def test_rows_held_out_of_training_are_evaluated_under_their_numbers(model: str,
     assert {name: len(prompts) for name, prompts in both.items()} == {"arithmetic": 8, "rows": 5}
 
 
-def test_rows_held_out_of_several_datasets_have_the_columns_that_their_training_rows_have(
-    model: str, tmp_path: Path
-) -> None:
+def test_held_out_rows_of_several_datasets_keep_their_columns(model: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(20)))
     source = make_source(model, dataset=f"arithmetic?size=16,{file}", label_key="gold", eval_fraction=0.25)
@@ -166,10 +171,10 @@ def test_rows_held_out_of_several_datasets_have_the_columns_that_their_training_
     assert {name: len(prompts) for name, prompts in sets.items()} == {"arithmetic": 4, "mine": 5}
     assert {prompts[0].label_key for prompts in sets.values()} == {"label", "gold"}
     assert all(prompt.label is not None for prompts in sets.values() for prompt in prompts)
-    assert source.look_at_repeats().evaluated == []
+    assert source.find_duplicates().in_evaluation == []
 
 
-def test_rows_held_out_are_judged_as_a_share_of_their_dataset(model: str, tmp_path: Path) -> None:
+def test_dropped_held_out_rows_count_as_a_fraction_of_their_dataset(model: str, tmp_path: Path) -> None:
     file, rows = tmp_path / "rows.jsonl", [{"input": f"q{n}", "label": str(n)} for n in range(100)]
 
     def source() -> Source:
@@ -185,7 +190,7 @@ def test_rows_held_out_are_judged_as_a_share_of_their_dataset(model: str, tmp_pa
         source().evaluation()
 
 
-def test_an_evaluation_set_need_not_have_the_columns_of_the_training_rows(model: str, tmp_path: Path) -> None:
+def test_an_evaluation_set_need_not_have_the_columns_of_the_training_set(model: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f'{{"input": "q{n}", "gold": "{n}"}}\n' for n in range(20)))
     sets = make_source(model, dataset=str(file), label_key="gold", evaluation="arithmetic?size=4").evaluation()
@@ -194,23 +199,23 @@ def test_an_evaluation_set_need_not_have_the_columns_of_the_training_rows(model:
         make_source(model, dataset="arithmetic?size=4", label_key="gone")
 
 
-def test_an_evaluation_row_without_a_label_is_found_when_the_set_is_read(model: str, tmp_path: Path) -> None:
+def test_an_evaluation_row_without_a_needed_label_is_dropped(model: str, tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"input": "q", "label": "1"}\n{"input": "q", "label": null}\n')
-    source = make_source(model, evaluation=str(file), wants=Wants(label="reward.functions math"))
+    source = make_source(model, evaluation=str(file), requirements=RowRequirements(label_for="reward.functions math"))
     with pytest.raises(DataError, match=r"1 of the first 2 rows .*no label.*test:1 .*reward\.functions math needs it"):
         source.evaluation()
 
 
-def test_a_row_that_cannot_be_used_is_named_once(model: str, tmp_path: Path) -> None:
+def test_an_unusable_row_is_reported_once(model: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "seen?", "label": "1", "images": "gone.png"}\n' + '{"input": "x", "label": "1"}\n' * 3)
     source = make_source(model, dataset=str(file), max_dropped_fraction=0.5)
     _, metrics = source.draw(4)
     assert metrics["data/rows_dropped"] == 1
-    (line,) = source.take_notes()
+    (line,) = source.take_warnings()
     assert "gone.png" in line
-    assert source.take_notes() == []
+    assert source.take_warnings() == []
 
 
 def test_images_are_written_once_under_their_hash(model: str, tmp_path: Path) -> None:

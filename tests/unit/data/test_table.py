@@ -7,14 +7,16 @@ from vlmrl.data.table import Table
 from vlmrl.errors import DataError
 
 
-@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t")])
-def test_a_table_keeps_cells_as_text(tmp_path: Path, name: str, mark: str) -> None:
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t")])
+def test_cells_are_text_or_json_lists(tmp_path: Path, name: str, delimiter: str) -> None:
     lines = [
         ["input", "label", "images"],
         ['"two, or; 2?\nSay ""so"""', "007", '"[""a.png"", ""b.png""]"'],
         ["q", "", "c.png"],
     ]
-    (tmp_path / name).write_text("\ufeff" + "\r\n".join(mark.join(line) for line in lines) + "\r\n", encoding="utf-8")
+    (tmp_path / name).write_text(
+        "\ufeff" + "\r\n".join(delimiter.join(line) for line in lines) + "\r\n", encoding="utf-8"
+    )
     rows = load_rows(str(tmp_path / name), split="train", max_samples=9, seed=0)
     assert rows.columns == ("input", "label", "images")
     assert rows.root == tmp_path
@@ -24,12 +26,12 @@ def test_a_table_keeps_cells_as_text(tmp_path: Path, name: str, mark: str) -> No
     ]
 
 
-def test_tabs_stand_between_the_cells_of_a_tsv_whatever_its_names_hold(tmp_path: Path) -> None:
+def test_a_tsv_is_separated_by_tabs_whatever_its_names_contain(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("input (a, b, or c)\tlabel\nq, r\t3\n")
     assert list(Table(tmp_path / "a.tsv")) == [{"input (a, b, or c)": "q, r", "label": "3"}]
 
 
-def test_a_row_of_the_wrong_length_is_unreadable_and_the_others_are_not(tmp_path: Path) -> None:
+def test_only_the_row_of_the_wrong_length_is_unreadable(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text('input,label\n1 + 1?,2\n1, 2?,3\n[1] + [2],"[1, 2)"\n')
     table = Table(file)
@@ -42,11 +44,11 @@ def test_a_row_of_the_wrong_length_is_unreadable_and_the_others_are_not(tmp_path
     ("content", "message"),
     [
         (b"input,label\n", "has no rows"),
-        (b"input,\n1,2\n", "first line should name the columns"),
-        (b"a,a\n1,2\n", "first line should name the columns"),
-        ("input,label\né,1\n".encode("utf-16"), "not a table in UTF-8"),
-        (b'input,label\n"open,1\nb,2\n', "line 3, is no line of a table: unexpected end of data"),
-        (b'input,label\na,1\n"Hi" he said,2\n', "line 3, is no line of a table: ',' expected after '\"'; a cell that"),
+        (b"input,\n1,2\n", "first line must name the columns"),
+        (b"a,a\n1,2\n", "first line must name the columns"),
+        ("input,label\né,1\n".encode("utf-16"), "is not UTF-8"),
+        (b'input,label\n"open,1\nb,2\n', "line 3, cannot be parsed: unexpected end of data"),
+        (b'input,label\na,1\n"Hi" he said,2\n', "line 3, cannot be parsed: ',' expected after '\"'; a cell that"),
     ],
 )
 def test_tables_that_cannot_be_used(tmp_path: Path, content: bytes, message: str) -> None:

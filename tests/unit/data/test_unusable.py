@@ -15,7 +15,7 @@ from PIL import Image
 from vlmrl.config.data import Columns
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.rows import Rows, load_rows
-from vlmrl.data.unusable import UnusableError, blamed_on_row
+from vlmrl.data.unusable import UnusableError, unusable_on_error
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import Processor
 from vlmrl.types import Prompt
@@ -30,10 +30,10 @@ def nested(depth: int) -> Any:
 
 @pytest.fixture(scope="module")
 def not_http() -> Iterator[str]:
-    """An address that answers with something else than HTTP."""
+    """Address of a server that does not speak HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
+        def respond() -> None:
             while True:
                 try:
                     with server.accept()[0] as client:
@@ -41,7 +41,7 @@ def not_http() -> Iterator[str]:
                 except OSError:  # the server is closed
                     return
 
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=respond, daemon=True).start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}/a.png"
 
 
@@ -83,7 +83,7 @@ def usable(content: Sequence[Any], processor: Processor, **settings: Any) -> tup
         (None, "row unreadable"),
     ],
 )
-def test_whatever_a_row_raises_drops_the_row_and_nothing_else(
+def test_any_error_of_a_row_drops_only_that_row(
     row: Any, kind: str, vlm: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = {"input": "fine", "label": "1", "images": [], "extra": 1}
@@ -97,13 +97,13 @@ def test_whatever_a_row_raises_drops_the_row_and_nothing_else(
     assert record.getMessage().isprintable()
 
 
-def test_an_address_that_does_not_speak_http_drops_the_row(vlm: Processor, not_http: str) -> None:
+def test_a_server_that_does_not_speak_http_drops_the_row(vlm: Processor, not_http: str) -> None:
     prompts, stream = usable([{"input": "a", "images": []}, {"input": "b", "images": [not_http]}], vlm)
     assert len(prompts) == 1
     assert stream.dropped == {"image unusable": 1}
 
 
-def test_a_note_about_a_row_is_one_plain_line(vlm: Processor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_about_a_row_is_one_printable_line(vlm: Processor, caplog: pytest.LogCaptureFixture) -> None:
     name = "img[/x]\n\x1b]0;mine\x07" + "y" * 10_000 + ".png"
     with caplog.at_level(logging.WARNING):
         usable([{"input": "a", "images": []}, {"input": "b", "images": [name]}], vlm)
@@ -113,15 +113,15 @@ def test_a_note_about_a_row_is_one_plain_line(vlm: Processor, caplog: pytest.Log
     assert len(record.getMessage()) < 700
 
 
-def test_mistakes_in_settings_are_no_fault_of_the_row() -> None:
-    with pytest.raises(ConfigError), blamed_on_row("question unusable"):
+def test_errors_in_settings_are_not_errors_of_the_row() -> None:
+    with pytest.raises(ConfigError), unusable_on_error("question unusable"):
         raise ConfigError("no chat template")
     for error in (DataError("x"), ValueError("x"), MemoryError(), RecursionError()):
-        with pytest.raises(UnusableError), blamed_on_row("question unusable"):
+        with pytest.raises(UnusableError), unusable_on_error("question unusable"):
             raise error
 
 
-def test_a_bad_first_row_is_dropped_like_any_other(tmp_path: Path, text_model: Processor) -> None:
+def test_bad_first_rows_are_dropped(tmp_path: Path, text_model: Processor) -> None:
     lines = ["[" * 100_000, "no json", "7", json.dumps({"input": "a"}), json.dumps({"input": "b"})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.json").write_text(json.dumps([7, None, {"input": "a"}]))

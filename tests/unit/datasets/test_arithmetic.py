@@ -7,18 +7,18 @@ from vlmrl.errors import ConfigError
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3])
-def test_labels_are_what_python_calculates(difficulty: int) -> None:
+def test_labels_equal_pythons_results(difficulty: int) -> None:
     rows = load_rows(f"arithmetic?difficulty={difficulty}&size=200", split="train", max_samples=999, seed=0)
     for row in rows:
         text = re.fullmatch(r"What is ([-+×() \d]+)\?", row["input"])
         assert text is not None
-        assert row["label"] == str(eval(text[1].replace("×", "*")))  # noqa: S307 - digits and signs alone
+        assert row["label"] == str(eval(text[1].replace("×", "*")))  # noqa: S307 - only digits and signs
         assert row["answer"] == row["label"]
         assert row["difficulty"] == difficulty
 
 
 def test_no_sum_is_in_two_splits() -> None:
-    asked = {
+    questions = {
         split: {
             row["input"]
             for seed in (0, 1)
@@ -26,16 +26,16 @@ def test_no_sum_is_in_two_splits() -> None:
         }
         for split in ("train", "test", "validation")
     }
-    assert not asked["train"] & asked["test"]
-    assert not asked["train"] & asked["validation"]
-    assert not asked["test"] & asked["validation"]
+    assert not questions["train"] & questions["test"]
+    assert not questions["train"] & questions["validation"]
+    assert not questions["test"] & questions["validation"]
 
 
-def test_a_boxed_answer_leaves_the_label_bare() -> None:
+def test_only_the_answer_is_boxed() -> None:
     row = load_rows("arithmetic?boxed=true&size=1", split="train", max_samples=9, seed=0)[0]
     assert row["answer"] == f"\\boxed{{{row['label']}}}"
 
 
-def test_difficulties_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match=r"difficulty=1\+4: there are 1, 2 and 3"):
+def test_an_unknown_difficulty_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"difficulty=1\+4: choose among 1, 2 and 3"):
         load_rows("arithmetic?difficulty=1+4", split="train", max_samples=9, seed=0)

@@ -1,4 +1,4 @@
-"""The recipes over Hub data: what they make of a row. The data themselves need the network."""
+"""Conversion of rows of Hub datasets. Loading the data itself needs the network."""
 
 from PIL import Image
 
@@ -13,7 +13,7 @@ def test_geometry3k_rows() -> None:
     assert row == {"input": "<image>Find x.", "label": "4", "images": [IMAGE], "family": "geometry3k"}
 
 
-def test_clevr_rows_lose_the_tags_around_the_answer() -> None:
+def test_clevr_labels_have_no_tags() -> None:
     row = clevr_count.convert({"problem": "How many?", "solution": "<answer> 3 </answer>", "image": IMAGE})
     assert row == {"input": "How many?", "label": "3", "images": [IMAGE], "family": "clevr_count"}
     assert clevr_count.convert({"problem": "q", "solution": " 5 ", "image": IMAGE})["label"] == "5"

@@ -18,7 +18,7 @@ def draw(*files: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_a_table_says_what_is_asked_about_each_image(tmp_path: Path, split: str) -> None:
+def test_a_table_holds_the_question_about_each_image(tmp_path: Path, split: str) -> None:
     folder = tmp_path / "pics"
     draw(folder / "train/a.png", folder / "test/sub/b.png")
     (folder / "train/metadata.csv").write_text("file_name,input,label\na.png,What?,7\n")
@@ -36,7 +36,7 @@ def test_a_table_says_what_is_asked_about_each_image(tmp_path: Path, split: str)
     assert set(rows.columns) == {"input", "label", "images"}
 
 
-def test_subfolders_are_labels_and_the_name_asks(tmp_path: Path) -> None:
+def test_subfolders_are_labels_and_the_option_is_the_question(tmp_path: Path) -> None:
     folder = tmp_path / "flowers"
     draw(folder / "rose/2.JPG", folder / "rose/deep/1.png", folder / "lily/a.webp")
     (folder / "rose/notes.txt").write_text("no image")

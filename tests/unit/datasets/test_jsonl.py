@@ -14,7 +14,7 @@ def load(path: Path, split: str = "train") -> Rows:
     return load_rows(str(path), split=split, max_samples=10**9, seed=0)
 
 
-def test_lines_are_rows_whatever_they_hold(tmp_path: Path) -> None:
+def test_each_line_is_a_row(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"input": "é", "label": 1}\n\n{"input": [{"role": "user", "content": "b"}], "images": ["b.png"]}')
     rows = load(file)
@@ -26,7 +26,7 @@ def test_lines_are_rows_whatever_they_hold(tmp_path: Path) -> None:
     assert len(rows[0:9]) == len(rows) == 2
 
 
-def test_a_broken_line_is_an_unreadable_row_and_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_an_unreadable_row(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"input": "a"}\n{"input": \n[1]\n')
     rows = load(file)
@@ -73,7 +73,7 @@ def test_parquet_holds_images_as_bytes(tmp_path: Path, monkeypatch: pytest.Monke
         ("mine.json", "[1, 2]", "a list of JSON objects is expected"),
         ("mine.json", "[1", "is not JSON"),
         ("mine.json", '{"input": "a"}', "no split 'train'; it has: none"),
-        ("mine.parquet", "text", "not a parquet file"),
+        ("mine.parquet", "text", "not a readable parquet file"),
     ],
 )
 def test_files_that_cannot_be_used(
@@ -87,7 +87,7 @@ def test_files_that_cannot_be_used(
     assert "\n" not in str(caught.value)
 
 
-def test_rows_under_one_key_name_the_setting_that_takes_it(tmp_path: Path) -> None:
+def test_rows_under_another_key_are_an_error_that_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"data": [{"input": "a"}]}')
     with pytest.raises(DataError, match=r"no split 'train'; it has: data: set data\.prompt_split .* to data$"):
         load(tmp_path / "mine.json")
@@ -95,22 +95,22 @@ def test_rows_under_one_key_name_the_setting_that_takes_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_lines_in_utf_16_are_refused_with_the_command_that_mends_them(tmp_path: Path, encoding: str) -> None:
+def test_utf_16_is_refused_with_the_command_that_converts_it(tmp_path: Path, encoding: str) -> None:
     mark = "\ufeff" if encoding == "utf-16-be" else ""
     (tmp_path / "mine.jsonl").write_bytes((mark + '{"input": "a"}\n').encode(encoding))
-    with pytest.raises(DataError, match=r"mine\.jsonl is UTF-16: make it UTF-8 \(iconv -f UTF-16 -t UTF-8"):
+    with pytest.raises(DataError, match=r"mine\.jsonl is UTF-16: convert it to UTF-8 \(iconv -f UTF-16 -t UTF-8"):
         load(tmp_path / "mine.jsonl")
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.xlsx").write_text("a,b")
-    with pytest.raises(DataError, match=r"its name should end in .jsonl, .json, .parquet, .csv, .tsv"):
+    with pytest.raises(DataError, match=r"its name must end in .jsonl, .json, .parquet, .csv, .tsv"):
         load_rows(f"jsonl?path={tmp_path}/mine.xlsx", split="train", max_samples=9, seed=0)
 
 
 @pytest.mark.parametrize("name", ["a[1].parquet", "a*.parquet", "a{1,2}.parquet", "[a].parquet"])
-def test_a_name_is_a_name_and_no_pattern(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken for a pattern it is another file's, `a1.parquet`."""
+def test_a_name_is_not_taken_as_a_pattern(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pattern it would match another file, `a1.parquet`."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for file in (name, "a1.parquet", "a.parquet"):
         datasets.Dataset.from_dict({"input": [file]}).to_parquet(tmp_path / file)

@@ -43,7 +43,7 @@ def test_shapes_of_one_colour_are_counted_exactly() -> None:
         assert scene.answer == things.count((kind, colour))
 
 
-def test_bars_are_as_high_as_they_are_said_to_be() -> None:
+def test_bars_are_drawn_to_scale() -> None:
     for row in rows("families=chart&difficulty=1&size=20&pixels=400"):
         column = "ABC".index(re.search(r"bar (\w)", row["input"])[1])  # type: ignore[index]
         x = round(400 * (0.16 + (column + 0.5) * 0.27))
@@ -52,7 +52,7 @@ def test_bars_are_as_high_as_they_are_said_to_be() -> None:
         assert round(height / 0.78 * 10) == int(row["label"])
 
 
-def test_dice_show_as_many_dots_as_are_summed() -> None:
+def test_dice_show_the_dots_of_their_sum() -> None:
     for row in rows("families=arithmetic&difficulty=1&size=20&pixels=400"):
         dark = np.asarray(row["images"][0]).max(axis=2) < 146
         # One dot's area, from its radius of 0.034.
@@ -60,7 +60,7 @@ def test_dice_show_as_many_dots_as_are_summed() -> None:
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3])
-def test_answers_follow_from_what_is_drawn(difficulty: int) -> None:
+def test_labels_follow_from_the_picture(difficulty: int) -> None:
     rng = random.Random(0)
     for _ in range(200):
         scene = FAMILIES["rectangle"](rng, difficulty)
@@ -85,7 +85,7 @@ def test_answers_follow_from_what_is_drawn(difficulty: int) -> None:
         assert chart.answer == expected
 
 
-def test_digits_are_calculated_as_they_are_written() -> None:
+def test_written_expressions_have_their_value() -> None:
     rng = random.Random(1)
     texts = []
     for _ in range(300):
@@ -94,7 +94,7 @@ def test_digits_are_calculated_as_they_are_written() -> None:
             left, sign, right, factor = re.match(r"\(?(\d+) ([+-]) (\d+)\)?(?: × (\d))?", scene.content).groups()  # type: ignore[union-attr]
             texts.append(sign)
             value = int(left) + int(right) * (1 if sign == "+" else -1)
-            # Without brackets the colour follows; with them the factor does.
+            # `factor` belongs to the expression only after brackets.
             assert scene.answer == value * (int(factor) if factor and scene.content.startswith("(") else 1)
     assert set(texts) == {"+", "-"}
 
@@ -105,8 +105,8 @@ def test_comparisons_of_shapes_are_exact() -> None:
     for _ in range(300):
         scene = FAMILIES["count"](rng, 3)
         things = re.findall(r"\('(\w+)', '(\w+)'\)", scene.content)
-        if found := re.fullmatch(r"How many shapes are not (\w+)\?", scene.question):
-            assert scene.answer == sum(colour != found[1] for _, colour in things)
+        if match := re.fullmatch(r"How many shapes are not (\w+)\?", scene.question):
+            assert scene.answer == sum(colour != match[1] for _, colour in things)
         else:
             many, few = re.fullmatch(r"How many more (\w+)s than (\w+)s\?", scene.question).groups()  # type: ignore[union-attr]
             counts = Counter(kind for kind, _ in things)
@@ -115,7 +115,7 @@ def test_comparisons_of_shapes_are_exact() -> None:
     assert len(kinds) == 2
 
 
-def test_rows_follow_from_seed_split_and_row() -> None:
+def test_rows_depend_only_on_seed_split_and_row() -> None:
     first, again = rows("size=10&pixels=56"), rows("size=30&pixels=56")
     for i in (7, 0, 3):
         a, b = first[i], again[i]
@@ -125,7 +125,7 @@ def test_rows_follow_from_seed_split_and_row() -> None:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_no_picture_with_its_question_is_in_two_splits(family: str) -> None:
+def test_no_pair_of_picture_and_question_is_in_two_splits(family: str) -> None:
     seen = {
         split: {
             (row["input"], row["images"][0].tobytes()) for row in rows(f"families={family}&size=150&pixels=56", split)
@@ -136,13 +136,13 @@ def test_no_picture_with_its_question_is_in_two_splits(family: str) -> None:
     assert not seen["train"] & seen["test"]
 
 
-def test_families_and_difficulties_take_turns() -> None:
-    found = Counter((row["family"], row["difficulty"]) for row in rows("size=60&difficulty=1+3&pixels=56"))
-    assert set(found) == {(family, level) for family in FAMILIES for level in (1, 3)}
-    assert set(found.values()) == {6}
+def test_families_and_difficulties_alternate() -> None:
+    counts = Counter((row["family"], row["difficulty"]) for row in rows("size=60&difficulty=1+3&pixels=56"))
+    assert set(counts) == {(family, level) for family in FAMILIES for level in (1, 3)}
+    assert set(counts.values()) == {6}
 
 
-def test_pictures_have_the_asked_size_and_some_ink() -> None:
+def test_pictures_have_the_requested_size_and_are_not_blank() -> None:
     for pixels in (56, 112, 336):
         for row in rows(f"size=15&difficulty=1+2+3&pixels={pixels}"):
             image = row["images"][0]

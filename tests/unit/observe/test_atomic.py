@@ -10,7 +10,7 @@ def _checkpoint(folder: Path, text: str) -> None:
     finish(folder)
 
 
-def test_a_folder_is_not_there_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_does_not_exist_until_it_is_complete(tmp_path: Path) -> None:
     folder = tmp_path / "step_000001"
     (begin(folder) / "weights").write_text("half")
     assert not folder.exists()
@@ -20,7 +20,7 @@ def test_a_folder_is_not_there_until_it_is_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_a_newer_folder_takes_the_place_of_an_older_one_whole(tmp_path: Path) -> None:
+def test_a_newer_folder_replaces_an_older_one_completely(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     _checkpoint(folder, "old")
     (folder / "only_in_old").touch()
@@ -29,7 +29,7 @@ def test_a_newer_folder_takes_the_place_of_an_older_one_whole(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_what_a_killed_run_left_is_not_mixed_into_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_not_mixed_into_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "step_000002"
     (begin(folder) / "stale").touch()
     _checkpoint(folder, "new")
@@ -45,7 +45,7 @@ def test_partial_folders_are_ignored_and_removed(tmp_path: Path) -> None:
     assert remove_partial(tmp_path / "never_made") == []
 
 
-def test_what_was_killed_between_two_renames_is_there_again(tmp_path: Path) -> None:
+def test_a_folder_killed_between_two_renames_is_restored(tmp_path: Path) -> None:
     for name, text in (("best.old.tmp", "old"), ("best.tmp", "new")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(text)
@@ -53,26 +53,24 @@ def test_what_was_killed_between_two_renames_is_there_again(tmp_path: Path) -> N
     assert (tmp_path / "best" / "file").read_text() == "new"
 
 
-def test_half_of_a_folder_that_was_being_deleted_is_not_brought_back(tmp_path: Path) -> None:
+def test_a_partly_deleted_folder_is_not_restored(tmp_path: Path) -> None:
     (tmp_path / "step_000002.old.tmp").mkdir()
     remove_partial(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pruning_keeps_the_newest_by_number_and_not_by_name(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_by_step_number(tmp_path: Path) -> None:
     for step in (999998, 1000000, 2, 999999):
         _checkpoint(tmp_path / f"step_{step:06d}", str(step))
     (tmp_path / "step_notes").mkdir()
-    gone = prune(tmp_path, keep=2)
-    assert [p.name for p in gone] == ["step_000002", "step_999998"]
+    deleted = prune(tmp_path, keep=2)
+    assert [p.name for p in deleted] == ["step_000002", "step_999998"]
     assert [p.name for p in checkpoints(tmp_path)] == ["step_999999", "step_1000000"]
     assert (tmp_path / "step_notes").exists()
     assert prune(tmp_path, keep=2) == []
 
 
-def test_an_older_folder_keeps_its_name_when_the_disk_refuses_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_folder_is_restored_when_the_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "weights").write_text("old")
     written = begin(tmp_path / "best")

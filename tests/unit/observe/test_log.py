@@ -1,4 +1,4 @@
-"""What libraries write to the error stream goes to a file; what Python writes there, and our one line, to people."""
+"""Error output of libraries goes to a file; that of Python and our own line go to the terminal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from vlmrl.errors import ClusterError
-from vlmrl.observe.log import logged
+from vlmrl.observe.log import run_log
 
 BODY = """
 import logging, os, sys
 from pathlib import Path
 from vlmrl.errors import ClusterError
-from vlmrl.observe.log import logged
+from vlmrl.observe.log import run_log
 loud = logging.getLogger("ray.core")
 try:
-    with logged() as log:
+    with run_log() as log:
         os.write(2, b"native before\\n")
         {keep}
         os.write(2, b"native after\\n")
@@ -36,7 +36,7 @@ print("kept", file=kept)
 """
 
 
-def ran(keep: str, end: str) -> str:
+def stderr_of(keep: str, end: str) -> str:
     script = BODY.format(keep=keep, end=end)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr
 
@@ -45,10 +45,10 @@ def test_libraries_write_into_the_file_and_the_error_names_it(tmp_path: Path) ->
     file = tmp_path / "logs" / "run.log"
     file.parent.mkdir()
     file.write_text("an earlier run\n")
-    said = ran(f"log.keep_in(Path({str(file)!r}))", 'raise ClusterError("data died")')
-    assert said.splitlines() == [
+    output = stderr_of(f"log.move_to(Path({str(file)!r}))", 'raise ClusterError("data died")')
+    assert output.splitlines() == [
         "for people",
-        f"data died (what Ray and the libraries wrote: {file})",
+        f"data died (output of Ray and libraries: {file})",
         "as ever",
         "kept",
     ]
@@ -58,17 +58,22 @@ def test_libraries_write_into_the_file_and_the_error_names_it(tmp_path: Path) ->
     assert lines[4:] == ["Traceback of forty lines", "our own dump"]
 
 
-def test_an_error_before_there_is_a_folder_is_told_alone_and_a_bug_with_all_that_is_known() -> None:
-    assert ran("pass", 'raise ClusterError("no memory")').splitlines() == ["for people", "no memory", "as ever", "kept"]
-    said = ran("pass", "1 / 0")
-    assert "native before" in said
-    assert "ZeroDivisionError" in said
+def test_without_a_file_only_a_bug_is_reported_with_the_captured_output() -> None:
+    assert stderr_of("pass", 'raise ClusterError("no memory")').splitlines() == [
+        "for people",
+        "no memory",
+        "as ever",
+        "kept",
+    ]
+    output = stderr_of("pass", "1 / 0")
+    assert "native before" in output
+    assert "ZeroDivisionError" in output
 
 
-def test_a_quiet_run_has_no_log_to_name(tmp_path: Path) -> None:
+def test_an_empty_log_is_not_named(tmp_path: Path) -> None:
     def run() -> None:
-        with logged() as log:
-            log.keep_in(tmp_path / "run.log")
+        with run_log() as log:
+            log.move_to(tmp_path / "run.log")
             raise ClusterError("data died")
 
     with pytest.raises(ClusterError) as error:
@@ -76,18 +81,18 @@ def test_a_quiet_run_has_no_log_to_name(tmp_path: Path) -> None:
     assert str(error.value) == "data died"
 
 
-def test_what_the_end_of_a_run_says_at_once_reaches_people(tmp_path: Path) -> None:
-    said = ran(
-        f"log.keep_in(Path({str(tmp_path / 'run.log')!r}))",
+def test_the_message_of_an_immediate_end_reaches_the_terminal(tmp_path: Path) -> None:
+    output = stderr_of(
+        f"log.move_to(Path({str(tmp_path / 'run.log')!r}))",
         "from vlmrl.system import stops; stops.end_at_once('over', 2)",
     )
-    assert said.splitlines() == ["for people", "vlmrl: over"]
+    assert output.splitlines() == ["for people", "vlmrl: over"]
 
 
-def test_a_folder_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+def test_a_deleted_folder_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
     def run() -> None:
-        with logged() as log:
-            log.keep_in(tmp_path / "logs" / "run.log")
+        with run_log() as log:
+            log.move_to(tmp_path / "logs" / "run.log")
             log.write("words")
             shutil.rmtree(tmp_path / "logs")
             raise ClusterError("data died")
@@ -99,11 +104,11 @@ def test_a_folder_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path) 
 WITHOUT_READER = """
 import sys
 from pathlib import Path
-from vlmrl.observe.log import logged
+from vlmrl.observe.log import run_log
 from vlmrl.observe.progress import Progress
 print("first")
-with logged() as log, Progress() as progress:
-    log.keep_in(Path(sys.argv[1]))
+with run_log() as log, Progress() as progress:
+    log.move_to(Path(sys.argv[1]))
     sys.stdout.write("second\\n")
     sys.stdin.readline()
     print("nobody reads this", file=sys.stderr)
@@ -113,7 +118,7 @@ sys.exit(7)
 """
 
 
-def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+def test_a_run_continues_when_the_reader_of_its_output_ends(tmp_path: Path) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", WITHOUT_READER, str(tmp_path / "run.log")], stdin=-1, stdout=-1, stderr=subprocess.STDOUT
     )
@@ -125,16 +130,16 @@ def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
     assert run.wait(60) == 7
 
 
-def test_a_run_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+def test_a_run_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     run = subprocess.Popen(
         [sys.executable, "-c", WITHOUT_READER, str(tmp_path / "run.log")], stdin=-1, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     assert run.stdin is not None
-    said = b""
-    while b"second" not in said:
-        said += os.read(ours, 4096)
+    output = b""
+    while b"second" not in output:
+        output += os.read(ours, 4096)
     os.close(ours)
     run.stdin.close()
     assert run.wait(60) == 7

@@ -33,7 +33,7 @@ RUNS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_any_shape_has_its_picture(name: str, tmp_path: Path) -> None:
+def test_any_metrics_give_a_picture(name: str, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in RUNS[name]) + '{"step": 9, "torn')
     draw_curves(file, tmp_path / "curves.png")
@@ -44,6 +44,6 @@ def test_a_run_of_any_shape_has_its_picture(name: str, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
 
 
-def test_a_run_that_has_written_nothing_yet_has_its_picture_too(tmp_path: Path) -> None:
+def test_a_missing_metrics_file_gives_a_picture(tmp_path: Path) -> None:
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()

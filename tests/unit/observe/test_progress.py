@@ -7,7 +7,7 @@ from vlmrl.observe.progress import Progress, _duration
 
 
 class Clock:
-    """A clock that somebody turns."""
+    """A clock that tests advance."""
 
     now = 100.0
 
@@ -21,7 +21,7 @@ def made(*, is_terminal: bool = False) -> tuple[Progress, Clock, io.StringIO]:
     return Progress(console=console, clock=clock, title="vlmrl rl"), clock, out
 
 
-def test_times_are_of_the_phases_since_they_were_last_taken() -> None:
+def test_times_cover_the_phases_since_the_last_call() -> None:
     progress, clock, _ = made()
     progress.begin(total_steps=2)
     for seconds in (3.0, 1.0):
@@ -34,7 +34,7 @@ def test_times_are_of_the_phases_since_they_were_last_taken() -> None:
     assert progress.take_times() == {"time/update_s": 2.0, "time/step_s": 2.0}
 
 
-def test_the_time_of_an_inner_phase_is_not_counted_twice() -> None:
+def test_a_nested_phase_is_not_counted_twice() -> None:
     progress, clock, _ = made()
     progress.begin(total_steps=1)
     with progress.phase("save"):
@@ -45,7 +45,7 @@ def test_the_time_of_an_inner_phase_is_not_counted_twice() -> None:
     assert progress.take_times() == {"time/eval_s": 5.0, "time/save_s": 2.0, "time/step_s": 7.0}
 
 
-def test_what_came_before_the_first_step_is_not_part_of_it() -> None:
+def test_time_before_the_first_step_is_not_counted() -> None:
     progress, clock, _ = made()
     with progress.phase("start"):
         clock.now += 60.0
@@ -54,7 +54,7 @@ def test_what_came_before_the_first_step_is_not_part_of_it() -> None:
     assert progress.take_times() == {"time/step_s": 1.0}
 
 
-def test_a_phase_that_fails_is_over() -> None:
+def test_a_phase_ends_when_it_raises() -> None:
     progress, clock, _ = made()
     progress.begin(total_steps=1)
 
@@ -70,7 +70,7 @@ def test_a_phase_that_fails_is_over() -> None:
     assert progress.take_times() == {"time/update_s": 1.0, "time/rollout_s": 2.0, "time/step_s": 3.0}
 
 
-def test_away_from_a_terminal_a_step_is_one_line() -> None:
+def test_without_a_terminal_a_step_is_one_line() -> None:
     progress, _, out = made()
     with progress:
         progress.begin(total_steps=10)
@@ -85,7 +85,7 @@ def test_away_from_a_terminal_a_step_is_one_line() -> None:
     ]
 
 
-def test_an_evaluation_that_is_told_apart_is_one_line_with_its_newest_parts() -> None:
+def test_an_evaluation_with_a_breakdown_is_one_line_with_the_latest_parts() -> None:
     progress, _, out = made()
     with progress:
         progress.begin(total_steps=10)
@@ -98,7 +98,7 @@ def test_an_evaluation_that_is_told_apart_is_one_line_with_its_newest_parts() ->
     ]
 
 
-def test_a_continued_run_tells_the_time_of_the_steps_that_are_left() -> None:
+def test_a_resumed_run_estimates_the_remaining_time() -> None:
     progress, _, out = made()
     progress.begin(total_steps=10, done=7)
     progress.step(8, {"time/step_s": 5.0})
@@ -106,7 +106,7 @@ def test_a_continued_run_tells_the_time_of_the_steps_that_are_left() -> None:
     assert out.getvalue().splitlines() == ["step 8/10  s/step 5.0  left 10 s", "step 10/10  s/step 5.0"]
 
 
-def test_a_terminal_shows_the_phase_and_how_far_it_is() -> None:
+def test_a_terminal_shows_the_phase_and_its_progress() -> None:
     progress, clock, out = made(is_terminal=True)
     with progress:
         progress.begin(total_steps=10)
@@ -121,13 +121,13 @@ def test_a_terminal_shows_the_phase_and_how_far_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
 )
-def test_durations_are_for_people(seconds: float, said: str) -> None:
-    assert _duration(seconds) == said
+def test_durations_are_formatted(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
 
 
-def test_what_is_said_of_data_is_plain_text_on_one_line() -> None:
+def test_a_message_is_plain_text_on_one_line() -> None:
     for is_terminal in (False, True):
         progress, _, out = made(is_terminal=is_terminal)
         progress.say("row a dropped: img[/x].png [bold]\n\x1b[31m :smile: 7")

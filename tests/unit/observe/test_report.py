@@ -18,7 +18,7 @@ def make_report(folder: Path, **logger: object) -> RunReport:
     return RunReport(RunFolder(folder), logger=Logger.model_validate(logger), config={}, title="test")
 
 
-def test_a_step_gets_its_times_and_its_speed(tmp_path: Path) -> None:
+def test_a_step_gets_its_times_and_throughput(tmp_path: Path) -> None:
     with make_report(tmp_path) as report:
         report.begin(total_steps=1, done=0)
         with report.phase("rollout"):
@@ -30,7 +30,7 @@ def test_a_step_gets_its_times_and_its_speed(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-def test_only_every_nth_step_is_written_but_no_evaluation_is_lost(tmp_path: Path) -> None:
+def test_every_nth_step_and_every_evaluation_is_written(tmp_path: Path) -> None:
     with make_report(tmp_path, logging_steps=2) as report:
         report.begin(total_steps=3, done=0)
         report.evaluation(0, {"eval/toy/pass@1": 0.1})
@@ -40,7 +40,7 @@ def test_only_every_nth_step_is_written_but_no_evaluation_is_lost(tmp_path: Path
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 2, 3]
 
 
-def test_a_continued_run_writes_no_step_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:
     with make_report(tmp_path) as report:
         report.begin(total_steps=3, done=0)
         for step in (1, 2, 3):
@@ -51,7 +51,7 @@ def test_a_continued_run_writes_no_step_twice(tmp_path: Path) -> None:
     assert [(r["step"], r["reward/mean"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 0), (2, 0), (3, 1)]
 
 
-def test_the_table_of_what_trains_is_a_file_too(tmp_path: Path) -> None:
+def test_the_parameter_table_is_written_to_a_file(tmp_path: Path) -> None:
     save_table(tmp_path / "parameters.tsv", [("vision", 0, 10), ("language", 5, 5)])
     assert (tmp_path / "parameters.tsv").read_text() == "part\ttrainable\tall\nvision\t0\t10\nlanguage\t5\t5\n"
 
@@ -66,7 +66,7 @@ class Broken:
         raise OSError("no network")
 
 
-def test_what_fails_on_the_way_out_is_told_and_never_hides_what_ended_the_run(
+def test_errors_at_the_end_are_printed_and_do_not_hide_the_error_that_ended_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "curves.png").mkdir()
@@ -78,13 +78,13 @@ def test_what_fails_on_the_way_out_is_told_and_never_hides_what_ended_the_run(
         report._sinks = [Broken(), last]
         report.step(1, {"reward/mean": 0.5})
         raise RuntimeError("the cause")
-    told = capsys.readouterr().out
-    assert "Broken did not close: OSError: no network\n" in told
-    assert "curves.png is not drawn: IsADirectoryError: " in told
-    assert closed == [1], "the others are closed all the same"
+    output = capsys.readouterr().out
+    assert "Broken did not close: OSError: no network\n" in output
+    assert "curves.png could not be drawn: IsADirectoryError: " in output
+    assert closed == [1], "the other sinks are closed as well"
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_told_once(
+def test_a_plot_that_cannot_be_drawn_is_reported_once_and_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "curves.png").mkdir()
@@ -92,33 +92,33 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run_and_is_told_once(
         report.begin(total_steps=30, done=0)
         for step in range(1, 31):
             report.step(step, {"reward/mean": 0.5})
-    assert capsys.readouterr().out.count("curves.png is not drawn") == 1
+    assert capsys.readouterr().out.count("curves.png could not be drawn") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 30
 
 
-def filled(disk: Path) -> None:
-    """To the last byte of the last page."""
+def fill(disk: Path) -> None:
+    """Fill the disk to the last byte."""
     with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
 
 
-def test_a_full_disk_is_told_once_by_what_was_to_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_error_that_names_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def run(disk: Path) -> None:
         with make_report(disk) as report:
             report.begin(total_steps=1000, done=0)
             report.step(1, {"reward/mean": 0.5})
-            filled(disk)
+            fill(disk)
             for step in range(2, 1000):
                 report.step(step, {"reward/mean": 0.5, "reward/std": 0.5, "policy/loss": 0.5})
 
     with small_disk(tmp_path / "disk", mib=1) as disk, pytest.raises(StorageError) as caught:
         run(disk)
-    told, errors = capfd.readouterr()
+    output, errors = capfd.readouterr()
     assert re.fullmatch(
         rf"(metrics\.jsonl|TensorBoard's curves) cannot be written to {disk}(/tensorboard)?: "
         r"No space left on device \(0\.0 MiB of 1\.0 MiB free\): free some space there",
         str(caught.value),
     )
-    assert "cannot" not in told + errors, "the caller tells it"
-    assert "Traceback" not in told + errors
+    assert "cannot" not in output + errors, "the caller reports it"
+    assert "Traceback" not in output + errors

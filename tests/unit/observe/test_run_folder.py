@@ -13,23 +13,23 @@ def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.check(resume=False, has_checkpoint=False)
     folder.metrics.write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"holds another run: continue it with --ckpt.load_enable"):
+    with pytest.raises(ConfigError, match=r"holds another run: resume it with --ckpt.load_enable"):
         folder.check(resume=False, has_checkpoint=False)
 
 
-def test_a_run_with_checkpoints_may_go_on(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_may_be_resumed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("{}\n")
     folder.check(resume=True, has_checkpoint=True)
 
 
-def test_a_run_killed_before_its_first_checkpoint_may_start_again(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_may_be_restarted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_text(SETTINGS)
     folder.check(resume=True, has_checkpoint=False)
 
 
-def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_step_may_be_restarted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_text(SETTINGS)
     folder.check(resume=False, has_checkpoint=False)
@@ -39,14 +39,14 @@ def test_a_run_that_ended_before_its_first_step_may_be_started_again(tmp_path: P
 
 
 @pytest.mark.parametrize("left", ["step", "evaluation", "transcript", "checkpoint", "best"])
-def test_a_run_that_has_something_to_lose_is_not_started_again(left: str, tmp_path: Path) -> None:
+def test_a_run_with_results_is_not_overwritten(left: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_text(SETTINGS)
     if left != "evaluation":
         folder.parameters.write_text("part\n")
     if left in ("step", "evaluation"):
         folder.metrics.write_text(f'{{"step": {int(left == "step")}, "reward/mean": 0.5}}\n')
-    if left == "transcript":  # logger.logging_steps may have left its numbers out
+    if left == "transcript":  # logger.logging_steps may have skipped its metrics
         folder.rollouts.mkdir()
         (folder.rollouts / "step_000001.jsonl").touch()
     if left == "best":
@@ -56,14 +56,14 @@ def test_a_run_that_has_something_to_lose_is_not_started_again(left: str, tmp_pa
 
 
 @pytest.mark.parametrize("left", ["model", "adapter"])
-def test_a_finished_run_is_not_run_over(left: str, tmp_path: Path) -> None:
+def test_a_finished_run_without_checkpoints_cannot_be_resumed(left: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / left).mkdir()
     with pytest.raises(ConfigError, match="holds a finished run without checkpoints"):
         folder.check(resume=True, has_checkpoint=False)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match="is a file"):
@@ -72,7 +72,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         RunFolder(file / "below").open()
 
 
-def test_a_new_folder_is_open_to_this_user_alone_and_one_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_new_folder_is_private_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
     mask = os.umask(0o022)
     try:
         RunFolder(tmp_path / "runs" / "new").open()
@@ -85,21 +85,21 @@ def test_a_new_folder_is_open_to_this_user_alone_and_one_that_is_there_keeps_its
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("theirs", ["model", "adapter", "best", "checkpoints/step_000001", "config.yaml"])
-def test_what_no_run_has_written_is_not_replaced(theirs: str, tmp_path: Path) -> None:
-    path = tmp_path / theirs
+@pytest.mark.parametrize("name", ["model", "adapter", "best", "checkpoints/step_000001", "config.yaml"])
+def test_files_not_written_by_a_run_are_not_replaced(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     if path.suffix:
         path.write_text("# my own settings\nactor: {}\n")
     else:
         path.mkdir(parents=True)
-    folder, has_checkpoint = RunFolder(tmp_path), theirs.startswith("checkpoints")
-    with pytest.raises(ConfigError, match=rf"{theirs.partition('/')[0]} there was not written by a run, and this one"):
+    folder, has_checkpoint = RunFolder(tmp_path), name.startswith("checkpoints")
+    with pytest.raises(ConfigError, match=rf"{name.partition('/')[0]} there was not written by a run, and this one"):
         folder.check(resume=False, has_checkpoint=has_checkpoint)
     if not path.suffix:
         folder.check(resume=False, has_checkpoint=has_checkpoint, learns=False)
 
 
-def test_an_evaluation_is_not_told_to_go_on(tmp_path: Path) -> None:
+def test_an_evaluation_is_not_advised_to_resume(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"holds another run: choose another --ckpt.output_dir"):

@@ -25,14 +25,14 @@ def test_each_step_is_one_line_of_json(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == [{"step": 0, "reward/mean": 0.5}, {"step": 1, "reward/mean": 0.5}]
 
 
-def test_what_is_written_can_be_read_before_the_sink_is_closed(tmp_path: Path) -> None:
+def test_metrics_can_be_read_before_the_sink_is_closed(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
     sink.write(1, {"reward/mean": 1.0})
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "reward/mean": 1.0}]
     sink.close()
 
 
-def test_a_continued_run_has_no_step_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     file = tmp_path / "m.jsonl"
     write(file, range(8))
     with file.open("a") as torn:
@@ -44,7 +44,7 @@ def test_a_continued_run_has_no_step_twice(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
-def test_a_number_that_json_lacks_is_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
     sink.write(1, {"policy/grad_norm": math.nan, "policy/loss": math.inf})
     sink.close()
@@ -58,7 +58,7 @@ def test_a_name_without_an_area_is_refused(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_tensorboard_shows_a_continued_run_without_the_steps_made_twice(tmp_path: Path) -> None:
+def test_tensorboard_hides_repeated_steps_of_a_resumed_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, first, value in ((range(1, 8), 0, 0.25), (range(6, 9), 6, 0.75)):
@@ -83,14 +83,16 @@ def test_without_a_project_there_is_no_wandb(tmp_path: Path, elsewhere: str | No
     assert {p.name for p in tmp_path.iterdir()} == {"m.jsonl", elsewhere or "tensorboard"}
 
 
-def test_wandb_that_is_not_installed_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_an_error_with_the_command_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         WandbSink(Wandb(project="p"), folder=tmp_path, config={})
 
 
 class FakeWandb:
-    """Keeps what it is given."""
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -115,14 +117,12 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_wandb_wants_its_key_in_the_environment(tmp_path: Path) -> None:
+def test_wandb_needs_its_key_in_the_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         WandbSink(Wandb(project="p"), folder=tmp_path, config={})
 
 
-def test_a_continued_run_is_the_same_wandb_run(
-    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     for step in (1, 2):
         sink = WandbSink(Wandb(project="p", org="team"), folder=tmp_path, config={"a": 1})
@@ -134,7 +134,7 @@ def test_a_continued_run_is_the_same_wandb_run(
     assert "secret" not in str(wandb.runs)
 
 
-def test_a_refusal_of_wandb_never_shows_the_key(
+def test_an_error_of_wandb_never_shows_the_key(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")

@@ -15,26 +15,26 @@ class Picture:
         self.hash = digest
 
     def fetch(self) -> Pixels:
-        raise AssertionError("the process that writes transcripts never touches pixels")
+        raise AssertionError("transcripts must not fetch pixels")
 
 
-class Shelf:
-    """Remembers what it was asked to save."""
+class MediaRecorder:
+    """Records the images that it is asked to save."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, list[str]]] = []
+        self.saved: list[tuple[str, list[str]]] = []
 
     def __call__(self, folder: Path, media: Sequence[Media]) -> None:
-        self.asked.append((folder.name, [item.hash for item in media]))
+        self.saved.append((folder.name, [item.hash for item in media]))
 
 
-def group(index: int, answers: Sequence[str], *, media: tuple[Media, ...] = ()) -> Group:
+def group(index: int, texts: Sequence[str], *, media: tuple[Media, ...] = ()) -> Group:
     tokens = np.array([5, 6], np.int64)
     prompt = Prompt(index, f"shapes:{index}", "how many?", tokens, tokens, "4", media, {"family": "count"})
-    return Group(prompt, tuple(answer(text) for text in answers))
+    return Group(prompt, tuple(response(text) for text in texts))
 
 
-def answer(text: str) -> Rollout:
+def response(text: str) -> Rollout:
     return Rollout(
         tokens=np.array([5, 6, 7, 2], np.int64),
         sampled=np.array([False, False, True, True]),
@@ -53,12 +53,12 @@ def lines(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: Path) -> None:
+def test_each_response_has_its_own_score_reward_and_advantage(tmp_path: Path) -> None:
     groups = [group(0, ["4", "5"]), group(1, ["six", "4"])]
     scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, failure="response"), Score(1.0)]]
     rewards = [floats(1, 0), floats(-0.5, 1)]
     advantages = [floats(0, 0, a, a) for a in (0.5, -0.5, -0.75, 0.75)]
-    file = Transcripts(tmp_path / "rollouts", Shelf()).write(7, groups, scores, rewards, advantages)
+    file = Transcripts(tmp_path / "rollouts", MediaRecorder()).write(7, groups, scores, rewards, advantages)
     assert file == tmp_path / "rollouts" / "step_000007.jsonl"
     first, second = lines(file)
     assert first == {
@@ -70,7 +70,7 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
         "images": [],
         "metadata": {"family": "count"},
         "left_out": False,
-        "answers": [
+        "responses": [
             {
                 "text": text,
                 "score": score,
@@ -86,29 +86,29 @@ def test_every_answer_stands_with_its_own_score_reward_and_advantage(tmp_path: P
             for text, score, advantage in (("4", 1.0, 0.5), ("5", 0.0, -0.5))
         ],
     }
-    shown = [(a["reward"], a["advantage"], a["failure"]) for a in second["answers"]]  # type: ignore[attr-defined]
+    shown = [(a["reward"], a["advantage"], a["failure"]) for a in second["responses"]]  # type: ignore[attr-defined]
     assert shown == [(-0.5, -0.75, "response"), (1.0, 0.75, None)]
 
 
-def test_groups_that_were_left_out_are_written_and_say_so(tmp_path: Path) -> None:
-    shelf, picture = Shelf(), Picture("a")
+def test_groups_left_out_by_filtering_are_written_and_marked(tmp_path: Path) -> None:
+    recorder, picture = MediaRecorder(), Picture("a")
     left_out = [(group(1, ["4", "5"], media=(picture,)), [Score(1.0), Score(1.0)], floats(1, 1))]
     scores = [[Score(1.0), Score(0.0, failure="infrastructure")]]
-    file = Transcripts(tmp_path, shelf).write(
+    file = Transcripts(tmp_path, recorder).write(
         7, [group(0, ["4", "5"])], scores, [floats(1, float("nan"))], [floats(0, 0, 1, 1)] * 2, left_out=left_out
     )
-    learnt, dropped = lines(file)
-    assert (learnt["left_out"], dropped["left_out"]) == (False, True)
-    shown = [(a["score"], a["reward"], a["failure"]) for a in learnt["answers"]]  # type: ignore[attr-defined]
+    kept, dropped = lines(file)
+    assert (kept["left_out"], dropped["left_out"]) == (False, True)
+    shown = [(a["score"], a["reward"], a["failure"]) for a in kept["responses"]]  # type: ignore[attr-defined]
     assert shown == [(1.0, 1.0, None), (None, None, "infrastructure")]
-    assert [a["reward"] for a in dropped["answers"]] == [1.0, 1.0]  # type: ignore[attr-defined]
-    assert "advantage" not in dropped["answers"][0]  # type: ignore[index]
-    assert shelf.asked == [("media", ["a"])]
+    assert [a["reward"] for a in dropped["responses"]] == [1.0, 1.0]  # type: ignore[attr-defined]
+    assert "advantage" not in dropped["responses"][0]  # type: ignore[index]
+    assert recorder.saved == [("media", ["a"])]
 
 
-def test_each_image_is_saved_once_however_often_it_is_asked_about(tmp_path: Path) -> None:
-    shelf = Shelf()
-    transcripts = Transcripts(tmp_path, shelf)
+def test_each_image_is_saved_once(tmp_path: Path) -> None:
+    recorder = MediaRecorder()
+    transcripts = Transcripts(tmp_path, recorder)
     a, b, c = Picture("a"), Picture("b"), Picture("c")
     zero = [[Score(0.0)]] * 2
     first = transcripts.write_evaluation(
@@ -116,26 +116,28 @@ def test_each_image_is_saved_once_however_often_it_is_asked_about(tmp_path: Path
     )
     transcripts.write_evaluation(1, "x", [group(2, ["1"], media=(b,)), group(3, ["1"], media=(c,))], zero)
     transcripts.write_evaluation(2, "x", [group(4, ["1"], media=(c,))], zero[:1])
-    assert shelf.asked == [("media", ["a", "b"]), ("media", ["c"])]
+    assert recorder.saved == [("media", ["a", "b"]), ("media", ["c"])]
     assert [line["images"] for line in lines(first)] == [["a", "b"], ["a"]]
 
 
-def test_an_evaluation_has_a_file_of_its_own_whatever_its_set_is_called(tmp_path: Path) -> None:
-    file = Transcripts(tmp_path, Shelf()).write_evaluation(20, "some/set?split=1", [group(0, ["4"])], [[Score(1.0)]])
+def test_an_evaluation_has_its_own_file_whatever_the_name_of_its_set(tmp_path: Path) -> None:
+    file = Transcripts(tmp_path, MediaRecorder()).write_evaluation(
+        20, "some/set?split=1", [group(0, ["4"])], [[Score(1.0)]]
+    )
     assert file == tmp_path / "eval_some_set_split_1_step_000020.jsonl"
-    assert "advantage" not in lines(file)[0]["answers"][0]  # type: ignore[index]
+    assert "advantage" not in lines(file)[0]["responses"][0]  # type: ignore[index]
 
 
-def test_a_step_that_is_made_again_replaces_its_file_whole(tmp_path: Path) -> None:
-    transcripts = Transcripts(tmp_path, Shelf())
+def test_a_repeated_step_replaces_its_file(tmp_path: Path) -> None:
+    transcripts = Transcripts(tmp_path, MediaRecorder())
     for text in ("first", "second"):
         transcripts.write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
     (file,) = tmp_path.iterdir()
-    assert lines(file)[0]["answers"][0]["text"] == "second"  # type: ignore[index]
+    assert lines(file)[0]["responses"][0]["text"] == "second"  # type: ignore[index]
 
 
-def test_any_text_that_a_model_may_write_is_valid_json(tmp_path: Path) -> None:
+def test_any_response_text_gives_valid_json(tmp_path: Path) -> None:
     text = 'half \ud800, "quotes"\n\x00 \u2028 é'
-    file = Transcripts(tmp_path, Shelf()).write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
+    file = Transcripts(tmp_path, MediaRecorder()).write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
     (line,) = file.read_bytes().decode("utf-8").strip("\n").split("\n")
-    assert json.loads(line)["answers"][0]["text"] == text
+    assert json.loads(line)["responses"][0]["text"] == text

@@ -15,7 +15,7 @@ from vlmrl.models.tiny import build
 from vlmrl.plugins import Processor, processor
 
 VISION = "<|vision_start|><|image_pad|><|vision_end|>"
-LEAST, MOST = 28 * 28, 150_000
+MIN_PIXELS, MAX_PIXELS = 28 * 28, 150_000
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
@@ -27,12 +27,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Processor:
-    return processor(str(folders[request.param]), min_pixels=LEAST, max_pixels=MOST)
+    return processor(str(folders[request.param]), min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
 
 
 @pytest.fixture(scope="module")
 def qwen(folders: dict[str, Path]) -> Processor:
-    return processor(str(folders["qwen2_5_vl"]), min_pixels=LEAST, max_pixels=MOST)
+    return processor(str(folders["qwen2_5_vl"]), min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
 
 
 def noise(processor: Processor, width: int, height: int, seed: int = 0) -> InlineMedia:
@@ -45,7 +45,9 @@ def user_text(rendered: str) -> str:
 
 
 def test_the_resize_factor_comes_from_the_model(folders: dict[str, Path]) -> None:
-    loaded = {family: processor(str(folders[family]), min_pixels=LEAST, max_pixels=MOST) for family in FAMILIES}
+    loaded = {
+        family: processor(str(folders[family]), min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS) for family in FAMILIES
+    }
     assert {family: one.resize_factor for family, one in loaded.items()} == {
         "qwen2_vl": 28,
         "qwen2_5_vl": 28,
@@ -62,20 +64,20 @@ def test_the_resize_factor_comes_from_the_model(folders: dict[str, Path]) -> Non
         ("No image.", 0, "No image."),
     ],
 )
-def test_where_images_go_in_text(qwen: Processor, question: str, num_images: int, expected: str) -> None:
+def test_image_positions_in_text(qwen: Processor, question: str, num_images: int, expected: str) -> None:
     rendered = qwen.render(question, num_images=num_images, columns=Columns())
     assert user_text(rendered) == expected
 
 
-def test_a_place_without_an_image_is_no_text_unless_the_run_reads_no_images(qwen: Processor) -> None:
+def test_a_placeholder_without_an_image_is_an_error_unless_the_run_reads_no_images(qwen: Processor) -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "See <image>"}]}]
     for question in ("What is <image>?", chat):
-        with pytest.raises(DataError, match=r"has a place for an image, <image>, .* set data\.image_key to the column"):
+        with pytest.raises(DataError, match=r"has the placeholder <image>, .* set data\.image_key to the column"):
             qwen.render(question, num_images=0, columns=Columns())
         assert "<image>" in qwen.render(question, num_images=0, columns=Columns(image_key=None))
 
 
-def test_where_images_go_in_messages(qwen: Processor) -> None:
+def test_image_positions_in_messages(qwen: Processor) -> None:
     parts = [
         {"type": "text", "text": "See "},
         {"type": "image", "image": None},
@@ -96,11 +98,11 @@ def test_images_without_a_chat_template(qwen: Processor) -> None:
 
 @pytest.mark.parametrize(("question", "num_images"), [("<image>", 2), ("<image><image>", 1)])
 def test_more_or_fewer_images_than_placeholders(qwen: Processor, question: str, num_images: int) -> None:
-    with pytest.raises(DataError, match=f"has {num_images} images, but its question has places for {3 - num_images}"):
+    with pytest.raises(DataError, match=f"has {num_images} images, but its question has {3 - num_images} placeholders"):
         qwen.render(question, num_images=num_images, columns=Columns())
 
 
-def test_a_template_that_swallows_images_is_noticed(qwen: Processor) -> None:
+def test_a_template_that_drops_images_is_an_error(qwen: Processor) -> None:
     with pytest.raises(DataError, match="0 placeholders for 1 images"):
         qwen.encode("no image here", [(28, 28)])
 
@@ -119,27 +121,27 @@ def test_text_that_looks_like_vision_tokens_is_never_an_image(vlm: Processor, pl
         assert question in vlm.decode(tokens)
 
 
-def test_tokens_and_pixels_equal_those_of_the_models_own_processor(vlm: Processor) -> None:
+def test_tokens_and_pixels_equal_those_of_the_models_processor(vlm: Processor) -> None:
     media = [noise(vlm, 100, 70), noise(vlm, 40, 300, seed=1)]
     rendered = vlm.render("A <image> B <image>?", num_images=2, columns=Columns())
     tokens, request = vlm.encode(rendered, [item.size for item in media])
     ours = vlm.pixel_inputs(media)
 
-    theirs_processor: Any = vlm._processor  # type: ignore[attr-defined]
+    reference_processor: Any = vlm._processor  # type: ignore[attr-defined]
     images = [Image.fromarray(item.fetch()) for item in media]
-    theirs = theirs_processor(text=[rendered], images=images, return_tensors="pt")
-    assert tokens.tolist() == theirs["input_ids"][0].tolist()
-    assert vlm.token_types(tokens).tolist() == theirs["mm_token_type_ids"][0].tolist()
-    assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
-    assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
-    assert [list(vlm.grid(item.size)) for item in media] == theirs["image_grid_thw"].tolist()
+    reference = reference_processor(text=[rendered], images=images, return_tensors="pt")
+    assert tokens.tolist() == reference["input_ids"][0].tolist()
+    assert vlm.token_types(tokens).tolist() == reference["mm_token_type_ids"][0].tolist()
+    assert torch.equal(ours["pixel_values"], reference["pixel_values"])
+    assert torch.equal(ours["image_grid_thw"], reference["image_grid_thw"])
+    assert [list(vlm.grid(item.size)) for item in media] == reference["image_grid_thw"].tolist()
     assert ours["pixel_values"].shape[0] == sum(math.prod(vlm.grid(item.size)) for item in media)
     assert len(request) == len(vlm.tokenizer(rendered).input_ids)
 
 
-def test_a_second_resize_of_the_engine_would_change_nothing(vlm: Processor) -> None:
+def test_a_second_resize_by_the_engine_changes_nothing(vlm: Processor) -> None:
     size = vlm.engine_kwargs["images_kwargs"]["size"]
-    assert size == {"shortest_edge": LEAST, "longest_edge": MOST}
+    assert size == {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     images: Any = vlm._processor.image_processor  # type: ignore[attr-defined]
     for width, height in [(1, 1), (900, 5), (1000, 1000), (333, 77)]:
         media = noise(vlm, width, height)
@@ -147,7 +149,7 @@ def test_a_second_resize_of_the_engine_would_change_nothing(vlm: Processor) -> N
         assert torch.equal(resized["pixel_values"], vlm.pixel_inputs([media])["pixel_values"])
 
 
-def test_the_dummy_is_the_smallest_image_and_learns_nothing(vlm: Processor) -> None:
+def test_the_dummy_sample_has_the_smallest_image_and_no_sampled_token(vlm: Processor) -> None:
     sample = vlm.dummy_sample()
     assert sample is not None
     assert vlm.token_types(sample.tokens).tolist() == [0, 1, 0]
@@ -157,7 +159,7 @@ def test_the_dummy_is_the_smallest_image_and_learns_nothing(vlm: Processor) -> N
     assert inputs["pixel_values"].shape[0] == math.prod(vlm.grid(sample.media[0].size)) == 4
 
 
-def test_vision_tokens_are_banned_and_ends_are_not(vlm: Processor) -> None:
+def test_vision_tokens_are_banned_and_end_tokens_are_not(vlm: Processor) -> None:
     names = {vlm.tokenizer.convert_ids_to_tokens(token) for token in vlm.banned_tokens}
     assert names == {f"<|{n}|>" for n in ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")}
     assert not set(vlm.banned_tokens) & set(vlm.eos_token_ids)
@@ -178,10 +180,10 @@ def test_parameters_belong_to_vision_projector_or_language(qwen: Processor, name
     assert qwen.parameter_group(name) == group
 
 
-def test_every_parameter_of_a_real_model_has_the_group_its_module_has(folders: dict[str, Path]) -> None:
+def test_each_parameter_of_a_real_model_has_the_group_of_its_module(folders: dict[str, Path]) -> None:
     from transformers import AutoModelForImageTextToText
 
-    one = processor(str(folders["qwen3_vl"]), min_pixels=LEAST, max_pixels=MOST)
+    one = processor(str(folders["qwen3_vl"]), min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
     model = AutoModelForImageTextToText.from_pretrained(folders["qwen3_vl"])
     groups = {name: one.parameter_group(name) for name, _ in model.named_parameters()}
     vision = {name for name in groups if name.startswith("model.visual.")}
@@ -189,17 +191,17 @@ def test_every_parameter_of_a_real_model_has_the_group_its_module_has(folders: d
     assert {name for name in vision if groups[name] == "projector"} == {name for name in vision if "merger" in name}
 
 
-def test_bounds_between_which_no_image_lies_are_refused(folders: dict[str, Path]) -> None:
+def test_bounds_that_no_image_satisfies_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="no image of whole 28x28 patches"):
         processor(str(folders["qwen2_5_vl"]), min_pixels=800, max_pixels=1000)
     with pytest.raises(ConfigError, match="32x32"):
         processor(str(folders["qwen3_vl"]), min_pixels=100, max_pixels=1000)
 
 
-def test_the_saved_processor_loads_by_itself_with_the_bounds_of_the_run(vlm: Processor, tmp_path: Path) -> None:
+def test_a_saved_processor_loads_with_the_bounds_of_the_run(vlm: Processor, tmp_path: Path) -> None:
     vlm.save(tmp_path)
     again = AutoProcessor.from_pretrained(tmp_path)
-    assert dict(again.image_processor.size) == {"shortest_edge": LEAST, "longest_edge": MOST}
+    assert dict(again.image_processor.size) == {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
     media = noise(vlm, 200, 90)
     image = Image.fromarray(media.fetch())
     inputs = again(text=[VISION], images=[image], return_tensors="pt")

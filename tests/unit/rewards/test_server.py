@@ -277,7 +277,7 @@ async def test_images_of_a_request_that_are_small_alone_are_bounded_together(fil
         reply = await ask(url, "x", images=[list(media)], media=media)
         assert (reply.status_code, reply.text) == (
             413,
-            "the images have more than 1000000 pixels together: send fewer, or raise serve.max_request_pixels",
+            "the images have more than 1000000 pixels in total: send fewer, or raise serve.max_request_pixels",
         )
         assert (await ask(url, "x", images=[["0"]], media={"0": url_of_image})).json()["rewards"] == [0.0]
     assert Serve().max_request_pixels < 8 * 89_478_485

@@ -7,7 +7,7 @@ from PIL import Image
 
 from vlmrl.config.data import Data
 from vlmrl.config.rollout import Held
-from vlmrl.data import repeats
+from vlmrl.data import duplicates
 from vlmrl.data.source import Source
 from vlmrl.models.tiny import build
 
@@ -29,7 +29,7 @@ def source(model: str, folder: Path, training: list[Any], evaluation: list[Any] 
     )
 
 
-def test_rows_that_come_twice_are_counted_by_question_and_images(model: str, tmp_path: Path) -> None:
+def test_duplicates_have_equal_questions_and_images(model: str, tmp_path: Path) -> None:
     for name, colour in (("a", "red"), ("b", "blue"), ("copy", "red")):
         Image.new("RGB", (56, 56), colour).save(tmp_path / f"{name}.png")
     training = [
@@ -42,36 +42,36 @@ def test_rows_that_come_twice_are_counted_by_question_and_images(model: str, tmp
         {"input": [{"content": "a", "role": "user"}]},
     ]
     evaluation = [{"input": "another"}, {"input": "which colour?", "images": ["b.png"]}]
-    found = source(model, tmp_path, training, evaluation).look_at_repeats()
-    assert found.twice == [("train:2", "train:0"), ("train:6", "train:4")]
-    assert found.evaluated == [("test:1", "train:1")]
-    assert found.lines() == [
+    duplicates_found = source(model, tmp_path, training, evaluation).find_duplicates()
+    assert duplicates_found.in_training == [("train:2", "train:0"), ("train:6", "train:4")]
+    assert duplicates_found.in_evaluation == [("test:1", "train:1")]
+    assert duplicates_found.lines() == [
         "data: 2 of the 7 training rows repeat an earlier one: train:2 = train:0, train:6 = train:4",
         (
-            "data: 1 evaluation rows are among the 7 training rows, so that the evaluation says nothing of them: "
+            "data: 1 evaluation rows are among the 7 training rows, so their scores do not measure generalisation: "
             "test:1 = train:1"
         ),
     ]
 
 
-def test_nothing_is_said_where_nothing_repeats(model: str, tmp_path: Path) -> None:
+def test_no_line_without_duplicates(model: str, tmp_path: Path) -> None:
     rows = [{"input": f"question {i}"} for i in range(9)]
-    assert source(model, tmp_path, rows[:6], rows[6:]).look_at_repeats().lines() == []
+    assert source(model, tmp_path, rows[:6], rows[6:]).find_duplicates().lines() == []
 
 
-def test_looking_ends_in_time_and_says_how_far_it_came(
+def test_the_search_is_limited_and_reports_how_many_rows_it_compared(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "_MOST_ROWS", 4)
-    found = source(model, tmp_path, [{"input": f"question {i % 2}"} for i in range(9)]).look_at_repeats()
-    assert found.lines() == [
+    monkeypatch.setattr(duplicates, "_MAX_ROWS", 4)
+    duplicates_found = source(model, tmp_path, [{"input": f"question {i % 2}"} for i in range(9)]).find_duplicates()
+    assert duplicates_found.lines() == [
         "data: 2 of the first 4 training rows repeat an earlier one: train:2 = train:0, train:3 = train:1"
     ]
-    monkeypatch.setattr(repeats, "_LIMIT_S", -1.0)
-    assert source(model, tmp_path, [{"input": "a"}] * 9).look_at_repeats().num_rows == 0
+    monkeypatch.setattr(duplicates, "_LIMIT_S", -1.0)
+    assert source(model, tmp_path, [{"input": "a"}] * 9).find_duplicates().num_rows == 0
 
 
-def test_generated_rows_are_left_out(model: str) -> None:
+def test_generated_rows_are_skipped(model: str) -> None:
     made = Source(
         model=model,
         trust_remote_code=False,
@@ -79,4 +79,4 @@ def test_generated_rows_are_left_out(model: str) -> None:
         evaluation=Held(dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", split="test"),
         seed=0,
     )
-    assert made.look_at_repeats() == (0, True, [], [])
+    assert made.find_duplicates() == (0, True, [], [])

@@ -1,0 +1,156 @@
+"""Digests of rows, images and files, computed without decoding any image."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from vlmrl.data.columns import Keys, as_list, value_at
+from vlmrl.data.conversations import read_conversation
+from vlmrl.data.image_source import NO_ACCESS, ImageAccess, locate
+from vlmrl.data.rows import Rows
+from vlmrl.errors import DataError
+
+_BLOCK = 64 * 2**10
+_WHOLE_BYTES = 256 * 2**20
+"""Files up to this size are read in full, larger ones in `_NUM_BLOCKS` evenly spaced blocks. The size is divided among
+the files of a dataset, which may have a thousand, and the blocks are divided from `_NUM_UNREDUCED_FILES` files on."""
+_NUM_BLOCKS = 256
+_NUM_UNREDUCED_FILES = 16
+_NUM_IMAGE_BLOCKS = 2
+"""Blocks read of an image file, its first and its last; together with the file size they distinguish images."""
+
+
+class RowDigest(NamedTuple):
+    """Digests of a row, 16 hexadecimal digits each."""
+
+    question: str
+    label: str
+    images: str
+    """Of the images' content; for an image behind a URL, of the URL."""
+
+
+class RowHasher(NamedTuple):
+    """Computes the digests of a dataset's rows."""
+
+    rows: Rows
+    keys: Keys
+    """The columns of question, label and images: `input_key`, `label_key`, `image_key`."""
+    access: ImageAccess = NO_ACCESS
+    """The files that the images may come from."""
+
+    def digest(self, row: int) -> RowDigest | None:
+        """Return the digests of one row; None when it cannot be read."""
+        with suppress(Exception):  # a damaged row may raise anything; it is dropped and reported when it is drawn
+            values = self.rows[row]
+            question, inline = read_conversation(value_at(values, self.keys["input_key"]))
+            images = inline or as_list(value_at(values, self.keys["image_key"]))
+            return RowDigest(
+                _digest(_canonical(question)),
+                _digest(_canonical(value_at(values, self.keys["label_key"]))),
+                _digest(*(_image_content(image, self.access) for image in images if image is not None)),
+            )
+        return None
+
+
+class FileDigest(NamedTuple):
+    """Size and content of a file."""
+
+    size: int
+    digest: str
+    is_whole: bool
+    """Whether the digest covers the whole file; otherwise it covers blocks, and the time shows other changes."""
+    time_ns: int
+    """Time of the last modification."""
+
+
+def digest_file(path: Path, *, num_files: int = 1) -> FileDigest | None:
+    """Return the digest of one of a dataset's `num_files` files; None when it cannot be read."""
+    try:
+        size, time_ns = path.stat().st_size, path.stat().st_mtime_ns
+        is_whole = size <= _WHOLE_BYTES // num_files
+        share = max(_NUM_IMAGE_BLOCKS, min(_NUM_BLOCKS, _NUM_BLOCKS * _NUM_UNREDUCED_FILES // num_files))
+        digest = _digest_blocks(path, -(-size // _BLOCK) if is_whole else share)
+        return FileDigest(size, digest, is_whole, time_ns)
+    except OSError:
+        return None
+
+
+def _digest_blocks(path: Path, count: int) -> str:
+    """Digest `count` evenly spaced blocks, from the first to the last. Raises OSError unless it is a regular file."""
+    digest = hashlib.blake2b(digest_size=8)
+    # Without O_NONBLOCK opening a FIFO waits for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        last = max(0, status.st_size - 1) // _BLOCK
+        for block in sorted({round(position) for position in np.linspace(0, last, num=max(1, min(count, last + 1)))}):
+            digest.update(os.pread(handle, _BLOCK, block * _BLOCK))
+    finally:
+        os.close(handle)
+    return digest.hexdigest()
+
+
+def _image_content(image: Any, access: ImageAccess) -> bytes:
+    if isinstance(image, Mapping):
+        content = image.get("bytes")
+        image = image.get("path") if content is None else content
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, Image.Image):
+        return f"{image.mode} {image.size} ".encode() + image.tobytes()
+    if isinstance(image, np.ndarray):
+        return f"{image.dtype} {image.shape} ".encode() + image.tobytes()
+    text = str(image)
+    if isinstance(image, str | Path) and len(text) < 4096 and "://" not in text:
+        with suppress(OSError, ValueError, RuntimeError, DataError):  # not a file, not a valid name, or not allowed
+            path = locate(Path(text), access)
+            return f"{path.stat().st_size} {_digest_blocks(path, _NUM_IMAGE_BLOCKS)}".encode()
+    return text.encode(errors="backslashreplace")
+
+
+def _canonical(value: Any) -> bytes:
+    """Serialise a value so that equal content gives equal bytes, whatever the order of its keys."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_json_fallback)
+    return text.encode(errors="backslashreplace")
+
+
+def _json_fallback(value: object) -> object:
+    """Represent a value that JSON cannot, in the same way in every process."""
+    if isinstance(value, Image.Image | np.ndarray | bytes | bytearray | memoryview):
+        return _digest(_image_content(value, NO_ACCESS))
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    # Without the address in memory, which differs between processes.
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _digest(*parts: bytes | bytearray) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def spaced_indices(count: int, limit: int) -> Sequence[int]:
+    """Return up to `limit` evenly spaced indices below `count`, coarse before fine: any prefix covers the range."""
+    numbers = sorted({round(position) for position in np.linspace(0, count - 1, num=min(count, limit))})
+    order: dict[int, None] = {}
+    step = 1 << max(0, len(numbers) - 1).bit_length()
+    while step:
+        order |= dict.fromkeys(range(0, len(numbers), step))
+        step //= 2
+    return [numbers[position] for position in order]
