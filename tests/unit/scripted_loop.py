@@ -9,7 +9,9 @@ import numpy as np
 
 from vlmrl.config.run import RlConfig
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer.rl import Carried, Course, Critic, Ending, train
+from vlmrl.trainer.collect import Ending, PromptBudget
+from vlmrl.trainer.protocols import Critic
+from vlmrl.trainer.rl import LoopState, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 from vlmrl.verify.logprobs import compare_engine
 
@@ -157,12 +159,12 @@ def run(
             "prompts": CountingPrompts(),
             "first_step": 1,
             "reference": None,
-            "course": Course(num_prompts),
-            "carried": Carried(settings.algo.kl.init_coef),
+            "budget": PromptBudget(num_prompts),
+            "state": LoopState(settings.algo.kl.init_coef),
             "check_responses": lambda step, groups: {},
-            "check_publish": lambda version: {},
+            "check_sync": lambda version: {},
             "after_step": lambda step, judged: {},
-            "save": lambda step, carried: None,
+            "save": lambda step, state: None,
         }
         | hooks,
     )

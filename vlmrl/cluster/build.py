@@ -29,7 +29,7 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.parallel import settle, together
+from vlmrl.parallel import run_parallel, settle
 from vlmrl.plugins import Processor
 from vlmrl.rewards.client import read_token
 from vlmrl.rollout.capacity import described
@@ -194,7 +194,7 @@ class Stage:
         # others load onto its GPUs while it measures what is free there.
         shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
         first = [starts.pop(0)()] if shares_gpus else []
-        engines, learners, rewarder, models = [*first, *together(*starts)]
+        engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
         learners.policy.engines = engines
         engines.neighbours = [
             self.groups[name]
@@ -218,7 +218,7 @@ class Stage:
         """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
         loop, is_rl = config.train, isinstance(config, RlConfig)
         critic = critic_settings(config, critics, num_rows) if isinstance(config, RlConfig) else {}
-        group, critic_group, reference_group = together(
+        group, critic_group, reference_group = run_parallel(
             lambda: self._actor(config, critic, adapter=adapter, num_rows=num_rows),
             lambda: self._critic(config, critic),
             lambda: self._reference(config),
@@ -314,7 +314,7 @@ class Stage:
             if own["path"] is not None
         ]
         path, timeout_s = "vlmrl.learning.reward_model.RewardModel", config.train.timeout_s
-        groups = together(
+        groups = run_parallel(
             *(
                 partial(self.group, role, path, shared | own, timeout_s=timeout_s, distributed=True)
                 for role, _, own, _ in wanted

@@ -159,7 +159,7 @@ class RemoteEngines:
                 under_way[ref] = (number, engine)
                 self._answered_by[prompts[number].index] = engine
                 load[engine] += 1
-            with stops.waiting():
+            with stops.interruptible_wait():
                 done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
             if not done:
                 raise ClusterError(

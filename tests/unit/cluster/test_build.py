@@ -9,7 +9,7 @@ import pytest
 
 from vlmrl.cluster.build import Stage
 from vlmrl.cluster.session import Session
-from vlmrl.parallel import together
+from vlmrl.parallel import run_parallel
 
 
 def test_a_role_that_starts_while_everything_ends_is_ended_at_once() -> None:
@@ -35,7 +35,7 @@ def test_the_stage_ends_when_nothing_waits_for_its_roles_any_more() -> None:
             stage = Stage(Session(()), {}, stack)
             with stage.ending():
                 stage._at_end(is_ended.set)
-                together(wait, fail)
+                run_parallel(wait, fail)
 
     def fail() -> None:
         raise ValueError("too few rows")

@@ -77,14 +77,17 @@ def test_the_largest_pack_is_bounded_by_the_budget_and_by_the_step(folder: Calla
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--vllm.cpu_kv_cache_gib 100", r"most are KV cache of vllm, 100\.0 GiB: lower vllm\.cpu_kv_cache_gib"),
+        (
+            "--vllm.cpu_kv_cache_gib 100",
+            r"largest part is KV cache of vllm, 100\.0 GiB: lower vllm\.cpu_kv_cache_gib",
+        ),
         (
             "--vision.cache_gib 100 --ds.lora.rank 4",
-            r"most are vision cache of actor, 100\.0 GiB: lower vision\.cache_gib",
+            r"largest part is vision cache of actor, 100\.0 GiB: lower vision\.cache_gib",
         ),
         (
             "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000",
-            r"most are activations of actor.*gradient_checkpointing_enable, or lower train\.max_tokens_per_gpu",
+            r"largest part is activations of actor.*gradient_checkpointing_enable, or lower train\.max_tokens_per_gpu",
         ),
     ],
 )
@@ -92,7 +95,7 @@ def test_what_does_not_fit_is_refused_with_the_flag_to_change(
     line: str, said: str, folder: Callable[..., Path]
 ) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), line), HOST)
-    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* and there are 64\.0; {said}$"):
+    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* of 64\.0; the {said}$"):
         plan.check()
 
 
@@ -114,12 +117,12 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
     model = folder("qwen3")
     alone = memory_plan(rl(model), GPU)
     assert [share.name for share in alone.shares] == ["a GPU of actor", "a GPU of vllm", "main memory"]
-    together = "--train.colocate_all --vllm.gpu_memory_utilization 1.0"
+    colocated = "--train.colocate_all --vllm.gpu_memory_utilization 1.0"
     with pytest.raises(ClusterError, match=r"a GPU of actor and vllm: .* lower vllm\.gpu_memory_utilization"):
-        memory_plan(rl(model, together), GPU).check()
+        memory_plan(rl(model, colocated), GPU).check()
     with pytest.raises(ClusterError, match=r"a GPU of actor and vllm"):
         # The actor gives back what its passes take, and keeps its weights beside the engine.
-        memory_plan(rl(model, f"{together} --vllm.enable_sleep"), GPU).check()
+        memory_plan(rl(model, f"{colocated} --vllm.enable_sleep"), GPU).check()
     # They take turns.
     passes = "--train.colocate_all --vllm.gpu_memory_utilization 0.95 --train.max_tokens_per_gpu 4000000"
     long = "--data.max_len 4000000 --actor.gradient_checkpointing_enable"
@@ -130,8 +133,8 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
 
 def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
-    together = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
-    awake, asleep = (memory_plan(rl(model, f"{together} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
+    colocated = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
+    awake, asleep = (memory_plan(rl(model, f"{colocated} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
     weights, optimizer = part(awake, "actor", "weights"), part(awake, "actor", "optimizer")
     # While the engine is awake the actor keeps its weights, and with them an optimizer that does not sleep.
     assert awake.shares[0].needed == 40 * GIB + weights + optimizer

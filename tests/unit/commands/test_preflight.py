@@ -15,12 +15,12 @@ from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import Node, Session
 from vlmrl.commands.preflight import (
+    actor_adapter_plan,
     check_algorithm,
     check_hardware,
     check_models,
-    checkpoints_planned,
-    plan_of,
-    plan_of_critic,
+    critic_adapter_plan,
+    format_checkpoint_plan,
 )
 from vlmrl.config.load import load
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
@@ -52,19 +52,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "placement" in shown
     assert "evaluation: visual_math" in shown
     assert "How many circles?" in shown
-    assert "checkpoints: none, so that a run that stops begins again at step 1" in shown
+    assert "checkpoints: none, so a stopped run starts again at step 1" in shown
     assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_says_how_often_a_run_can_be_continued_from() -> None:
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", "out"]
     for kind in (RlConfig, SftConfig):
-        (line,) = checkpoints_planned(load(kind, words))
+        (line,) = format_checkpoint_plan(load(kind, words))
         assert line.startswith("checkpoints: none, ")
-        (line,) = checkpoints_planned(load(kind, [*words, "--ckpt.save_steps", "20", "--ckpt.max_num", "2"]))
-        assert line == "checkpoints: every 20 steps to out/checkpoints, of which the newest 2 stay"
+        (line,) = format_checkpoint_plan(load(kind, [*words, "--ckpt.save_steps", "20", "--ckpt.max_num", "2"]))
+        assert line == "checkpoints: every 20 steps to out/checkpoints, the newest 2 are kept"
     words = ["--actor.model_name_or_path", "m", "--eval.dataset", "d"]
-    assert checkpoints_planned(load(EvalConfig, words)) == [], "nothing is learnt"
+    assert format_checkpoint_plan(load(EvalConfig, words)) == [], "nothing is learnt"
 
 
 def test_a_dry_run_names_labels_that_no_response_can_match(
@@ -199,7 +199,7 @@ def test_a_dry_run_says_what_will_happen(model: str, tmp_path: Path, capsys: pyt
     assert dry_run("rl", model, tmp_path / "out", "--train.colocate_all", "--actor.num_nodes", "2") == 0
     lines = capsys.readouterr().out.splitlines()
     for start in (
-        "a dry run sees this machine alone: planned for 2 machines like it",
+        "a dry run sees only this machine: planned for 2 machines like it",
         "first prompt (visual_math:",
         "plan: 8 steps of 4 prompts x 4 responses = 16 samples, 1 update each of 16 samples; 1 pass over 32 rows",
         "trains: language model and vision tower and projector",
@@ -216,7 +216,7 @@ def test_a_dry_run_does_not_judge_a_cluster_by_this_machine(
     assert dry_run("rl", model, tmp_path / "out", "--vllm.num_engines", "999", "--train.colocate_all") == 0
     shown = capsys.readouterr().out
     assert "warning: placement: vllm wants 999" in shown
-    assert "the cluster that RAY_ADDRESS names is not asked by a dry run" in shown
+    assert "a dry run does not contact the cluster of RAY_ADDRESS" in shown
 
 
 def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
@@ -233,7 +233,7 @@ def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
     assert cli.main(["eval", "--dry-run", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("first prompt (visual_math:0)") for line in lines)
-    assert any(line.startswith("rewards on visual_math:0: ") and "math 1, in all 1" in line for line in lines)
+    assert any(line.startswith("rewards on visual_math:0: ") and "math 1, total 1" in line for line in lines)
     assert cli.main(["eval", "--dry-run", *flags, "--data.max_len", "8000"]) == 2
     assert "8192 positions" in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
         (["--rollout.batch_size", "64", "--train.batch_size", "64"], "32 rows, 1 times over, do not fill one batch"),
         (["--data.max_len", "8000"], "are 9024 tokens, and .* has 8192 positions: lower one of them"),
         (["--logger.wandb.project", "p"], "WANDB_API_KEY|wandb is not installed"),
-        (["--logger.tensorboard_dir", "/dev/null/tb"], "/dev/null is no folder.* set --logger.tensorboard_dir"),
+        (["--logger.tensorboard_dir", "/dev/null/tb"], "/dev/null is not a folder.* set --logger.tensorboard_dir"),
     ],
 )
 def test_what_would_end_a_run_later_ends_the_dry_run(
@@ -283,7 +283,7 @@ def test_the_engines_own_base_is_refused_where_merged_weights_replace_it(model: 
         ds = {"load_in_4bit": True, "lora": {"rank": 8, "target_modules": ("all",)}}
         settings = {"actor": {"model_name_or_path": model}, "data": {"prompt_dataset": "toy"}, "ds": ds}
         config = RlConfig.model_validate(settings | {"vllm": {"qlora_base": base}})
-        return plan_of(config, processor(model, min_pixels=3136, max_pixels=12544))
+        return actor_adapter_plan(config, processor(model, min_pixels=3136, max_pixels=12544))
 
     found = planned("dequantized")
     assert found is not None
@@ -362,8 +362,8 @@ LOSS = "--actor.policy_loss_type"
             "missing",
             r"algo\.advantage\.estimator: .*mine\.py has no function missing; it has: baseline, loss",
         ),
-        (ESTIMATOR, "loss", r"algo\.advantage\.estimator: loss asks for logprobs, advantages"),
-        (LOSS, "baseline", r"actor\.policy_loss_type: baseline asks for rewards"),
+        (ESTIMATOR, "loss", r"algo\.advantage\.estimator: loss requires logprobs, advantages"),
+        (LOSS, "baseline", r"actor\.policy_loss_type: baseline requires rewards"),
     ],
 )
 def test_a_users_own_algorithm_is_looked_at_before_anything_starts(
@@ -426,7 +426,7 @@ def test_adapters_in_fp32_are_refused_where_an_engine_would_apply_them_on_a_gpu(
     def check(*more: str, num_gpus: int = 8) -> None:
         words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", "d", "--ds.lora.rank", "8", *more]
         config = load(RlConfig, words)
-        adapter = plan_of(config, processor(model, min_pixels=3136, max_pixels=12544))
+        adapter = actor_adapter_plan(config, processor(model, min_pixels=3136, max_pixels=12544))
         check_hardware(config, Session((Node(id="", num_cpus=8, num_gpus=num_gpus),)), adapter)
 
     with pytest.raises(ConfigError, match=r"ds\.param_dtype fp32 with ds\.lora.*set ds\.param_dtype bf16") as caught:
@@ -463,7 +463,7 @@ def test_a_run_looks_for_its_models_before_anything_starts(
 def test_the_critic_has_an_adapter_of_its_own(model: str) -> None:
     def planned(line: str) -> AdapterPlan | None:
         words = f"--actor.model_name_or_path {model} --data.prompt_dataset d {line}"
-        return plan_of_critic(load(RlConfig, words.split()))
+        return critic_adapter_plan(load(RlConfig, words.split()))
 
     gae, lora = f"{ESTIMATOR} gae", "--ds.lora.rank 4"
     assert planned(lora) is None

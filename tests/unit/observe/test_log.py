@@ -79,7 +79,7 @@ def test_a_quiet_run_has_no_log_to_name(tmp_path: Path) -> None:
 def test_what_the_end_of_a_run_says_at_once_reaches_people(tmp_path: Path) -> None:
     said = ran(
         f"log.keep_in(Path({str(tmp_path / 'run.log')!r}))",
-        "from vlmrl.system import stops; stops.end_at_once('over', 2)",
+        "from vlmrl.system import stops; stops.kill_and_exit('over', 2)",
     )
     assert said.splitlines() == ["for people", "vlmrl: over"]
 

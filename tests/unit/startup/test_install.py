@@ -56,7 +56,7 @@ def test_a_machine_that_does_not_pass_the_doctor_is_not_stamped(
     tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install, "_succeeds", lambda command, show=False: False)
-    with pytest.raises(install.InstallError, match="how to mend it"):
+    with pytest.raises(install.InstallError, match="how to fix it"):
         install.install(tmp_path, "cpu")
     assert not (tmp_path / ".vlmrl-setup").exists()
 
@@ -88,7 +88,7 @@ def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
     monkeypatch.setattr(install, "_step", step)
     install._install_packages("gpu", Path("python"))
     assert steps == ["the engine and tools of the lock", "vlmrl, its engine and its tools"]
-    assert "The lock cannot be had here" in capsys.readouterr().out
+    assert "Packages of the lock are missing" in capsys.readouterr().out
 
 
 def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(install, "locked_commands", commands)
     monkeypatch.setattr(install, "commands", lambda kind, python: ran.append(kind))
-    with pytest.raises(install.MismatchError, match="not the file that the lock names"):
+    with pytest.raises(install.MismatchError, match="the hash of a package differs from the lock's"):
         install._install_packages("cpu", Path("python"))
     assert ran == []
 
@@ -179,5 +179,5 @@ def test_plain_python_imports_vision_models_in_this_environment(tmp_path: Path) 
 def test_a_python_that_is_too_old_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))
     monkeypatch.setattr(install.sys, "version", "3.9.1 (main)")
-    with pytest.raises(install.InstallError, match=r"Python 3\.9\.1 will not do"):
+    with pytest.raises(install.InstallError, match=r"Python 3\.9\.1 is not supported"):
         install.install(tmp_path, "cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.system import exits as endings
-from vlmrl.system.exits import Pidfd, described, fatal_signal, may_be_memory, oom_kills
+from vlmrl.system.exits import Pidfd, fatal_signal, format_exit, may_be_out_of_memory, oom_kills
 
 
 def tells_exit_codes() -> bool:
@@ -78,13 +78,13 @@ def test_the_kernels_own_kills_are_counted_in_the_container_first(
         (-11, False, "was killed by signal 11 (SIGSEGV)", False),
         (-9, False, "was killed by signal 9 (SIGKILL)", True),
         (-9, True, "was killed by the kernel: out of memory", True),
-        (None, False, "ended without a word, as a killed process does", True),
+        (None, False, "ended without a message, as a killed process does", True),
         (-40, False, "was killed by signal 40 (no name)", False),
     ],
 )
 def test_an_ending_is_told_in_words(code: int | None, out_of_memory: bool, said: str, memory: bool) -> None:
-    assert described(code, is_out_of_memory=out_of_memory) == said
-    assert may_be_memory(code) == memory
+    assert format_exit(code, is_out_of_memory=out_of_memory) == said
+    assert may_be_out_of_memory(code) == memory
 
 
 def test_no_descriptor_is_left() -> None:

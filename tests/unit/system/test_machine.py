@@ -1,4 +1,4 @@
-"""What a machine must have: what is found, how to mend it, and what a run refuses."""
+"""What a machine must have: what is found, how to fix it, and what a run refuses."""
 
 import sys
 from collections import namedtuple
@@ -27,14 +27,14 @@ def test_shared_memory_that_is_short_is_a_warning_and_too_little_is_a_failure(
     found = machine.shared_memory(tmp_path)
     assert (found.ok, found.essential) == (ok, essential)
     assert found.detail == f"{free:.2f} GiB free of 8.00 in {tmp_path}"
-    assert ok or "--shm-size=8g" in found.mend
+    assert ok or "--shm-size=8g" in found.fix
 
 
 def test_missing_shared_memory_says_what_to_do(tmp_path: Path) -> None:
     found = machine.shared_memory(tmp_path / "nowhere")
     assert (found.ok, found.essential) == (False, True)
     assert found.detail.endswith("nowhere is not there")
-    assert "--shm-size" in found.mend
+    assert "--shm-size" in found.fix
 
 
 @pytest.mark.parametrize(("soft", "ok", "essential"), [(4096, True, True), (512, False, False), (128, False, True)])
@@ -42,7 +42,7 @@ def test_too_few_open_files_say_how_many(soft: int, ok: bool, essential: bool, m
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (soft, 8192))
     found = machine.open_files()
     assert (found.ok, found.essential, found.detail) == (ok, essential, f"at most {soft} open files")
-    assert ok or found.mend == "run `ulimit -n 8192` first"
+    assert ok or found.fix == "run `ulimit -n 8192` first"
 
 
 def test_the_disk_is_that_of_the_folder_that_a_run_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +52,13 @@ def test_the_disk_is_that_of_the_folder_that_a_run_will_make(tmp_path: Path, mon
     assert asked == [tmp_path]
     assert (found.ok, found.essential, found.detail) == (False, True, f"0.0 GiB free in {tmp_path}")
     (tmp_path / "file").touch()
-    assert machine.disk(tmp_path / "file" / "run").detail == f"{tmp_path / 'file'} is no folder"
+    assert machine.disk(tmp_path / "file" / "run").detail == f"{tmp_path / 'file'} is not a folder"
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
     found = machine.disk(tmp_path)
-    assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} cannot be written to")
+    assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} is not writable")
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
@@ -80,13 +80,13 @@ def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
     assert said.count("\n") == 1
     assert "Permission denied" in said
     found = machine.disk(tmp_path / "theirs" / "out")
-    assert (found.ok, found.detail) == (False, f"{tmp_path} cannot be written to")
+    assert (found.ok, found.detail) == (False, f"{tmp_path} is not writable")
 
 
 def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
     assert cli.main(["rl", *words, "~no-such-user/out"]) == 2
-    assert "Give its full path" in capsys.readouterr().err
+    assert "give the full path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_an_old_driver_is_told_which_driver_is_wanted(
     monkeypatch.setattr(machine, "_cuda_of_torch", lambda: cuda)
     found = machine.driver()
     assert (found.ok, found.essential) == (ok, True)
-    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.mend
+    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.fix
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,15 +134,15 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure_unless_it_was_hidden(monkeyp
 
 def test_all_that_is_lacking_is_told_at_once_and_what_will_do_is_not_refused() -> None:
     fine = Finding("a", ok=True, essential=True, detail="there")
-    short = Finding("b", ok=False, essential=False, detail="little", mend="get more")
-    gone = Finding("c", ok=False, essential=True, detail="nothing", mend="get some")
+    short = Finding("b", ok=False, essential=False, detail="little", fix="get more")
+    gone = Finding("c", ok=False, essential=True, detail="nothing", fix="get some")
     assert machine.require([fine, short]) == ["b: little: get more"]
     with pytest.raises(ClusterError, match=r"^b: little: get more; c: nothing: get some$"):
         machine.require([fine, short, gone])
 
 
 def test_where_a_run_joins_a_cluster_this_machine_needs_no_devices(tmp_path: Path) -> None:
-    alone, joining = (machine.examine(tmp_path, joins=joins) for joins in (False, True))
+    alone, joining = (machine.run_checks(tmp_path, joins_cluster=joins) for joins in (False, True))
     assert {found.name for found in joining} == {"open files", "disk"}
     assert {found.name for found in alone} >= {"shared memory", "driver", "devices", "disk", "open files"}
 
@@ -162,7 +162,9 @@ def test_a_run_is_refused_before_anything_starts(
 def test_a_run_asks_about_its_own_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(machine, "examine", lambda output, *, joins: asked.append((output, joins)) or [])
+    monkeypatch.setattr(
+        machine, "run_checks", lambda output, *, joins_cluster: asked.append((output, joins_cluster)) or []
+    )
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", str(tmp_path)]
     assert preflight.check_machine(load(RlConfig, words)) == []
     assert asked == [(tmp_path, True)]

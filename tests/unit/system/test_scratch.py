@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.system import scratch as module
-from vlmrl.system.scratch import VARIABLE, enter_that_of_the_run, remove_here, scratch, sweep
+from vlmrl.system.scratch import VARIABLE, enter_from_environment, remove_here, scratch, sweep
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_it_is_gone_after_an_error_too(parent: Path) -> None:
 
 
 def test_the_end_waits_for_who_still_uses_it(parent: Path) -> None:
-    code = "import time; from vlmrl.system.scratch import enter_that_of_the_run as e; e(); print(1, flush=True)"
+    code = "import time; from vlmrl.system.scratch import enter_from_environment as e; e(); print(1, flush=True)"
     with scratch() as folder:
         worker = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(0.5)"], stdout=subprocess.PIPE)
         assert worker.stdout is not None
@@ -109,10 +109,10 @@ def test_a_folder_that_somebody_else_has_put_there_is_not_used(
     else:
         planted.mkdir()
         planted.chmod(0o755)
-    with pytest.raises(PermissionError, match="belongs to this user alone"):
+    with pytest.raises(PermissionError, match="is not a private folder of this user"):
         module.enter(planted)
     monkeypatch.setenv(VARIABLE, str(planted))
-    enter_that_of_the_run()
+    enter_from_environment()
     own = Path(tempfile.gettempdir())
     assert own not in (planted, target)
     assert own.stat().st_mode & 0o777 == 0o700
@@ -123,7 +123,7 @@ def test_another_machine_makes_it_in_its_own_temporary_folder(parent: Path, monk
     monkeypatch.setattr(module, "_held", {})
     folder = Path("/no/such/place/vlmrl-run-abc")
     monkeypatch.setenv(VARIABLE, str(folder))
-    enter_that_of_the_run()
+    enter_from_environment()
     here = parent / "vlmrl-run-abc"
     assert tempfile.gettempdir() == str(here)
     assert here.stat().st_mode & 0o777 == 0o700
@@ -163,6 +163,6 @@ def test_what_killed_runs_left_on_another_machine_goes_when_the_next_one_comes(
     (left / "lock").touch()
     os.utime(left, (0, 0))
     monkeypatch.setenv(VARIABLE, str(parent / "vlmrl-run-mine"))
-    enter_that_of_the_run()
+    enter_from_environment()
     assert [path.name for path in parent.iterdir()] == ["vlmrl-run-mine"]
     os.close(module._held.pop(parent / "vlmrl-run-mine"))

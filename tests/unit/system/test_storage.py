@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import StorageError
-from vlmrl.system.storage import amount, check_room, size_of, writing
+from vlmrl.system.storage import check_room, format_bytes, size_of, writing
 from vlmrl.trainer.checkpoints import naming_checkpoint
 
 BIG = torch.zeros(2_000_000)
@@ -101,7 +101,7 @@ def test_room_is_asked_of_the_folder_that_is_there(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check_room(free // 2, "the checkpoint", tmp_path / "checkpoints" / "not yet")
     with pytest.raises(StorageError) as caught:
-        check_room(2**60, "the checkpoint of step 4", tmp_path / "checkpoints", cure="lower --ckpt.max_num")
+        check_room(2**60, "the checkpoint of step 4", tmp_path / "checkpoints", hint="lower --ckpt.max_num")
     line = str(caught.value)
     assert line.startswith(f"the checkpoint of step 4 takes about {2**30}.0 GiB, for which {tmp_path} has no room (")
     assert line.endswith("free): lower --ckpt.max_num")
@@ -112,7 +112,7 @@ def test_sizes(tmp_path: Path) -> None:
     (tmp_path / "a/b").write_bytes(bytes(1000))
     (tmp_path / "c").write_bytes(bytes(24))
     assert size_of(tmp_path) == 1024
-    assert [amount(n) for n in (2**19, 2**30, 5 * 2**29)] == ["0.5 MiB", "1.0 GiB", "2.5 GiB"]
+    assert [format_bytes(n) for n in (2**19, 2**30, 5 * 2**29)] == ["0.5 MiB", "1.0 GiB", "2.5 GiB"]
 
 
 def test_a_disk_that_does_not_even_tell_its_free_space_is_one_line(

@@ -64,9 +64,12 @@ def takes_no_names(rewards: Any, /) -> Any:
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (lambda rewards, answers: rewards, r"asks for answers; it is given, by name, .* of: rewards, sampled, values"),
-        (takes_no_names, "asks for rewards; it is given, by name"),
-        (dict.fromkeys, "asks for iterable"),
+        (
+            lambda rewards, answers: rewards,
+            r"requires answers, which vlmrl does not pass; it may declare: rewards, sampled, values",
+        ),
+        (takes_no_names, "requires rewards, which vlmrl does not pass"),
+        (dict.fromkeys, "requires iterable"),
     ],
 )
 def test_a_function_that_asks_for_something_else_is_refused(mine: Any, message: str) -> None:

@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_compares_with_what_lies_there(tmp_path: Path) -> Non
     ("metric", "message"),
     [
         ("eval/toy/tokens_mean", "more of it is not better; name a pass@k or a reward"),
-        ("eval/other/pass@1", "is not what the evaluation measures: eval/toy/pass@1, eval/toy/reward"),
+        ("eval/other/pass@1", "is not measured by the evaluation, which has: eval/toy/pass@1, eval/toy/reward"),
     ],
 )
 def test_a_metric_that_cannot_choose_is_refused_in_one_line(metric: str, message: str, tmp_path: Path) -> None:
@@ -110,6 +110,6 @@ def test_a_best_by_another_metric_is_not_compared_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{torn", json.dumps({"metric": PASS}), json.dumps([1])])
 def test_a_record_that_cannot_be_read_says_which(text: str, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"best.json cannot be read: .*; delete .* to choose anew") as caught:
+    with pytest.raises(ConfigError, match=r"best.json cannot be read: .*; delete .* to choose again") as caught:
         read_best(tmp_path, metric=PASS)
     assert "\n" not in str(caught.value)

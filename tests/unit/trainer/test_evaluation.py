@@ -6,7 +6,14 @@ import pytest
 
 from vlmrl.observe.metrics import check_name, evaluated_sets
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer.evaluation import break_down, evaluate, is_right, named, pass_at_k, summarise
+from vlmrl.trainer.evaluation import (
+    evaluate,
+    is_correct,
+    pass_at_k,
+    pass_rate_by_value,
+    set_metrics,
+    with_metric_names,
+)
 from vlmrl.types import Group, Prompt, Rollout, Score
 
 
@@ -29,25 +36,25 @@ def test_pass_at_k_is_the_unbiased_estimate() -> None:
 
 
 def test_pass_at_more_than_was_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@8 cannot be told from 4"):
+    with pytest.raises(ValueError, match="pass@8 cannot be computed from 4"):
         pass_at_k(4, 1, 8)
 
 
 def test_a_checking_reward_decides_before_the_total_does() -> None:
-    assert is_right(Score(0.2, {"exact": 1.0, "format": 0.0}))
-    assert not is_right(Score(0.9, {"math": 0.0, "format": 1.0}))
-    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
-    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
-    assert is_right(Score(0.9, {"mine": 0.9}))
-    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "of both verdicts math decides"
-    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
+    assert is_correct(Score(0.2, {"exact": 1.0, "format": 0.0}))
+    assert not is_correct(Score(0.9, {"math": 0.0, "format": 1.0}))
+    assert is_correct(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
+    assert not is_correct(Score(1.0, {"exact": 1.0, "math": 0.0}))
+    assert is_correct(Score(0.9, {"mine": 0.9}))
+    assert is_correct(Score(1.0, {"exact": 0.0, "math": 1.0})), "of both verdicts math decides"
+    assert not is_correct(Score(1.0, {"exact": 1.0, "math": 0.0}))
     steps = np.array([0.0, 0.25, 0.5], np.float32)
-    assert is_right(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
+    assert is_correct(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
 
 
 def test_sets_get_names_that_metrics_can_have_and_stay_apart() -> None:
     sets = {"my set": 1, "my_set": 2, "org/hübsch (v2)": 3, "/": 4}
-    found = named(sets)
+    found = with_metric_names(sets)
     assert found == {"my_set": 1, "my_set-2": 2, "org/h_bsch_v2_": 3, "_": 4}
     for name in found:
         check_name(f"eval/{name}/pass@1")
@@ -55,7 +62,7 @@ def test_sets_get_names_that_metrics_can_have_and_stay_apart() -> None:
 
 def test_a_set_is_summarised_for_every_power_of_two() -> None:
     scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, {"exact": 0.0})] * 2]
-    metrics = summarise("toy", [group(2), group(2)], scores)
+    metrics = set_metrics("toy", [group(2), group(2)], scores)
     assert metrics["eval/toy/pass@1"] == 0.25
     assert metrics["eval/toy/pass@2"] == 0.5
     assert metrics["eval/toy/reward"] == 0.25
@@ -68,7 +75,7 @@ LOST = Score(0.0, failure="infrastructure")
 
 def test_what_could_not_be_scored_is_counted_and_is_in_no_mean() -> None:
     right, wrong, broken = Score(1.0), Score(0.0), Score(0.0, failure="response")
-    metrics = summarise("toy", [group(2)] * 3, [[right, LOST], [right, wrong], [broken, right]])
+    metrics = set_metrics("toy", [group(2)] * 3, [[right, LOST], [right, wrong], [broken, right]])
     assert metrics["eval/toy/failed"] == 1.0, "a response that breaks its scorer has its score"
     # One of one, one of two, one of two.
     assert metrics["eval/toy/pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3)
@@ -77,15 +84,15 @@ def test_what_could_not_be_scored_is_counted_and_is_in_no_mean() -> None:
 
 
 def test_a_set_of_which_nothing_was_scored_has_no_pass_rate() -> None:
-    metrics = summarise("toy", [group(2)] * 2, [[LOST, LOST]] * 2)
+    metrics = set_metrics("toy", [group(2)] * 2, [[LOST, LOST]] * 2)
     assert metrics["eval/toy/failed"] == 4.0
     assert not [name for name in metrics if "pass@" in name or name.endswith("/reward")]
-    assert break_down("toy", [of({"family": "count"}, 2)], [[LOST, LOST]], key="family") == {}
+    assert pass_rate_by_value("toy", [of({"family": "count"}, 2)], [[LOST, LOST]], key="family") == {}
     assert evaluated_sets(metrics) == {}
 
 
 def test_ten_answers_of_a_hundred_without_a_score_are_not_wrong() -> None:
-    metrics = summarise("toy", [group(1)] * 100, [[Score(1.0)]] * 90 + [[LOST]] * 10)
+    metrics = set_metrics("toy", [group(1)] * 100, [[Score(1.0)]] * 90 + [[LOST]] * 10)
     assert (metrics["eval/toy/pass@1"], metrics["eval/toy/failed"]) == (1.0, 10.0)
 
 
@@ -100,14 +107,14 @@ RIGHT, WRONG = Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})
 def test_accuracy_is_told_apart_by_what_the_rows_say() -> None:
     families: list[dict[str, object]] = [{"family": "count"}, {"family": "clock"}, {"family": "count"}, {}]
     scores = [[RIGHT, WRONG], [WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, RIGHT]]
-    found = break_down("toy", [of(row, 2) for row in families], scores, key="family")
+    found = pass_rate_by_value("toy", [of(row, 2) for row in families], scores, key="family")
     # count: a half and a whole. The row without a family counts for the set alone.
     assert found == {"eval/toy/clock/pass@1": 0.0, "eval/toy/count/pass@1": 0.75}
 
 
 def test_a_part_may_have_any_value_and_its_metric_has_a_name_that_is_taken() -> None:
     rows: list[dict[str, object]] = [{"level": 3}, {"level": "very hard/odd"}, {"level": ""}, {"level": None}]
-    found = break_down("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
+    found = pass_rate_by_value("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
     assert found == {"eval/toy/3/pass@1": 1.0, "eval/toy/very_hard_odd/pass@1": 1.0}
     for name in found:
         check_name(name)

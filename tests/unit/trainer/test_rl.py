@@ -24,9 +24,10 @@ from vlmrl.config.adapters import is_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError, SyncError
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer.experience import Judged
-from vlmrl.trainer.filtering import Seen
-from vlmrl.trainer.rl import Carried, Course, Ending, ExhaustedError, progress
+from vlmrl.trainer.collect import Ending, ExhaustedError, PromptBudget
+from vlmrl.trainer.experience import ScoredBatch
+from vlmrl.trainer.filtering import RewardRange
+from vlmrl.trainer.rl import LoopState, progress
 from vlmrl.types import Experience, Failure, Floats, Group, Metrics, Prompt, Sample, Score
 
 
@@ -101,10 +102,10 @@ def test_the_bound_on_the_gap_can_be_set() -> None:
 
 
 def test_the_image_check_gets_the_answers_and_transcripts_what_was_judged() -> None:
-    seen: list[Judged] = []
+    seen: list[ScoredBatch] = []
     order: list[str] = []
 
-    def remember(step: int, judged: Judged) -> Metrics:
+    def remember(step: int, judged: ScoredBatch) -> Metrics:
         seen.append(judged)
         return {"eval/toy/pass@1": 1.0}
 
@@ -123,9 +124,9 @@ def test_the_image_check_gets_the_answers_and_transcripts_what_was_judged() -> N
         policy,
         steps=1,
         check_responses=look,
-        check_publish=ask,
+        check_sync=ask,
         after_step=remember,
-        save=lambda step, carried: order.append(f"saved {step}"),
+        save=lambda step, state: order.append(f"saved {step}"),
     )
     assert [list(row) for row in seen[0].rewards] == [[0.0, 1.0], [0.0, 1.0]]
     assert notebook.steps[1]["eval/toy/pass@1"] == 1.0
@@ -198,7 +199,7 @@ def test_a_filter_that_keeps_nothing_stops_and_says_what_it_saw() -> None:
 
     settings = config(algo=FILTERING | {"dynamic_filtering_max_draws": 3})
     with pytest.raises(
-        RewardError, match=r"kept 0 of 6 groups in 3 draws, and a step needs 2: 6 had .*equal worth \(0 to 0\)"
+        RewardError, match=r"kept 0 of 6 groups in 3 draws, and a step needs 2: 6 had .*equal reward \(0 to 0\)"
     ):
         run(settings, RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Hopeless())
 
@@ -215,7 +216,7 @@ def test_the_kl_controller_follows_its_target_and_is_saved_for_the_next_step() -
         RememberingPolicy(ScriptedEngine()),
         steps=2,
         reference=Near(),
-        save=lambda step, carried: saved.append(carried.kl_coef),
+        save=lambda step, state: saved.append(state.kl_coef),
     )
     # k1 is 0.2, twice the target, and the error is clipped to 0.2: times 1 + 0.2 * 4 answers / 40.
     assert saved == pytest.approx([0.5 * 1.02, 0.5 * 1.02**2])
@@ -238,7 +239,7 @@ def test_while_the_critic_learns_alone_the_kl_controller_waits() -> None:
         steps=3,
         critic=Prophet(),
         reference=Same(),
-        save=lambda step, carried: saved.append(carried.kl_coef),
+        save=lambda step, state: saved.append(state.kl_coef),
     )
     assert saved[:2] == [0.5, 0.5]
     assert saved[2] < 0.5
@@ -295,9 +296,9 @@ def test_failures_add_up_over_the_refills_of_a_step(kind: Failure) -> None:
 
 
 def test_the_groups_that_were_left_out_reach_the_transcripts() -> None:
-    seen: list[Judged] = []
+    seen: list[ScoredBatch] = []
 
-    def remember(step: int, judged: Judged) -> Metrics:
+    def remember(step: int, judged: ScoredBatch) -> Metrics:
         seen.append(judged)
         return {}
 
@@ -316,9 +317,9 @@ def test_the_groups_that_were_left_out_reach_the_transcripts() -> None:
 class Mastering(ScriptedEngine):
     """Answers right with a chance that rises with every publish, from 0.2 to 1."""
 
-    def __init__(self, *, num_answers: int = 8, wanted: int = 4) -> None:
+    def __init__(self, *, num_responses: int = 8, wanted: int = 4) -> None:
         super().__init__()
-        self.num_answers, self.wanted = num_answers, wanted
+        self.num_responses, self.wanted = num_responses, wanted
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
@@ -330,7 +331,7 @@ class Mastering(ScriptedEngine):
                 prompt,
                 tuple(
                     make_rollout(prompt, "right" if rng.random() < skill else "wrong", version=self.version)
-                    for _ in range(self.num_answers)
+                    for _ in range(self.num_responses)
                 ),
             )
             for prompt in prompts
@@ -353,13 +354,13 @@ def mastering(**changes: object) -> RlConfig:
 def test_a_run_that_has_mastered_its_prompts_ends_well(reward: dict[str, object]) -> None:
     policy, saved = RememberingPolicy(Mastering()), list[int]()
     settings = mastering(reward=reward)
-    notebook = run(settings, policy, steps=50, save=lambda step, carried: saved.append(step))
+    notebook = run(settings, policy, steps=50, save=lambda step, state: saved.append(step))
     assert notebook.ending is not None
     assert notebook.ending.is_solved
     assert notebook.ending.step == saved[-1] == len(policy.taught) == max(notebook.steps)
     assert notebook.ending.step < 50
-    assert "its prompts are solved: " in (notebook.ending.why or "")
-    assert "\n" not in (notebook.ending.why or "")
+    assert "its prompts are solved: " in (notebook.ending.reason or "")
+    assert "\n" not in (notebook.ending.reason or "")
 
 
 def test_with_filtering_the_reward_that_a_run_shows_rises_with_the_policy() -> None:
@@ -430,8 +431,8 @@ def test_what_was_seen_before_a_kill_counts_after_it() -> None:
     always = Constant(lambda index: 1.0, first=0)
     with pytest.raises(ExhaustedError):
         run(settings, RememberingPolicy(ScriptedEngine()), steps=5, rewarder=always)
-    seen = Carried(0.0, Seen(0.0, 1.0))
-    notebook = run(settings, RememberingPolicy(ScriptedEngine()), steps=5, rewarder=always, carried=seen)
+    seen = LoopState(0.0, RewardRange(0.0, 1.0))
+    notebook = run(settings, RememberingPolicy(ScriptedEngine()), steps=5, rewarder=always, state=seen)
     assert notebook.ending is not None
     assert notebook.ending.is_solved
 
@@ -463,7 +464,7 @@ def test_with_filtering_an_episode_is_a_pass_over_the_prompts_and_the_schedule_f
     notebook = run(config(algo=FILTERING), policy, steps=100, rewarder=PickyRewarder(), num_prompts=24)
     # Prompts 0 to 6, 7 to 14 and 15 to 22; one is left.
     assert [notebook.steps[step]["filter/groups_drawn"] for step in (1, 2, 3)] == [7, 8, 8]
-    assert notebook.ending == Ending(3, notebook.ending and notebook.ending.why, is_solved=False, left_out=1)
+    assert notebook.ending == Ending(3, notebook.ending and notebook.ending.reason, is_solved=False, left_out=1)
     assert "the 24 prompts of its episodes are drawn; the last 1 do not fill a batch of 2" in str(notebook.ending)
     spans = [experience.span for experience in policy.taught]
     assert spans == [(0.0, 7 / 24), (7 / 24, 15 / 24), (15 / 24, 23 / 24)]
@@ -471,23 +472,25 @@ def test_with_filtering_an_episode_is_a_pass_over_the_prompts_and_the_schedule_f
 
 def test_a_run_that_goes_on_draws_what_is_left() -> None:
     policy = RememberingPolicy(ScriptedEngine())
-    course = Course(24, drawn=15)
-    notebook = run(config(algo=FILTERING), policy, steps=100, rewarder=PickyRewarder(), course=course)
+    budget = PromptBudget(24, drawn=15)
+    notebook = run(config(algo=FILTERING), policy, steps=100, rewarder=PickyRewarder(), budget=budget)
     assert notebook.ending is not None
     assert (notebook.ending.step, notebook.ending.left_out) == (1, 2)
 
 
 def test_a_run_that_goes_on_with_fewer_episodes_than_it_has_made_is_over_and_leaves_nothing_out() -> None:
-    course, policy = Course(10, drawn=16), RememberingPolicy(ScriptedEngine())
-    notebook = run(config(algo=FILTERING), policy, steps=5, first_step=3, course=course)
+    budget, policy = PromptBudget(10, drawn=16), RememberingPolicy(ScriptedEngine())
+    notebook = run(config(algo=FILTERING), policy, steps=5, first_step=3, budget=budget)
     assert notebook.ending is not None
     assert (notebook.ending.step, notebook.ending.left_out) == (2, 0)
-    assert (notebook.ending.why or "").endswith("the 10 prompts of its episodes are drawn")
+    assert (notebook.ending.reason or "").endswith("the 10 prompts of its episodes are drawn")
 
 
 def test_prompts_that_do_not_fill_one_batch_are_refused() -> None:
     hopeless = Constant(lambda index: 0.0, first=0)
-    with pytest.raises(RewardError, match=r"of the run's 8 prompts .* too few teach for one batch of 2"):
+    with pytest.raises(
+        RewardError, match=r"of the run's 8 prompts .* fewer than one batch of 2 give a learning signal"
+    ):
         run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=4, rewarder=hopeless, num_prompts=8)
 
 
@@ -502,9 +505,9 @@ def test_without_filtering_the_last_prompts_that_fill_no_batch_are_counted() -> 
 
 def test_a_run_is_as_far_as_whatever_ends_it_first() -> None:
     short = config(train={"batch_size": 4, "max_steps": 4})
-    assert progress(short, 1, Course(100, drawn=10)) == 0.25
-    assert progress(short, 1, Course(100, drawn=50)) == 0.5
-    assert progress(config(), 3, Course(100, drawn=10)) == 0.1
+    assert progress(short, 1, PromptBudget(100, drawn=10)) == 0.25
+    assert progress(short, 1, PromptBudget(100, drawn=50)) == 0.5
+    assert progress(config(), 3, PromptBudget(100, drawn=10)) == 0.1
 
 
 def test_a_step_of_which_nothing_was_scored_teaches_nothing_and_ends_nothing() -> None:
@@ -536,18 +539,18 @@ def test_prompts_that_are_all_solved_from_the_start_are_a_good_end_too() -> None
 
 def test_a_filtering_run_that_goes_on_after_a_kill_makes_the_steps_of_an_unbroken_one() -> None:
     settings = config(algo=FILTERING, train={"batch_size": 2})
-    states: dict[int, tuple[Carried, int]] = {}
-    course = Course(40)
+    states: dict[int, tuple[LoopState, int]] = {}
+    budget = PromptBudget(40)
     whole = RememberingPolicy(ScriptedEngine())
 
-    def save(step: int, carried: Carried) -> None:
-        states[step] = (carried, course.drawn)
+    def save(step: int, state: LoopState) -> None:
+        states[step] = (state, budget.drawn)
 
-    unbroken = run(settings, whole, steps=100, rewarder=PickyRewarder(), course=course, save=save)
+    unbroken = run(settings, whole, steps=100, rewarder=PickyRewarder(), budget=budget, save=save)
     assert unbroken.ending is not None
     assert unbroken.ending.step == 5
-    carried, drawn = states[2]
-    assert carried.seen == Seen(0.0, 1.0), "the lowest and the highest reward of the steps before"
+    state, drawn = states[2]
+    assert state.reward_range == RewardRange(0.0, 1.0), "the lowest and the highest reward of the steps before"
     again = RememberingPolicy(ScriptedEngine())
     again.engine.version = 2
     resumed = run(
@@ -557,8 +560,8 @@ def test_a_filtering_run_that_goes_on_after_a_kill_makes_the_steps_of_an_unbroke
         rewarder=PickyRewarder(),
         first_step=3,
         prompts=CountingPrompts(drawn),
-        course=Course(40, drawn=drawn),
-        carried=carried,
+        budget=PromptBudget(40, drawn=drawn),
+        state=state,
     )
     assert resumed.ending == unbroken.ending
     assert resumed.steps == {step: unbroken.steps[step] for step in (3, 4, 5)}

@@ -28,7 +28,7 @@ def run(*, rows_left: int) -> Notebook:
     rows, notebook, saved = Endless(), Notebook(), list[int]()
     fit(
         rows=rows,
-        learner=rows,
+        model=rows,
         report=notebook,
         batch_size=4,
         save=saved.append,

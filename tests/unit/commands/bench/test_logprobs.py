@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from vlmrl.commands.bench.logprobs import PASSES, WAYS, differences, full_logits, logprobs, make_layer
+from vlmrl.commands.bench.logprobs import METHODS, PASSES, differences, full_logits, logprobs, make_layer
 from vlmrl.config.bench import Head
 from vlmrl.config.run import LogprobsBench
 
@@ -25,7 +25,7 @@ def test_both_ways_are_equal_in_values_and_gradients() -> None:
 
 def test_a_way_that_forgets_a_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(Head(**SIZES), torch.device("cpu"))
-    monkeypatch.setitem(WAYS, "chunked", lambda h, w, t: full_logits(h, w, torch.cat([t[:1], t[:-1]])))
+    monkeypatch.setitem(METHODS, "chunked", lambda h, w, t: full_logits(h, w, torch.cat([t[:1], t[:-1]])))
     assert differences(layer)["logprob_diff_max"] > 0.1
 
 
@@ -33,7 +33,9 @@ def test_every_way_and_pass_is_one_json_line(capsys: pytest.CaptureFixture[str])
     logprobs(LogprobsBench.model_validate({"bench": SIZES}))
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [(line["way"], line["passes"]) for line in lines] == [(way, what) for way in WAYS for what in PASSES]
+    assert [(line["method"], line["passes"]) for line in lines] == [
+        (method, passes) for method in METHODS for passes in PASSES
+    ]
     for line in lines:
         assert len(line["seconds_each"]) == 2
         # fp32: 500 x 16 of the weight, 40 x 16 of the hidden states.

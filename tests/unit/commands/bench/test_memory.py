@@ -40,8 +40,8 @@ def test_a_peak_is_not_the_one_of_the_work_before() -> None:
     assert peaks_mib("make(128)", "make(16)") == [pytest.approx(128, abs=8), pytest.approx(16, abs=8)]
 
 
-def test_work_is_done_where_the_kernel_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmrl.commands.bench.memory._forget_peak", lambda: False)
+def test_the_work_runs_where_the_kernel_reports_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmrl.commands.bench.memory._reset_peak", lambda: False)
     done: list[int] = []
     assert peak_bytes(lambda: done.append(1), CPU) is None
     assert done == [1]

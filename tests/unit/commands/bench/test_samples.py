@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlmrl.commands.bench.samples import make_experience, make_samples
+from vlmrl.commands.bench.samples import make_samples, random_experience
 from vlmrl.config.bench import Samples
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
@@ -54,7 +54,7 @@ def test_images_are_rounded_to_whole_patches(reader: Processor) -> None:
 
 
 def test_images_that_do_not_fit_into_the_prompt_are_refused(reader: Processor) -> None:
-    with pytest.raises(ConfigError, match=r"bench\.prompt_tokens 6 leaves no room for text behind the 6 tokens"):
+    with pytest.raises(ConfigError, match=r"bench\.prompt_tokens 6 leaves no room for text after the 6 tokens"):
         make_samples(reader, 384, Samples(prompt_tokens=6, image_size=56), seed=0)
 
 
@@ -68,7 +68,7 @@ def test_a_text_model_is_not_shown_images(tmp_path: Path) -> None:
 def test_advantages_lie_on_answers_alone_and_are_one_number_per_answer(reader: Processor) -> None:
     samples = make_samples(reader, 384, Samples(groups=1, n_samples_per_prompt=2, prompt_tokens=9), seed=0)
     old = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
-    advantages = make_experience(samples, old, seed=0).advantages
+    advantages = random_experience(samples, old, seed=0).advantages
     assert [len(set(row[:9].tolist())) for row in advantages] == [1, 1]
     assert [row[:9].any() for row in advantages] == [False, False]
     assert [len(set(row[9:].tolist())) for row in advantages] == [1, 1]

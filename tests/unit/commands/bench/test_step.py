@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from vlmrl.commands.bench import step as module
-from vlmrl.commands.bench.step import Measured, against, attention_flops, pairs, step
+from vlmrl.commands.bench.step import Measurement, attended_pairs, attention_flops, compare_layouts, step
 from vlmrl.config.run import StepBench
 from vlmrl.data.packing import make_pack
 from vlmrl.models import tiny
@@ -35,7 +35,7 @@ SAMPLES = [sample(3, 1, 0), sample(3, 2, 0), sample(2, 2, 1)]
     ],
 )
 def test_pairs_are_counted_as_the_layout_lays_them(layout: Layout, expected: int) -> None:
-    assert pairs(make_pack(SAMPLES, range(3), layout)) == expected
+    assert attended_pairs(make_pack(SAMPLES, range(3), layout)) == expected
 
 
 def test_attention_costs_twelve_per_pair_layer_head_and_channel() -> None:
@@ -45,11 +45,11 @@ def test_attention_costs_twelve_per_pair_layer_head_and_channel() -> None:
 
 
 def test_a_layout_is_compared_by_its_medians() -> None:
-    def measured(passes: list[float], flops: float, logprob: float) -> Measured:
+    def measured(passes: list[float], flops: float, logprob: float) -> Measurement:
         seconds = [{"forward": value / 4, "backward": 3 * value / 4, "optimizer": 1.0} for value in passes]
-        return Measured([], flops=flops, logprobs={0: np.array([0.0, logprob], np.float32)}, seconds=seconds)
+        return Measurement([], flops=flops, logprobs={0: np.array([0.0, logprob], np.float32)}, seconds=seconds)
 
-    found = against(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
+    found = compare_layouts(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
     # Passes of 4 s and 1 s; steps of 5 s and 2 s.
     assert found == (4.0, 4.0, 2.5, 0.5)
 

@@ -94,7 +94,7 @@ def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
         "skipped": ("skipped", "one GPU", ""),
         "crashes": ("failed", "its process ended with code -11: Illegal instruction", "--train.layout padded"),
     }
-    assert (found["hangs"]["state"], found["hangs"]["figure"]) == ("failed", "no answer within 2 s")
+    assert (found["hangs"]["state"], found["hangs"]["figure"]) == ("failed", "no result within 2 s")
     # What the checks share was set up again for those behind the crash, and for those behind the hang.
     assert (found["starts"]["state"], found["starts"]["figure"]) == ("ok", "3")
     assert float(found["hangs"]["seconds"]) >= 1.5
@@ -124,7 +124,7 @@ def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys
     assert report.main(themes=[Theme("three", (check("fails"),))]) == 1
     printed = capsys.readouterr().out
     assert "failed  fails" in printed
-    assert "do without it: --train.layout padded" in printed
+    assert "to avoid it: --train.layout padded" in printed
     logs = Path(printed.split()[-1])
     assert (logs / "three" / "log.txt").exists()
 
