@@ -60,8 +60,8 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     report=clock,
                     check_responses=lambda step, groups: {},
                     check_sync=lambda version: {},
-                    after_step=lambda step, judged: {
-                        "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)
+                    after_step=lambda step, batch: {
+                        "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in batch.groups)
                     },
                     save=lambda step, state: None,
                     first_step=step,

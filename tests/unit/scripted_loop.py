@@ -163,7 +163,7 @@ def run(
             "state": LoopState(settings.algo.kl.init_coef),
             "check_responses": lambda step, groups: {},
             "check_sync": lambda version: {},
-            "after_step": lambda step, judged: {},
+            "after_step": lambda step, batch: {},
             "save": lambda step, state: None,
         }
         | hooks,

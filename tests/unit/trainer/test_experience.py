@@ -22,14 +22,14 @@ def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
     samples = to_samples(groups)
     old = [rollout.logprobs for rollout in groups[0].rollouts]
     ref = [np.where(s.sampled, row - 0.2, 0).astype(np.float32) for s, row in zip(samples, old, strict=True)]
-    judged, metrics = make_experience(
+    batch, metrics = make_experience(
         settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, ref), kl_coef=0.5
     )
     # k1 is 0.2 on each sampled token, so 0.1 is charged to it and to those before it.
-    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
+    np.testing.assert_allclose(batch.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
     assert metrics["kl/reference"] == pytest.approx(0.2, abs=1e-6)
-    assert judged.experience.ref_logprobs is None
+    assert batch.experience.ref_logprobs is None
 
 
 def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on() -> None:
@@ -40,12 +40,12 @@ def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on()
     groups = [Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0)))]
     samples = to_samples(groups)
     old = [rollout.logprobs for rollout in groups[0].rollouts]
-    judged, _ = make_experience(
+    batch, _ = make_experience(
         settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, old), kl_coef=0.5
     )
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 1.0])
-    assert judged.experience.ref_logprobs is old
-    assert judged.experience.kl_coef == 0.5
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, 1.0])
+    assert batch.experience.ref_logprobs is old
+    assert batch.experience.kl_coef == 0.5
 
 
 def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
@@ -55,9 +55,9 @@ def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
     samples = to_samples(groups)
     old = [r.logprobs for g in groups for r in g.rollouts]
     scores = [[Score(1.0), Score(1.0)], [Score(0.0), Score(1.0)]]
-    judged, _ = make_experience(config(), groups, scores, ModelOutputs(samples, old), kl_coef=0.0)
+    batch, _ = make_experience(config(), groups, scores, ModelOutputs(samples, old), kl_coef=0.0)
     assert batch_metrics(groups, scores, shaped_rewards(config(), groups, scores))["group/constant_fraction"] == 0.5
-    assert not any(row.any() for row in judged.experience.advantages[:2])
+    assert not any(row.any() for row in batch.experience.advantages[:2])
     assert [s.group for s in samples] == [0, 0, 1, 1]
 
 
@@ -70,13 +70,13 @@ def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
     values = [np.array([0, 0, 0.5, 0.25], np.float32), np.array([0, 0, 0.5], np.float32)]
     paid = np.array([0, 0, 0.5, 0], np.float32)
     scores = [[Score(1.0, token_rewards=paid), Score(0.0)]]
-    judged, metrics = make_experience(settings, groups, scores, ModelOutputs(samples, old, values=values), kl_coef=0.0)
-    assert judged.experience.returns is not None
+    batch, metrics = make_experience(settings, groups, scores, ModelOutputs(samples, old, values=values), kl_coef=0.0)
+    assert batch.experience.returns is not None
     # The first answer is paid 0.5 and then 1, the second nothing; with gamma and lambda 1 returns are sums.
-    assert [row.tolist() for row in judged.experience.returns] == [[0, 0, 1.5, 1.0], [0, 0, 0.0]]
+    assert [row.tolist() for row in batch.experience.returns] == [[0, 0, 1.5, 1.0], [0, 0, 0.0]]
     # Return minus value: 1, 0.75 and -0.5; minus their mean of 0.41667.
-    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
+    np.testing.assert_allclose(batch.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
     assert metrics["value/mean"] == pytest.approx(1.25 / 3)
 
 
@@ -117,13 +117,13 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     old = [rollout.logprobs for rollout in rollouts]
     scores = [[Score(1.0), Score(0.0), Score(-5.0, {"mine": 0.5}, failure="infrastructure")]]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
-    judged, metrics = make_experience(settings, [group], scores, ModelOutputs(samples, old), kl_coef=0.0)
-    assert [row.tolist() for row in judged.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
-    assert [int(sample.sampled.sum()) for sample in judged.experience.samples] == [1, 2, 0]
-    assert [sample.prompt_length for sample in judged.experience.samples] == [2, 2, 2], "the prompt is still shared"
-    assert count(judged.experience.samples) == Totals(num_tokens=3, num_samples=2)
-    assert judged.rewards[0][:2].tolist() == [1.0, 0.0]
-    assert np.isnan(judged.rewards[0][2])
+    batch, metrics = make_experience(settings, [group], scores, ModelOutputs(samples, old), kl_coef=0.0)
+    assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
+    assert [int(sample.sampled.sum()) for sample in batch.experience.samples] == [1, 2, 0]
+    assert [sample.prompt_length for sample in batch.experience.samples] == [2, 2, 2], "the prompt is still shared"
+    assert count(batch.experience.samples) == Totals(num_tokens=3, num_samples=2)
+    assert batch.rewards[0][:2].tolist() == [1.0, 0.0]
+    assert np.isnan(batch.rewards[0][2])
     assert metrics["sync/logprob_diff_max"] == 0.0
     shown = batch_metrics([group], scores, shaped_rewards(settings, [group], scores))
     assert (shown["reward/mean"], shown["reward/std"], shown["reward/shaped_mean"]) == (0.5, 0.5, 0.5)
@@ -146,8 +146,8 @@ def test_a_response_that_failed_by_its_own_doing_is_scored() -> None:
     old = [rollout.logprobs for rollout in group.rollouts]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
     scores = [[Score(1.0), Score(0.0, failure="response")]]
-    judged, _ = make_experience(settings, [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
-    assert [row.tolist() for row in judged.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5]]
+    batch, _ = make_experience(settings, [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
+    assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5]]
 
 
 def test_nothing_scored_at_all_is_no_number_and_no_crash() -> None:
@@ -158,5 +158,5 @@ def test_nothing_scored_at_all_is_no_number_and_no_crash() -> None:
     assert "reward/mean" not in shown
     assert shown["group/constant_fraction"] == 1.0
     old = [rollout.logprobs for rollout in group.rollouts]
-    judged, _ = make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
-    assert count(judged.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"
+    batch, _ = make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
+    assert count(batch.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"
