@@ -126,9 +126,9 @@ def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False
 
 
 def check_same_inputs(other: Processor, actor_processor: Processor, *, what: str, actor: str) -> None:
-    """Check that a model beside the actor reads the actor's tokens and images.
+    """Check that another model reads the actor's tokens and images.
 
-    `what` is that model with the setting that named it, and `actor` the actor's path, for the message.
+    `what` is the model with the setting that named it, and `actor` the actor's path, for the message.
 
     Raises ConfigError if its vocabulary or image settings differ.
     """

@@ -122,7 +122,7 @@ class Score:
     failure: Failure | None = None
     """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] rewards of single tokens by a process reward model, beside `total`; 0 elsewhere. T is that of the rollout."""
+    """[T] rewards of single tokens by a process reward model, which `total` does not include; 0 elsewhere."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""
     problem: str | None = None

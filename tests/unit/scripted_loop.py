@@ -1,4 +1,4 @@
-"""Small honest parts of the loop: an engine that answers by a script, a policy that remembers what it was taught."""
+"""Small fakes for the parts of the loop: an engine with scripted responses, a policy that records its updates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_rollout(prompt: Prompt, text: str, *, version: int, length: int = 1, fi
 
 
 class ScriptedEngine:
-    """Answers every prompt twice: once wrong, once right. Its version is what was last published."""
+    """Responds to every prompt twice, once wrong and once right. Its version is that of the last weight sync."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -70,7 +70,7 @@ class CountingPrompts:
 
 
 class LabelRewarder:
-    """1 for the label. Remembers what it was told of before it was asked."""
+    """Scores 1 for the label. Records the order in which scoring began."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []

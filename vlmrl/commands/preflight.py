@@ -83,10 +83,10 @@ def check_algorithm(config: RlConfig) -> None:
 
 
 def check_models(config: RlConfig) -> None:
-    """Check the models beside the actor, and the actor's number of positions, by configurations and tokenizers alone.
+    """Check the models other than the actor, and the actor's number of positions, from configurations and tokenizers.
 
     Raises:
-        ConfigError: a model does not exist, cannot be read, or takes other tokens or images than the actor; or the
+        ConfigError: a model does not exist, cannot be read, or reads other tokens or images than the actor; or the
             actor has fewer positions than a prompt and its response may take.
     """
     reward = config.reward
@@ -103,7 +103,7 @@ def check_models(config: RlConfig) -> None:
 
 
 def _check_other_models(config: RlConfig, given: Sequence[tuple[str, str]]) -> None:
-    """Check models beside the actor, each given as (setting, path)."""
+    """Check models other than the actor, each given as (setting, path)."""
     # Here: it imports torch, which takes seconds and needs `startup.prepare`.
     from vlmrl.models.load import skeleton
 

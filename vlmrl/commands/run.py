@@ -93,13 +93,13 @@ def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
 
 
 class Progress(NamedTuple):
-    """Where the steps of a run begin and end."""
+    """The steps that a run has to make."""
 
     done: int
-    """Steps of earlier runs that this one resumes."""
+    """Number of finished steps; 0 for a new run."""
     last: int
     state: LoopState | None
-    """For the next step of a resumed RL run."""
+    """State for the next step of a resumed RL run."""
 
 
 def begin_steps(

@@ -25,7 +25,7 @@ def keep_memory() -> bool:
     return _set_options((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _TOP_PAD))
 
 
-def give_back_memory() -> bool:
+def release_memory() -> bool:
     """Do the opposite, to measure memory: larger blocks get mappings of their own, which end when they are freed."""
     return _set_options(
         (_M_MMAP_MAX, 2**31 - 1), (_M_MMAP_THRESHOLD, _SMALL), (_M_TRIM_THRESHOLD, _SMALL), (_M_TOP_PAD, 0)

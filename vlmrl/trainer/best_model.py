@@ -19,7 +19,7 @@ _FLAG = "ckpt.best_metric_key"
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The contents of `best.json`, which lies in the same folder as the model, so that neither exists without the
+    """The contents of `best.json`, in the same folder as the model, so that neither exists without the
     other."""
 
     metric: str

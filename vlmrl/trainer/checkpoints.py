@@ -104,7 +104,7 @@ class SavedCritic(SavedModel, Protocol):
 
 
 class FinishedStep(NamedTuple):
-    """A finished step, and what its checkpoint holds beside the models."""
+    """A finished step, and what its checkpoint holds besides the models."""
 
     step: int
     extra: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The parts that a training loop is made of, as Protocols. Actors of Ray implement them in a run, fakes in tests."""
+"""Protocols of the parts of a training loop. Handles of Ray actors implement them in runs, fakes in tests."""
 
 from __future__ import annotations
 

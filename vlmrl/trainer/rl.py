@@ -25,7 +25,7 @@ from vlmrl.verify.logprobs import check_agreement
 
 
 class LoopState(NamedTuple):
-    """State of the loop that the next step needs, beside models and data."""
+    """State of the loop that the next step needs, besides models and data."""
 
     kl_coef: float
     """Weight of the KL to the reference."""

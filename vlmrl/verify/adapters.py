@@ -32,7 +32,7 @@ _NEARER = 5
 _MERGED_NOISE = 0.25
 """Share of the bound taken as noise where the engine holds no base to measure it on."""
 _SLOPE_SLACK = 0.1
-"""How far the slope between the engine's effect and the trainer's may be from 1, where the effect is visible."""
+"""Tolerance of the slope between the effects in engine and trainer, which is 1 for a correct engine."""
 _REST_SLACK = 0.3
 """Share of an engine's effect that need not be a multiple of the trainer's."""
 _REST_SLACK_SMALL = 0.15

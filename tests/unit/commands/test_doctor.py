@@ -1,4 +1,4 @@
-"""The report survives whatever it examines."""
+"""The report of `vlmrl doctor` survives probes that fail, crash or hang."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("missing", False, "no_such_library_at_all is not installed", "buy a new one"),
     ],
 )
-def test_a_probe_answers_or_is_explained(
+def test_a_probe_returns_a_detail_or_an_explained_failure(
     probes: str, probe: str, ok: bool, detail: str, fix: str, isolated: bool
 ) -> None:
     found = doctor.run_check(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
@@ -59,7 +59,7 @@ def test_a_library_that_hangs_costs_one_line(probes: str) -> None:
     assert (found.ok, found.detail, found.fix) == (False, "no result within 3 s", "fix it")
 
 
-def test_a_folder_where_the_user_stands_is_not_taken_for_a_library(
+def test_a_folder_in_the_working_directory_is_not_imported(
     probes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here" / "no_such_library_at_all").mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_a_folder_where_the_user_stands_is_not_taken_for_a_library(
     assert (found.ok, found.detail) == (False, "no_such_library_at_all is not installed")
 
 
-def test_only_what_is_essential_decides_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_essential_checks_decide_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
     works = Check("a", f"{probes}:works", "", isolated=False)
     optional = Check("b", f"{probes}:raises", "fix b", essential=False, isolated=False)
     essential = Check("c", f"{probes}:raises", "fix c", isolated=False)
@@ -80,7 +80,7 @@ def test_only_what_is_essential_decides_the_exit_code(probes: str, capsys: pytes
     assert "fix c" in printed
 
 
-def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_contents(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = doctor.main(as_json=True, checks=[Check("c", f"{probes}:knows_better", "", isolated=False)])
     report = json.loads(capsys.readouterr().out)
     assert (code, report["ok"]) == (1, False)
@@ -89,13 +89,13 @@ def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_the_machine_is_described_without_any_library() -> None:
+def test_machine_checks_import_no_library() -> None:
     for check in machine.CHECKS:
         assert check in doctor.CHECKS
         assert doctor.run_check(check).detail
 
 
-def test_a_machines_check_that_cannot_look_costs_one_line() -> None:
+def test_a_machine_check_that_raises_is_a_warning() -> None:
     def no_such_file() -> Finding:
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -130,7 +130,7 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
     ]
 
 
-def test_an_old_driver_is_named_with_the_one_that_torch_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_named_with_the_one_that_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "installed_driver", lambda: "535.161.08")

@@ -1,4 +1,4 @@
-"""A run says beforehand how many steps it takes, what trains, what memory that needs, and what rewards give."""
+"""The description of a run before it starts: steps, trained parts, memory, rows and rewards."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_parts_that_train_are_named(line: str, said: str, model: str, tools:
     assert forecast.format_trained_parts(rl(line, model=model), tools) == said
 
 
-def test_memory_is_told_and_too_little_is_a_warning(model: str) -> None:
+def test_memory_is_shown_and_too_little_is_a_warning(model: str) -> None:
     config = rl("--rollout.batch_size 4 --train.batch_size 32", model=model)
     (line,) = forecast.format_memory(config, Machine("cpu", 64 * GIB, 64 * GIB))
     assert re.match(r"memory .*: main memory about \d+\.\d of 64\.0 GiB$", line)
@@ -120,7 +120,7 @@ def test_rows_beyond_the_models_positions_are_a_warning() -> None:
     assert forecast.format_samples(samples, 8)[1] == "warning: the model has 8 positions, and the longest row 9 tokens"
 
 
-def test_each_reward_source_is_asked_about_one_example(tmp_path: Path) -> None:
+def test_each_reward_source_scores_one_example(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def length(response):\n    return len(response)\n")
     config = rl(f"--reward.functions math format --reward.remote_url {tmp_path}/mine.py:length")
     (line,) = forecast.format_rewards(config, prompt())
@@ -131,7 +131,7 @@ def test_each_reward_source_is_asked_about_one_example(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_dry_run_does_not_ask_is_said() -> None:
+def test_reward_sources_that_a_dry_run_skips_are_named() -> None:
     config = rl("--reward.remote_url http://127.0.0.1:1 --reward.model_name_or_path r")
     assert forecast.format_rewards(config, prompt()) == [
         "rewards: a dry run does not contact reward servers",

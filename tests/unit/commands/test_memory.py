@@ -1,4 +1,4 @@
-"""Which roles a run has, what they share, and what is said when it does not fit."""
+"""The memory plan: roles, shared memory, and the error when a run does not fit."""
 
 import json
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_what_fits_passes(folder: Callable[..., Path]) -> None:
     memory_plan(rl(folder("qwen3")), GPU).check()
 
 
-def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callable[..., Path]) -> None:
+def test_on_gpus_each_role_has_its_own_memory_unless_colocated(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     alone = memory_plan(rl(model), GPU)
     assert [share.name for share in alone.shares] == ["a GPU of actor", "a GPU of vllm", "main memory"]
@@ -131,7 +131,7 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
     memory_plan(rl(model, f"{passes} {long} --vllm.enable_sleep"), GPU).check()
 
 
-def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[..., Path]) -> None:
+def test_sleeping_roles_move_from_the_gpu_to_main_memory(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     colocated = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
     awake, asleep = (memory_plan(rl(model, f"{colocated} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
@@ -147,7 +147,7 @@ def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[...
     assert awake.shares[-1].needed - alone.shares[-1].needed == pinned
 
 
-def test_main_memory_beside_gpus_holds_the_image_features(folder: Callable[..., Path]) -> None:
+def test_on_gpu_machines_main_memory_holds_the_image_features(folder: Callable[..., Path]) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), "--vision.cache_gib 300 --ds.lora.rank 4"), GPU)
     with pytest.raises(ClusterError, match=r"^main memory: .*vision cache of actor"):
         plan.check()
@@ -163,7 +163,7 @@ def test_the_plan_is_printed_before_it_is_refused(
     assert "KV cache" in capsys.readouterr().out
 
 
-def test_a_program_gets_the_bytes(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_bytes(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     show(rl(folder("qwen3")), as_json=True)
     found = json.loads(capsys.readouterr().out)
     (cache,) = (part for part in found["roles"][1]["parts"] if part["name"] == "KV cache")
@@ -221,7 +221,7 @@ def test_a_critic_in_the_actors_processes_takes_turns_with_it(folder: Callable[.
         assert part(apart, "critic", name) == part(within, "critic", name) > 0, name
 
 
-def test_on_gpus_who_shares_them_is_counted_together(folder: Callable[..., Path]) -> None:
+def test_on_gpus_roles_that_share_them_are_added_up(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     judge = f"--reward.model_name_or_path {model}"
 
@@ -242,7 +242,7 @@ def test_on_gpus_who_shares_them_is_counted_together(folder: Callable[..., Path]
     ]
 
 
-def test_a_reward_model_is_in_main_memory_when_it_is_to_be(folder: Callable[..., Path]) -> None:
+def test_an_offloaded_reward_model_is_in_main_memory(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     line = f"--reward.model_name_or_path {model}"
     stays, goes = (memory_plan(rl(model, f"{line} {more}"), GPU) for more in ("", "--reward.offload"))
@@ -263,7 +263,7 @@ def test_a_moving_average_takes_its_place(folder: Callable[..., Path]) -> None:
     assert part(two, "actor", "moving average") == 2 * numbers
 
 
-def test_what_the_critic_takes_is_told_with_the_critics_flags(folder: Callable[..., Path]) -> None:
+def test_the_critics_memory_is_shown_with_its_flags(folder: Callable[..., Path]) -> None:
     wide = "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000"
     line = f"{GAE} {wide} --actor.gradient_checkpointing_enable --critic.gradient_checkpointing_enable false"
     with pytest.raises(ClusterError, match=r"activations of critic.*set critic\.gradient_checkpointing_enable"):

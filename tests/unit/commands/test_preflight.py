@@ -1,4 +1,4 @@
-"""A dry run finds what can be found before anything starts, and starts nothing."""
+"""Dry runs and the checks before a run starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_plan_says_how_often_a_run_can_be_continued_from() -> None:
+def test_the_plan_says_how_often_checkpoints_are_written() -> None:
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", "out"]
     for kind in (RlConfig, SftConfig):
         (line,) = format_checkpoint_plan(load(kind, words))
@@ -100,7 +100,7 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
         ("rl", "data.prompt_dataset", [{"input": "<image>?", "label": 1, "image_path": "a.png"}], "to image_path, or"),
     ],
 )
-def test_what_a_dataset_lacks_is_told_before_anything_starts(
+def test_missing_columns_are_reported_before_anything_starts(
     way: list[str], verb: str, flag: str, rows: Any, said: str, model: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -113,7 +113,7 @@ def test_what_a_dataset_lacks_is_told_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_label_that_a_users_function_demands_is_looked_for(model: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_label_that_a_users_function_requires_is_checked(model: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input": "q", "gold": "4"}')
     (tmp_path / "mine.py").write_text("def score(response, label):\n    return 1.0\n")
     words = ["--data.prompt_dataset", str(tmp_path / "rows.jsonl"), "--reward.remote_url", f"{tmp_path}/mine.py:score"]
@@ -121,7 +121,7 @@ def test_a_label_that_a_users_function_demands_is_looked_for(model: str, tmp_pat
     assert "no column 'label' (data.label_key), which reward.remote_url" in capsys.readouterr().err
 
 
-def test_columns_that_a_users_function_demands_are_looked_for_in_every_dataset(
+def test_columns_that_a_users_function_requires_are_checked_in_every_dataset(
     model: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"input": "q", "label": "4", "level": 1}\n' * 8)
@@ -160,7 +160,7 @@ def test_evaluation_sets_need_not_have_the_columns_of_the_training_rows(
     assert all(f"evaluation:{name}" in shown for name in ("rows", "arithmetic", "visual_math"))
 
 
-def test_a_dry_run_of_supervised_training_looks_at_the_answers(
+def test_a_dry_run_of_supervised_training_checks_the_responses(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dry_run("sft", model, tmp_path / "out") == 0
@@ -185,7 +185,7 @@ def test_a_dry_run_of_supervised_training_looks_at_the_answers(
         ),
     ],
 )
-def test_what_cannot_work_is_one_line_and_exit_code_2(
+def test_settings_that_cannot_work_are_one_line_and_exit_code_2(
     flags: list[str], line: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dry_run("rl", model, tmp_path / "out", *flags) == 2
@@ -195,7 +195,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     assert "Traceback" not in shown
 
 
-def test_a_dry_run_says_what_will_happen(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_describes_the_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run("rl", model, tmp_path / "out", "--train.colocate_all", "--actor.num_nodes", "2") == 0
     lines = capsys.readouterr().out.splitlines()
     for start in (
@@ -209,7 +209,7 @@ def test_a_dry_run_says_what_will_happen(model: str, tmp_path: Path, capsys: pyt
         assert any(line.startswith(start) for line in lines), start
 
 
-def test_a_dry_run_does_not_judge_a_cluster_by_this_machine(
+def test_a_dry_run_does_not_reject_a_cluster_by_this_machine(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -247,7 +247,7 @@ def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
         (["--logger.tensorboard_dir", "/dev/null/tb"], "/dev/null is not a folder.* set --logger.tensorboard_dir"),
     ],
 )
-def test_what_would_end_a_run_later_ends_the_dry_run(
+def test_errors_that_would_end_a_run_later_end_the_dry_run(
     flags: list[str],
     line: str,
     model: str,
@@ -323,7 +323,7 @@ def test_critic_and_reward_models_have_devices_of_their_own() -> None:
     }
 
 
-def test_a_critic_in_the_actors_processes_is_no_role() -> None:
+def test_a_critic_in_the_actors_processes_is_not_a_role() -> None:
     found = placed("--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --train.colocate_actor_critic")
     assert found == {"actor": (2, {0, 1}), "vllm": (2, {2, 3})}
     together = placed("--algo.advantage.estimator gae --train.colocate_all --reward.model_name_or_path r")
@@ -343,7 +343,7 @@ def test_critic_and_reward_model_may_share_devices() -> None:
     assert with_actor["actor"] == with_actor["reward_model"] == (1, {0})
 
 
-def test_a_reward_model_that_does_not_fit_is_told_its_flag() -> None:
+def test_a_reward_model_that_does_not_fit_is_named_with_its_flag() -> None:
     with pytest.raises(ClusterError, match=r"reward_model wants 99 .* lower --reward\.num_gpus_per_node"):
         placed("--reward.model_name_or_path r --reward.num_gpus_per_node 99")
 
@@ -366,7 +366,7 @@ LOSS = "--actor.policy_loss_type"
         (LOSS, "baseline", r"actor\.policy_loss_type: baseline requires rewards"),
     ],
 )
-def test_a_users_own_algorithm_is_looked_at_before_anything_starts(
+def test_a_users_own_algorithm_is_checked_before_anything_starts(
     flag: str, function: str, said: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
@@ -385,7 +385,7 @@ def test_a_users_own_algorithm_is_looked_at_before_anything_starts(
 @pytest.mark.parametrize(
     "flag", ["critic.model_name_or_path", "reward.model_name_or_path", "reward.process_model_name_or_path"]
 )
-def test_a_model_that_is_not_there_is_told_its_flag(flag: str) -> None:
+def test_a_missing_model_is_named_with_its_flag(flag: str) -> None:
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", ESTIMATOR, "gae", f"--{flag}", "/no/such"]
     with pytest.raises(ConfigError, match=rf"^{flag}: .*/no/such"):
         check_models(load(RlConfig, words))
@@ -415,7 +415,7 @@ def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, mo
         (["--ds.enable_sleep", "--train.colocate_all"], r"^ds\.enable_sleep frees GPU memory"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_where_there_is_none(more: list[str], said: str) -> None:
+def test_settings_that_need_a_gpu_are_refused_without_one(more: list[str], said: str) -> None:
     config = load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", *more])
     check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
     with pytest.raises(ConfigError, match=said):
@@ -451,7 +451,7 @@ def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
-def test_a_run_looks_for_its_models_before_anything_starts(
+def test_models_are_checked_before_anything_starts(
     way: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--actor.model_name_or_path", model, "--data.prompt_dataset", COUNTING, "--ckpt.output_dir"]

@@ -1,4 +1,4 @@
-"""How a run ends where nobody knew its last step beforehand: what is evaluated, saved and said."""
+"""Ends of a run: evaluation, checkpoints and messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlmrl.types import Metrics
 
 
 class Log:
-    """A run's report and its saves, which write down what they are asked for."""
+    """Stands for a run's report and its checkpoints, and records the calls."""
 
     def __init__(self, saved: Path | None = None) -> None:
         self.lines: list[Any] = []
@@ -58,7 +58,7 @@ class Log:
 
 
 class Evaluated(Evaluations):
-    """Evaluations whose sets are answered at once, or fail."""
+    """Evaluations that return at once, or fail."""
 
     failure: VlmrlError | None = None
 
@@ -77,7 +77,7 @@ def evaluations(log: Log, **changes: Any) -> Evaluated:
 SOLVED = Ending(7, reason="the run ends after step 7, its prompts are solved", is_solved=True)
 
 
-def test_a_solved_run_is_evaluated_and_saved_as_one_that_ran_to_its_end() -> None:
+def test_a_solved_run_is_evaluated_and_saved() -> None:
     log = Log()
     evaluations(log, ckpt={"save_steps": 5}).finish_early(SOLVED, has_adapter=False)
     assert log.lines == [SOLVED.reason, (7, {"eval/toy/pass@1": 1.0}), "checkpoint"]
@@ -97,13 +97,13 @@ def test_a_step_is_not_evaluated_twice() -> None:
     assert log.lines == ["the data are drawn", (7, {"data/left_out": 3.0})]
 
 
-def test_a_run_to_its_last_step_needs_nothing_more() -> None:
+def test_a_run_that_made_its_last_step_is_not_evaluated_again() -> None:
     log = Log()
     evaluations(log).finish_early(Ending(50), has_adapter=False)
     assert log.lines == []
 
 
-def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
+def test_the_model_is_saved_when_the_last_evaluation_fails() -> None:
     log = Log()
     ends = evaluations(log)
     ends.failure = RewardError("no server answers")
@@ -112,7 +112,7 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
     assert log.lines[-1] == "models"
 
 
-def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) -> None:
+def test_an_exhausted_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     error = ExhaustedError("kept 0 of 60 groups")
     assert evaluations(Log()).save_on_error(error) is error, "nothing was learnt"
     folder = tmp_path / "checkpoints/step_000007"
@@ -124,7 +124,7 @@ def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) ->
     assert isinstance(found, ExhaustedError)
 
 
-def test_a_run_whose_rewards_fail_names_the_checkpoint_that_it_leaves_too(tmp_path: Path) -> None:
+def test_a_run_whose_rewards_fail_names_its_last_checkpoint(tmp_path: Path) -> None:
     log = Log(tmp_path)
     found = evaluations(log).save_on_error(RewardError("7 of 64 answers could not be scored"))
     assert type(found) is RewardError
@@ -152,7 +152,7 @@ def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
         run.save(7, LoopState(0.0), has_adapter=False)
 
 
-def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> None:
+def test_a_stop_interrupts_an_evaluation_but_not_its_step() -> None:
     log = Log()
     ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
 
@@ -173,9 +173,7 @@ def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> No
     assert log.lines == [("save", 7, False)]
 
 
-def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_checked_again_once_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
 
     @contextmanager
@@ -191,15 +189,13 @@ def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
 
 
 class Table:
-    """A policy that tells what trains."""
+    """A policy with a parameter table."""
 
     def table(self) -> list[tuple[str, int, int]]:
         return [("language", 1, 1)]
 
 
-def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def machines() -> Any:
         yield Session((Node(id="", num_cpus=8, num_gpus=0),))

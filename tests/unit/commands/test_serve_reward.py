@@ -1,4 +1,4 @@
-"""A served reward model says what it says at home."""
+"""A served reward model gives the same scores as one in the run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_it_reads_prompt_images_answer_and_end(judge: ModelJudge, folder: Path) 
     assert len({round(value, 4) for value in expected}) == 5
 
 
-def test_what_it_cannot_read_fails_alone(judge: ModelJudge, folder: Path) -> None:
+def test_an_unreadable_request_fails_alone(judge: ModelJudge, folder: Path) -> None:
     sight = f"{read(folder).image_text()}how many?"  # type: ignore[attr-defined]
     blind, fine, long = judge.judge(
         [Question("a", sight, "2"), Question("b", "x", "y"), Question("c", "x", "y " * 3000)]
@@ -122,13 +122,13 @@ def test_a_run_gets_its_scores_over_http(judge: ModelJudge, folder: Path) -> Non
     assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
 
 
-def test_mistakes_are_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_setting_errors_are_raised_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.delenv("VLMRL_RM_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="set the environment variable VLMRL_RM_TOKEN"):
         serve_rm(config(folder / "nowhere", "--serve.host", "0.0.0.0"))
 
 
-def test_what_is_no_text_fails_alone(judge: ModelJudge) -> None:
+def test_text_that_cannot_be_encoded_fails_alone(judge: ModelJudge) -> None:
     good, bad = judge.judge([Question("a", "how many?", "two"), Question("b", "how many?", "\ud800")])
     assert good.problem is None
     assert bad.problem == "prompt and answer are no text: surrogates not allowed"

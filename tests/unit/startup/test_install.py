@@ -1,4 +1,4 @@
-"""The set-up: what it would run, when it runs nothing, and how it fails. Nothing is installed here."""
+"""The set-up: its commands, when it runs none, and how it fails. Nothing is installed here."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-def test_the_second_time_does_nothing(tmp_path: Path, ran: list[str]) -> None:
+def test_running_again_does_nothing(tmp_path: Path, ran: list[str]) -> None:
     install.install(tmp_path, "cpu")
     assert ran[:2] == ["virtual environment", "torch for CPU"]
     ran.clear()
@@ -61,7 +61,7 @@ def test_a_machine_that_does_not_pass_the_doctor_is_not_stamped(
     assert not (tmp_path / ".vlmrl-setup").exists()
 
 
-def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
+def test_torchs_own_index_is_used_only_after_the_plain_install_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails, writes = [sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "second"
@@ -75,7 +75,7 @@ def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
     assert capsys.readouterr().out.startswith("  torch ...")
 
 
-def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
+def test_without_the_lock_packages_are_installed_within_the_pins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps: list[str] = []
@@ -91,7 +91,7 @@ def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
     assert "Packages of the lock are missing" in capsys.readouterr().out
 
 
-def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_that_differs_from_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     says = "raise SystemExit('ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE')"
     ran: list[str] = []
 
@@ -112,7 +112,7 @@ def test_another_machine_has_no_lock(machine: str, monkeypatch: pytest.MonkeyPat
     assert ran == ["vlmrl, its engine and its tools"]
 
 
-def test_a_command_that_fails_is_shown_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_command_is_shown_with_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(install.InstallError, match="this command failed"):
         install._step("nothing", [[sys.executable, "-c", "raise SystemExit('no room left')"]])
     assert "no room left" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a machine must have: what is found, how to fix it, and what a run refuses."""
+"""Checks of a machine: findings, fixes, and refused runs."""
 
 import sys
 from collections import namedtuple
@@ -20,7 +20,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("free", "ok", "essential"), [(8.0, True, True), (0.5, False, False), (0.2, False, True)], ids=str
 )
-def test_shared_memory_that_is_short_is_a_warning_and_too_little_is_a_failure(
+def test_low_shared_memory_is_a_warning_and_too_little_a_failure(
     free: float, ok: bool, essential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(8 * GIB, 0, free * GIB))
@@ -38,14 +38,16 @@ def test_missing_shared_memory_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("soft", "ok", "essential"), [(4096, True, True), (512, False, False), (128, False, True)])
-def test_too_few_open_files_say_how_many(soft: int, ok: bool, essential: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_open_files_are_reported_with_a_fix(
+    soft: int, ok: bool, essential: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (soft, 8192))
     found = machine.open_files()
     assert (found.ok, found.essential, found.detail) == (ok, essential, f"at most {soft} open files")
     assert ok or found.fix == "run `ulimit -n 8192` first"
 
 
-def test_the_disk_is_that_of_the_folder_that_a_run_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_that_of_the_folder_that_a_run_creates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: asked.append(path) or Usage(GIB, 0, 2**20))
     found = machine.disk(tmp_path / "runs" / "one")
@@ -62,7 +64,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
-def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
+def test_a_run_into_another_users_folder_is_refused_in_one_line(
     way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exists = Path.exists
@@ -83,7 +85,7 @@ def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
     assert (found.ok, found.detail) == (False, f"{tmp_path} is not writable")
 
 
-def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_folder_of_an_unknown_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
     assert cli.main(["rl", *words, "~no-such-user/out"]) == 2
     assert "give the full path" in capsys.readouterr().err
@@ -98,7 +100,7 @@ def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[st
         ("580.65.06", "13.0", True),
     ],
 )
-def test_an_old_driver_is_told_which_driver_is_wanted(
+def test_an_old_driver_is_reported_with_the_required_one(
     version: str, cuda: str, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
@@ -132,7 +134,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure_unless_it_was_hidden(monkeyp
     assert machine.devices().ok
 
 
-def test_all_that_is_lacking_is_told_at_once_and_what_will_do_is_not_refused() -> None:
+def test_all_problems_are_reported_together_and_warnings_are_not_refused() -> None:
     fine = Finding("a", ok=True, essential=True, detail="there")
     short = Finding("b", ok=False, essential=False, detail="little", fix="get more")
     gone = Finding("c", ok=False, essential=True, detail="nothing", fix="get some")
@@ -141,7 +143,7 @@ def test_all_that_is_lacking_is_told_at_once_and_what_will_do_is_not_refused() -
         machine.require([fine, short, gone])
 
 
-def test_where_a_run_joins_a_cluster_this_machine_needs_no_devices(tmp_path: Path) -> None:
+def test_a_run_that_joins_a_cluster_does_not_check_local_devices(tmp_path: Path) -> None:
     alone, joining = (machine.run_checks(tmp_path, joins_cluster=joins) for joins in (False, True))
     assert {found.name for found in joining} == {"open files", "disk"}
     assert {found.name for found in alone} >= {"shared memory", "driver", "devices", "disk", "open files"}
@@ -159,7 +161,7 @@ def test_a_run_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_asks_about_its_own_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_checks_its_own_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The temporary files of a run lie where this user alone may look, and go when the run has gone, however it went."""
+"""The private folder of a run's temporary files, which is removed at its end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_it_is_gone_after_an_error_too(parent: Path) -> None:
     assert not list(parent.iterdir())
 
 
-def test_the_end_waits_for_who_still_uses_it(parent: Path) -> None:
+def test_removal_waits_for_processes_that_use_the_folder(parent: Path) -> None:
     code = "import time; from vlmrl.system.scratch import enter_from_environment as e; e(); print(1, flush=True)"
     with scratch() as folder:
         worker = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(0.5)"], stdout=subprocess.PIPE)
@@ -76,7 +76,7 @@ def test_the_end_waits_for_who_still_uses_it(parent: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start_and_that_of_a_living_one_stays(
+def test_folders_of_killed_runs_are_removed_and_of_running_ones_kept(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import time; from vlmrl.system.scratch import *\nwith scratch() as f: print(f, flush=True); time.sleep(60)"
@@ -98,9 +98,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_that_of_a_living_one_
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_a_folder_that_somebody_else_has_put_there_is_not_used(
-    is_link: bool, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_user_is_not_used(is_link: bool, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_held", {})
     planted, target = parent / "planted", parent / "target"
     target.mkdir(mode=0o700)
@@ -119,7 +117,7 @@ def test_a_folder_that_somebody_else_has_put_there_is_not_used(
     assert not list(target.iterdir())
 
 
-def test_another_machine_makes_it_in_its_own_temporary_folder(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_create_it_in_their_own_temporary_folder(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_held", {})
     folder = Path("/no/such/place/vlmrl-run-abc")
     monkeypatch.setenv(VARIABLE, str(folder))
@@ -155,9 +153,7 @@ def test_a_path_in_which_ray_does_not_start_is_left(monkeypatch: pytest.MonkeyPa
         parent.rmdir()
 
 
-def test_what_killed_runs_left_on_another_machine_goes_when_the_next_one_comes(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_killed_runs_on_other_machines_are_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = parent / "vlmrl-run-left"
     left.mkdir(mode=0o700)
     (left / "lock").touch()

@@ -1,4 +1,4 @@
-"""Signals: what they interrupt, what they wait for, and that a run that goes on lacks nothing."""
+"""Signals: what they interrupt, what they wait for, and that a resumed run lacks nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_signal_stops_with_the_exit_code_that_others_expect(number: int, code:
     assert not stops.is_stopping(), "the next run starts anew"
 
 
-def test_what_has_begun_is_finished_and_nothing_else_is_begun() -> None:
+def test_a_step_that_has_begun_is_finished_and_no_other_begins() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
         with stops.uninterrupted():
@@ -76,7 +76,7 @@ def test_what_has_begun_is_finished_and_nothing_else_is_begun() -> None:
     assert done == ["a wait inside", "what comes after, up to the next wait"]
 
 
-def test_calls_that_belong_together_are_not_torn_apart() -> None:
+def test_related_calls_are_not_interrupted_between_waits() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
         ask()
@@ -86,7 +86,7 @@ def test_calls_that_belong_together_are_not_torn_apart() -> None:
     assert done == ["rank 0", "rank 1"]
 
 
-def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
+def test_waits_during_shutdown_are_not_interrupted() -> None:
     with stopped_run():
         try:
             ask()
@@ -96,7 +96,7 @@ def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
                 time.sleep(0.01)
 
 
-def test_a_request_on_the_way_out_does_not_hide_why_the_run_ends() -> None:
+def test_a_request_during_shutdown_does_not_hide_the_error() -> None:
     with stopped_run() as found:
         try:
             raise ClusterError("an engine has died")
@@ -118,7 +118,7 @@ def test_rays_own_interrupt_counts_as_ours() -> None:
     assert found[0].exit_code == 143
 
 
-def test_a_part_of_what_is_finished_may_be_abandoned() -> None:
+def test_interruptible_parts_may_be_interrupted_inside_uninterrupted() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
         with stops.uninterrupted():
@@ -134,7 +134,7 @@ def test_a_part_of_what_is_finished_may_be_abandoned() -> None:
     assert done == ["no evaluation", "a checkpoint"]
 
 
-def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
+def test_each_sigusr1_requests_one_checkpoint() -> None:
     with stops.handle_signals(GRACE_S):
         assert not stops.take_checkpoint_request()
         ask(signal.SIGUSR1)
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
     assert not stops.take_checkpoint_request()
 
 
-def test_on_the_way_out_of_what_is_done_a_request_changes_nothing() -> None:
+def test_a_request_after_the_work_is_done_changes_nothing() -> None:
     left = []
     with stops.handle_signals(GRACE_S):
         stops.mark_done()
@@ -164,7 +164,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_thread_neither_takes_signals_nor_is_interrupted() -> None:
+def test_other_threads_neither_handle_signals_nor_are_interrupted() -> None:
     done = []
 
     def wait() -> None:
@@ -221,7 +221,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> None:
+def test_a_second_signal_kills_the_run_but_an_echo_does_not() -> None:
     process, child = start(60)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
@@ -234,7 +234,7 @@ def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> No
     assert not is_there(child)
 
 
-def test_what_takes_longer_than_the_grace_is_ended() -> None:
+def test_a_stop_that_exceeds_the_grace_period_is_killed() -> None:
     process, child = start(0.5)
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=10)
@@ -243,7 +243,7 @@ def test_what_takes_longer_than_the_grace_is_ended() -> None:
     assert not is_there(child)
 
 
-def test_what_starts_with_signals_withheld_lives_on() -> None:
+def test_processes_with_blocked_signals_survive() -> None:
     with stops.signals_blocked():
         child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
     assert child.stdout is not None
@@ -364,7 +364,7 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
 
 
 @pytest.mark.parametrize("place", ["data", "rollout", "reward", "logprob", "update", "publish", "save"])
-def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -> None:
+def test_a_stopped_run_resumes_with_the_metrics_of_an_uninterrupted_one(place: str) -> None:
     whole = Notebook()
     train(Asked(-1, ""), (0, 0), whole)
     broken = Notebook()
@@ -378,7 +378,7 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -
     assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
 
 
-def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:
+def test_a_role_that_the_same_signal_ended_does_not_turn_a_stop_into_an_error() -> None:
     def run() -> None:
         with stops.handle_signals(GRACE_S), stops.uninterrupted():
             ask()

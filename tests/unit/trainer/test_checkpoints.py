@@ -1,4 +1,4 @@
-"""Which part of a run's state is written when, and what it goes on from."""
+"""Saving and restoring the state of a run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from vlmrl.trainer.rl import LoopState
 
 
 class Remembering:
-    """A role that notes what it is asked to write, and writes a folder."""
+    """A role that records its calls, and writes empty folders."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
         self.extra: dict[Path, dict[str, Any]] = {}
         self.damage: dict[str, list[str]] = {}
-        """Of a checkpoint: what is wrong with its files."""
+        """Checkpoint -> the damage of its files."""
         self.size = 1
         """Parameters."""
 
@@ -96,7 +96,7 @@ def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **change
     return RunCheckpoints(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
 
 
-def test_an_error_of_the_disk_names_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_a_disk_error_names_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     error = StorageError("metrics.jsonl cannot be written to /run: No space left on device")
     with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
         raise error
@@ -108,7 +108,7 @@ def test_an_error_of_the_disk_names_the_checkpoint_that_is_whole(tmp_path: Path)
     assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is complete: resume from it with --ckpt.load_enable"
 
 
-def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_path: Path, log: list[str]) -> None:
+def test_the_policys_checkpoint_is_written_last(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     for step in range(1, 5):
         run.save(step, LoopState(0.5))
@@ -117,7 +117,7 @@ def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_pa
     assert left == ["checkpoints/critic/step_000004", "checkpoints/step_000004"], "both are pruned alike"
 
 
-def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[str]) -> None:
+def test_a_run_resumes_from_its_newest_complete_checkpoint(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     assert run.restore() == (0, None)
     run.save(2, LoopState(0.25))
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[
     assert log == ["policy from step_000002", "critic from step_000002", "prompts {'position': 7}"]
 
 
-def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp_path: Path, log: list[str]) -> None:
+def test_a_critic_checkpoint_without_its_policy_is_removed(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     run.save(2, LoopState(0.25))
     (tmp_path / "checkpoints/critic/step_000010").mkdir()
@@ -137,13 +137,13 @@ def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp
     assert [path.name for path in (tmp_path / "checkpoints/critic").iterdir()] == ["step_000004"]
 
 
-def test_a_weight_of_the_kl_that_does_not_adapt_is_the_settings_on_resume_too(tmp_path: Path, log: list[str]) -> None:
+def test_a_fixed_kl_coefficient_follows_the_settings_after_resuming(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log, kl={})
     run.save(2, LoopState(0.25))
     assert run.restore() == (2, LoopState(0.5))
 
 
-def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tmp_path: Path, log: list[str]) -> None:
+def test_the_best_model_is_replaced_only_by_a_better_one(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     run.keep_best(0, {"eval/toy/pass@1": 0.5})
     assert log == [], "nobody asked"
@@ -156,7 +156,7 @@ def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tm
     assert '"step": 1' in (tmp_path / "best" / "best.json").read_text()
 
 
-def test_what_a_run_did_not_write_itself_stays(tmp_path: Path, log: list[str]) -> None:
+def test_files_of_others_are_not_removed(tmp_path: Path, log: list[str]) -> None:
     for name in (
         "mine.tmp",
         "best.tmp",
@@ -171,7 +171,7 @@ def test_what_a_run_did_not_write_itself_stays(tmp_path: Path, log: list[str]) -
     assert left == ["checkpoints/mine.tmp", "mine.tmp"]
 
 
-def test_a_checkpoint_that_has_to_be_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
+def test_a_forced_checkpoint_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     run.save(3, LoopState(0.5))
     assert log == []
@@ -206,7 +206,7 @@ def test_without_filtering_too_the_last_step_can_be_saved_when_rewards_fail(tmp_
     assert log == ["critic step_000001", "policy step_000001"]
 
 
-def test_a_metric_that_nobody_could_score_leaves_the_best_model_alone(tmp_path: Path, log: list[str]) -> None:
+def test_an_evaluation_without_scores_keeps_the_best_model(tmp_path: Path, log: list[str]) -> None:
     settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
     policy = Remembering("policy", log)
     run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
@@ -226,9 +226,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step_*"))
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_names_the_damaged_file(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log, max_num=5)
     for step in (2, 4, 6, 8):
         run.save(step, LoopState(step / 10))
@@ -265,7 +263,7 @@ def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path, log: list[st
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000004.damaged", "step_000004.damaged1"]
 
 
-def test_a_critic_that_is_gone_makes_a_checkpoint_damaged(tmp_path: Path, log: list[str]) -> None:
+def test_a_missing_critic_makes_a_checkpoint_damaged(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log, max_num=5)
     run.save(2, LoopState(0.2))
     run.save(4, LoopState(0.4))
@@ -274,7 +272,7 @@ def test_a_critic_that_is_gone_makes_a_checkpoint_damaged(tmp_path: Path, log: l
     assert "critic/step_000004: its folder is gone" in told(run)[0]
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused_and_touches_none(tmp_path: Path, log: list[str]) -> None:
+def test_a_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log, max_num=5)
     run.save(2, LoopState(0.2))
     run.save(4, LoopState(0.4))
@@ -290,7 +288,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_touches_none(tmp_path: 
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000004"]
 
 
-def test_room_for_the_next_checkpoint_is_asked_for_before_it_is_begun(tmp_path: Path, log: list[str]) -> None:
+def test_room_for_the_next_checkpoint_is_checked_ahead(tmp_path: Path, log: list[str]) -> None:
     with small_disk(tmp_path / "disk", mib=4) as disk:
         run = saves(disk, log, max_num=5)
         run.policy.size = 2**20  # type: ignore[attr-defined]
@@ -317,9 +315,7 @@ def test_room_for_the_next_checkpoint_is_asked_for_before_it_is_begun(tmp_path: 
             run.check_room_ahead(done=4, last=6)
 
 
-def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: Path, log: list[str]) -> None:
     before = saves(tmp_path, log)
     before.save(2, LoopState(0.5))
     before.restore()
@@ -349,7 +345,7 @@ def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule
     assert log[-2:] == ["policy at 0.25", "critic at 0.25"]
 
 
-def test_another_learning_rate_is_told_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
+def test_a_changed_learning_rate_is_shown_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
     before = saves(tmp_path, log)
     before.save(2, LoopState(0.5))
     actor = {"model_name_or_path": "model", "adam": {"lr": 1e-4}}
@@ -364,7 +360,7 @@ def stop() -> Stopped:
     return Stopped(signal.SIGTERM)
 
 
-def test_a_stopped_run_saves_the_last_step_and_says_where_to_go_on(tmp_path: Path, log: list[str]) -> None:
+def test_a_stopped_run_saves_the_last_step_and_says_how_to_resume(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     run.save(1, LoopState(0.5))
 
@@ -389,7 +385,7 @@ def stopped_after(step: int, root: Path, log: list[str], **ckpt: Any) -> str:
     return str(run.save_on_stop(stop()))
 
 
-def test_a_run_without_checkpoints_saves_none_at_a_stop_unless_it_is_asked_to(tmp_path: Path, log: list[str]) -> None:
+def test_a_run_without_checkpoints_saves_none_on_stop_by_default(tmp_path: Path, log: list[str]) -> None:
     assert stopped_after(0, tmp_path, log) == "stopped by SIGTERM: before its first step was finished"
     lost = "stopped by SIGTERM: after step 1, and nothing of it is saved (ckpt.save_on_stop)"
     assert stopped_after(1, tmp_path, log) == lost
@@ -399,9 +395,7 @@ def test_a_run_without_checkpoints_saves_none_at_a_stop_unless_it_is_asked_to(tm
 
 
 @pytest.mark.parametrize("save_steps", [-1, 2])
-def test_the_model_of_a_run_without_checkpoints_is_saved_though_a_stop_comes(
-    tmp_path: Path, log: list[str], save_steps: int
-) -> None:
+def test_a_stop_does_not_interrupt_the_only_model_of_a_run(tmp_path: Path, log: list[str], save_steps: int) -> None:
     policy = Remembering("policy", log)
     ckpt = {"save_steps": save_steps}
     run = RunCheckpoints(config(ckpt=ckpt), RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
@@ -425,13 +419,13 @@ def test_the_model_of_a_run_without_checkpoints_is_saved_though_a_stop_comes(
     assert log == ["policy model model", "roles end"]
 
 
-def test_a_run_may_do_without_a_checkpoint_at_a_stop(tmp_path: Path, log: list[str]) -> None:
+def test_saving_on_stop_can_be_turned_off(tmp_path: Path, log: list[str]) -> None:
     said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
     assert said.startswith(f"stopped by SIGTERM: after step 3; resume from {tmp_path / 'checkpoints/step_000002'} with")
     assert log == ["policy step_000002"]
 
 
-def test_supervised_training_too_is_saved_at_a_stop(tmp_path: Path, log: list[str]) -> None:
+def test_supervised_training_is_saved_on_stop(tmp_path: Path, log: list[str]) -> None:
     settings = SftConfig.model_validate(
         {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "ckpt": {"save_steps": 5}}
     )
@@ -442,7 +436,7 @@ def test_supervised_training_too_is_saved_at_a_stop(tmp_path: Path, log: list[st
     assert log == ["policy step_000003"]
 
 
-def test_sigusr1_saves_the_step_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
+def test_sigusr1_saves_the_step_and_the_run_continues(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     with stops.handle_signals(60):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -451,7 +445,7 @@ def test_sigusr1_saves_the_step_and_the_run_goes_on(tmp_path: Path, log: list[st
     assert log == ["critic step_000001", "policy step_000001"]
 
 
-def test_an_evaluation_that_a_stop_abandoned_is_owed(tmp_path: Path, log: list[str]) -> None:
+def test_an_interrupted_evaluation_is_pending_after_resuming(tmp_path: Path, log: list[str]) -> None:
     run = saves(tmp_path, log)
     run.evaluation_is_pending = True
     run.save(2, LoopState(0.5))
@@ -462,7 +456,7 @@ def test_an_evaluation_that_a_stop_abandoned_is_owed(tmp_path: Path, log: list[s
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_stop_whose_checkpoint_cannot_be_written_stays_a_stop(tmp_path: Path, log: list[str], older: bool) -> None:
+def test_a_failed_save_on_stop_is_still_a_stop(tmp_path: Path, log: list[str], older: bool) -> None:
     run = saves(tmp_path, log)
     if older:
         run.save(2, LoopState(0.5))

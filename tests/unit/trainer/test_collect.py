@@ -277,7 +277,7 @@ def test_a_resumed_run_draws_the_remaining_prompts() -> None:
     assert (notebook.ending.step, notebook.ending.left_out) == (1, 2)
 
 
-def test_a_resumed_run_with_fewer_episodes_than_it_made_ends_at_once() -> None:
+def test_a_resumed_run_with_fewer_episodes_than_it_made_ends_immediately() -> None:
     budget, policy = PromptBudget(10, drawn=16), RememberingPolicy(ScriptedEngine())
     notebook = run(config(algo=FILTERING), policy, steps=5, first_step=3, budget=budget)
     assert notebook.ending is not None

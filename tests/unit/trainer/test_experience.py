@@ -1,4 +1,4 @@
-"""What becomes of answers and scores before anything is learnt."""
+"""Making experience from responses and scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmrl.trainer.experience import ModelOutputs, batch_metrics, make_experienc
 from vlmrl.types import Group, Score, Totals
 
 
-def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
+def test_kl_in_the_reward_penalizes_tokens() -> None:
     settings = config(algo={"kl": {"init_coef": 0.5, "estimator": "k1"}, "advantage": {"estimator": "dr_grpo"}})
     prompt = make_prompt(0)
     groups = [
@@ -32,7 +32,7 @@ def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
     assert batch.experience.ref_logprobs is None
 
 
-def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on() -> None:
+def test_kl_in_the_loss_passes_the_reference_on_and_keeps_advantages() -> None:
     settings = config(
         algo={"kl": {"init_coef": 0.5, "estimator": "k3", "use_loss": True}, "advantage": {"estimator": "rloo"}}
     )
@@ -48,7 +48,7 @@ def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on()
     assert batch.experience.kl_coef == 0.5
 
 
-def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
+def test_a_constant_group_is_counted_and_has_no_advantages() -> None:
     prompt = make_prompt(0)
     pair = (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))
     groups = [Group(prompt, pair), Group(prompt, pair)]
@@ -61,7 +61,7 @@ def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
     assert [s.group for s in samples] == [0, 0, 1, 1]
 
 
-def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
+def test_token_rewards_and_values_reach_the_estimator() -> None:
     settings = config(algo={"advantage": {"estimator": "gae", "no_std_norm": True}})
     prompt = make_prompt(0)
     groups = [Group(prompt, (make_rollout(prompt, "a", version=0, length=2), make_rollout(prompt, "b", version=0)))]
@@ -80,7 +80,7 @@ def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
     assert metrics["value/mean"] == pytest.approx(1.25 / 3)
 
 
-def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
+def test_a_group_with_different_token_rewards_is_not_constant() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     samples = to_samples([group])
@@ -91,7 +91,7 @@ def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
     assert batch_metrics([group], scores, shaped_rewards(config(), [group], scores))["group/constant_fraction"] == 0.0
 
 
-def test_what_is_paid_at_single_tokens_is_part_of_the_reward_that_a_run_shows() -> None:
+def test_token_rewards_count_in_reward_metrics() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     samples = to_samples([group])
@@ -131,7 +131,7 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     assert shown["response/tokens_mean"] == 2.0, "it was written all the same"
 
 
-def test_engine_and_trainer_are_compared_on_what_was_not_scored_too() -> None:
+def test_engine_and_trainer_are_compared_on_unscored_responses_too() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     old = [group.rollouts[0].logprobs, group.rollouts[1].logprobs - np.float32(0.5)]
@@ -140,7 +140,7 @@ def test_engine_and_trainer_are_compared_on_what_was_not_scored_too() -> None:
         make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
 
 
-def test_a_response_that_failed_by_its_own_doing_is_scored() -> None:
+def test_a_failure_of_the_response_itself_has_a_reward() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     old = [rollout.logprobs for rollout in group.rollouts]
@@ -150,7 +150,7 @@ def test_a_response_that_failed_by_its_own_doing_is_scored() -> None:
     assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5]]
 
 
-def test_nothing_scored_at_all_is_no_number_and_no_crash() -> None:
+def test_a_batch_without_scores_has_no_reward_metrics() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     scores = [[Score(0.0, failure="infrastructure")] * 2]

@@ -1,4 +1,4 @@
-"""The image check: by hand on paths of one line, and with the faults of silent blindness planted in real models."""
+"""The image check: by hand on simple paths, and with planted faults in small models that ignore or swap images."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def seeing(group: Group) -> float:
 PAIR = [group_of(0, [flat(10)]), group_of(1, [flat(20)])]
 
 
-def test_care_and_gap_by_hand() -> None:
+def test_effect_and_gap_by_hand() -> None:
     # Each other's image changes 0.1; a blank one, of 127, changes 1.17 and 1.07.
     found = check(PAIR, paths={"old": path(seeing), "tilted": path(lambda g: seeing(g) - 0.0005)}, bound=BOUND)
     assert found == pytest.approx(
@@ -103,7 +103,7 @@ def test_a_blind_path_is_named_with_its_numbers(blind: Callable[[Group], float])
         check(PAIR, paths={"old": path(seeing), "update": path(blind)}, bound=BOUND, foreign={"update"})
 
 
-def test_rounding_is_not_taken_for_care() -> None:
+def test_rounding_does_not_count_as_an_effect() -> None:
     # Changes by up to 2e-4 whatever is asked, as a kernel may that sums in another order.
     noise = itertools.cycle([-1.5e-4, 0.5e-4, -1e-4])
     with pytest.raises(SyncError, match="path engine ignores the images"):
@@ -117,7 +117,7 @@ def test_large_rewards_are_rounded_like_large_numbers() -> None:
     assert found["verify/images/model_reward_effect"] == pytest.approx(1000, abs=1)
 
 
-def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> None:
+def test_samples_that_attend_to_one_another_are_detected_on_foreign_paths_too() -> None:
     def leaking(groups: Sequence[Group]) -> list[Floats]:
         before = np.cumsum([0, *(brightness(group) for group in groups)])
         return [row - 0.01 * before[n] for n, group in enumerate(groups) for row in path(seeing)([group])]
@@ -128,7 +128,7 @@ def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> No
         check(PAIR, paths={"reference": leaking}, bound=BOUND, foreign={"reference"})
 
 
-def test_a_path_that_sees_but_is_another_function_is_an_error_unless_it_is_foreign() -> None:
+def test_a_path_with_a_gap_is_an_error_unless_it_is_foreign() -> None:
     paths = {"padded": path(lambda group: seeing(group) + 0.01)}
     with pytest.raises(SyncError, match=r"path padded and the rollouts disagree: .* by 0\.01 on average.*0\.001"):
         check(PAIR, paths=paths, bound=BOUND)
@@ -142,7 +142,7 @@ def swapped(groups: Sequence[Group]) -> list[Floats]:
     return [np.full(len(r.tokens), v, np.float32) for g, v in zip(groups, values, strict=True) for r in g.rollouts]
 
 
-def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> None:
+def test_swapped_images_are_detected_far_below_the_bound() -> None:
     four = [*PAIR, group_of(2, [flat(60)]), group_of(3, [flat(80)])]
     # Off by 0.1 on half of the prompts.
     with pytest.raises(
@@ -151,14 +151,14 @@ def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> Non
         check(four, paths={"old": swapped}, bound=0.3, foreign=())
 
 
-def test_images_that_explain_the_answers_worse_than_blanks_do_are_noticed_below_the_bound() -> None:
+def test_images_that_explain_responses_worse_than_blanks_are_detected() -> None:
     # Off by 0.12. Blanks are off by 0.09 and 0.11, nowhere twice as near, but nearer on the whole.
     bright = [group_of(0, [flat(130)]), group_of(1, [flat(150)])]
     with pytest.raises(SyncError, match=r"blank images explain the responses as a whole better .* by 0\.1 "):
         check(bright, paths={"old": path(lambda group: seeing(group) - 0.12)}, bound=0.4)
 
 
-def test_log_probs_that_are_not_numbers_are_an_error() -> None:
+def test_log_probs_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(SyncError, match="outputs of path old are not finite"):
         check(PAIR, paths={"old": path(lambda group: float("nan"))}, bound=BOUND)
 
@@ -174,13 +174,13 @@ class Witness:
         return path(seeing)(groups)
 
 
-def test_text_alone_asks_nobody() -> None:
+def test_text_only_groups_run_no_path() -> None:
     witness = Witness()
     assert check([group_of(0, [])], paths={"old": witness}, bound=BOUND) == {}
     assert witness.asked == []
 
 
-def test_a_few_answers_to_prompts_with_different_images_are_asked_about() -> None:
+def test_a_few_responses_to_prompts_with_different_images_are_chosen() -> None:
     greys = [10, 10, 20, 10, 30]
     groups = [group_of(9, []), *(group_of(i, [flat(grey)], lengths=(0, 1, 4, 300, 2)) for i, grey in enumerate(greys))]
     witness = Witness()
@@ -194,7 +194,7 @@ def test_a_few_answers_to_prompts_with_different_images_are_asked_about() -> Non
     assert long.asked[0][0].rollouts[0].num_sampled == 256
 
 
-def test_other_images_fill_the_places_of_the_true_ones() -> None:
+def test_other_images_get_the_size_of_the_true_ones() -> None:
     tall, wide = flat(10, (2, 6)), flat(20, (8, 2))
     witness = Witness()
     check(
@@ -227,7 +227,7 @@ def test_one_image_for_all_prompts_is_compared_with_noise() -> None:
 @pytest.mark.parametrize(
     ("steps", "checked"), [(0, [4]), (-1, []), (1, [4, 5, 6, 7, 8]), (2, [4, 6, 8]), (3, [4, 6])], ids=str
 )
-def test_the_first_update_of_a_run_and_then_every_so_many(steps: int, checked: list[int]) -> None:
+def test_the_check_is_due_first_and_then_at_the_interval(steps: int, checked: list[int]) -> None:
     check_images = ImageGroundingCheck(steps, paths={"old": path(seeing)}, bound=BOUND, foreign=())
     seen = []
     for step in range(4, 9):  # a run that goes on after three steps
@@ -237,7 +237,7 @@ def test_the_first_update_of_a_run_and_then_every_so_many(steps: int, checked: l
     assert seen == checked
 
 
-def test_a_step_of_text_alone_leaves_the_check_to_the_next() -> None:
+def test_a_text_only_step_leaves_the_check_to_the_next() -> None:
     check_images = ImageGroundingCheck(0, paths={}, bound=BOUND, foreign=())
     assert [check_images.is_due(step, groups) for step, groups in [(1, [group_of(0, [])]), (2, PAIR)]] == [False, True]
 
@@ -313,7 +313,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_of_a_healthy_model_passes(family: str, model: Callable[..., Model]) -> None:
+def test_every_layout_of_a_correct_model_passes(family: str, model: Callable[..., Model]) -> None:
     healthy = model(family)
     layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
     paths = {name: healthy.path(name) for name in layouts} | {"update": healthy.path("shared", gradient=True)}
@@ -406,7 +406,7 @@ def test_a_planted_fault_is_caught(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 @pytest.mark.parametrize("fault", [three_rows, no_token_types])
-def test_what_blinds_other_trainers_does_nothing_to_this_one(
+def test_faults_of_other_trainers_do_not_occur(
     family: str, layout: Layout, fault: Fault, model: Callable[..., Model], plant: Plant
 ) -> None:
     """Our attention is told where samples end and never reads the first row; with positions given, Transformers finds
@@ -417,7 +417,7 @@ def test_what_blinds_other_trainers_does_nothing_to_this_one(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_take_images_for_text_are_caught(
+def test_text_positions_for_images_are_detected(
     family: str, model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What dropped token types do where the model makes its own positions."""
@@ -432,16 +432,14 @@ def test_positions_that_take_images_for_text_are_caught(
         blinded.check("shared")
 
 
-def test_token_types_that_know_of_no_image_are_refused(
-    model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_types_without_images_are_refused(model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
     blinded = model("qwen3_vl")
     monkeypatch.setattr(blinded.tools, "token_types", np.zeros_like)
     with pytest.raises((AssertionError, VlmrlError), match="0 image tokens"):
         blinded.check("shared")
 
 
-def test_an_update_that_alone_is_blind_is_the_path_that_is_named(model: Callable[..., Model], plant: Plant) -> None:
+def test_a_blind_update_is_the_path_that_is_named(model: Callable[..., Model], plant: Plant) -> None:
     faulty = model("qwen2_5_vl")
 
     def without_pixels(inputs: dict[str, Any]) -> None:
@@ -454,7 +452,7 @@ def test_an_update_that_alone_is_blind_is_the_path_that_is_named(model: Callable
         check(faulty.groups, paths=paths, bound=BOUND)
 
 
-def test_a_vision_cache_that_mixes_images_up_is_caught(
+def test_a_vision_cache_that_swaps_images_is_detected(
     model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = model("qwen3_vl", cache_bytes=2**24)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vlmrl.system.memory import give_back_memory
+from vlmrl.system.memory import release_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -31,7 +31,7 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
         work()
         torch.cuda.synchronize(where)
         return int(torch.cuda.max_memory_allocated(where)) - before
-    give_back_memory()
+    release_memory()
     if not _reset_peak():
         work()
         return None

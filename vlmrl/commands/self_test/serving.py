@@ -338,7 +338,9 @@ def adapts(pair: Pair) -> str:
         on, off = (pair.policy_logprobs([adapted], adapter=adapter) for adapter in (True, False))
         effects.append(_mean_gap(on, off))
     if not max(effects) > 2 * max(gaps):
-        raise Broken(f"the adapter's effect of {max(effects):.2g} is too small beside the gap of {max(gaps):.2g}")
+        raise Broken(
+            f"the adapter's effect of {max(effects):.2g} is too small compared with the gap of {max(gaps):.2g}"
+        )
     return (
         f"log-probs differ by {max(gaps):.1g} with and without it in one batch; the adapter changes them by "
         f"{max(effects):.1g}"

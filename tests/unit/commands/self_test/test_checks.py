@@ -1,4 +1,4 @@
-"""What the checks of the self-test make of a machine that does not do its part."""
+"""The checks of the self-test on machines with faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmrl.commands.self_test.themes import THEMES
 STEP = {"policy/loss": 0.0, "sync/logprob_diff_mean": 1e-6, "time/rollout_s": 0.5, "time/update_s": 1.25}
 
 
-def test_every_check_names_a_function_that_is_there_and_settings_to_do_without_it() -> None:
+def test_every_check_names_an_existing_function_and_settings_that_avoid_it() -> None:
     checks = [check for theme in THEMES for check in theme.checks]
     assert len({check.name for check in checks}) == len(checks)
     for name in [*(theme.setup for theme in THEMES), *(check.function for check in checks)]:
@@ -56,7 +56,7 @@ def test_a_run_is_summarized_by_gaps_image_effects_and_seconds() -> None:
         training.format_steps([STEP, STEP])
 
 
-def test_a_run_that_is_refused_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_run_is_reported_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.models, "build", lambda folder: str(folder / "no" / "model"))
     with pytest.raises(Broken, match=r"the run ended with code 2: vlmrl rl: .*there is no folder .*no/model"):
         training.check(tmp_path)
