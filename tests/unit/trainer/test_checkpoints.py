@@ -2,98 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_roles import ADAPTIVE, RecordingReport, RecordingRole, run_checkpoints
 from scripted_loop import config
 from small_disk import small_disk
 
-from vlmrl.config.run import SftConfig
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.system import stops
-from vlmrl.system.stops import Stopped
 from vlmrl.trainer.checkpoints import RunCheckpoints, naming_checkpoint
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.rl import LoopState
 
 
-class Remembering:
-    """A role that records its calls, and writes empty folders."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-        self.extra: dict[Path, dict[str, Any]] = {}
-        self.damage: dict[str, list[str]] = {}
-        """Checkpoint -> the damage of its files."""
-        self.size = 1
-        """Parameters."""
-
-    def save_checkpoint(self, folder: Path, extra: dict[str, Any] | None = None) -> None:
-        self.log.append(f"{self.name} {folder.name}")
-        folder.mkdir(parents=True)
-        self.extra[folder] = extra or {}
-
-    def checkpoint_damage(self, folder: Path) -> list[str]:
-        return self.damage.get(folder.name, [])
-
-    def table(self) -> list[tuple[str, int, int]]:
-        return [("language", self.size, self.size)]
-
-    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        self.log.append(f"{self.name} from {folder.name}")
-        return self.extra[folder]
-
-    def save_model(self, folder: Path) -> None:
-        self.log.append(f"{self.name} model {folder.name}")
-        folder.mkdir(parents=True, exist_ok=True)
-
-    save_average = save_model
-
-    def state(self) -> dict[str, int]:
-        return {"position": 7}
-
-    num_rows = 28
-
-    def follow(self, share: float) -> None:
-        self.log.append(f"{self.name} at {share}")
-
-    def load_state(self, state: dict[str, int]) -> None:
-        self.log.append(f"{self.name} {state}")
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Any:
-        yield
-
-    def say(self, what: object) -> None:
-        self.told.append(str(what))
-
-
-ADAPTIVE = {"target": 0.1, "horizon": 1000}
-
-
 @pytest.fixture
 def log() -> list[str]:
     return []
-
-
-def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **changes: Any) -> RunCheckpoints:
-    settings = config(
-        algo={"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.5} | kl},
-        ckpt={"save_steps": 2, "max_num": 1, "load_enable": True} | changes,
-    )
-    prompts, policy, critic = (Remembering(name, log) for name in ("prompts", "policy", "critic"))
-    return RunCheckpoints(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
 
 
 def test_a_disk_error_names_the_newest_complete_checkpoint(tmp_path: Path) -> None:
@@ -109,7 +35,7 @@ def test_a_disk_error_names_the_newest_complete_checkpoint(tmp_path: Path) -> No
 
 
 def test_the_policys_checkpoint_is_written_last(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     for step in range(1, 5):
         run.save(step, LoopState(0.5))
     assert log == [f"{role} step_00000{step}" for step in (2, 4) for role in ("critic", "policy")]
@@ -118,7 +44,7 @@ def test_the_policys_checkpoint_is_written_last(tmp_path: Path, log: list[str]) 
 
 
 def test_a_run_resumes_from_its_newest_complete_checkpoint(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     assert run.restore() == (0, None)
     run.save(2, LoopState(0.25))
     # Killed between the two: a critic without its policy counts for nothing.
@@ -129,7 +55,7 @@ def test_a_run_resumes_from_its_newest_complete_checkpoint(tmp_path: Path, log: 
 
 
 def test_a_critic_checkpoint_without_its_policy_is_removed(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     run.save(2, LoopState(0.25))
     (tmp_path / "checkpoints/critic/step_000010").mkdir()
     run.restore()
@@ -138,18 +64,18 @@ def test_a_critic_checkpoint_without_its_policy_is_removed(tmp_path: Path, log: 
 
 
 def test_a_fixed_kl_coefficient_follows_the_settings_after_resuming(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, kl={})
+    run = run_checkpoints(tmp_path, log, kl={})
     run.save(2, LoopState(0.25))
     assert run.restore() == (2, LoopState(0.5))
 
 
 def test_the_best_model_is_replaced_only_by_a_better_one(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     run.keep_best(0, {"eval/toy/pass@1": 0.5})
     assert log == [], "nobody asked"
     settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
-    policy = Remembering("policy", log)
-    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    policy = RecordingRole("policy", log)
+    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, RecordingReport())  # type: ignore[arg-type]
     for step, value in enumerate((0.5, 0.75, 0.75, 0.25)):
         run.keep_best(step, {"eval/toy/pass@1": value})
     assert len(log) == 2
@@ -166,13 +92,13 @@ def test_files_of_others_are_not_removed(tmp_path: Path, log: list[str]) -> None
         "checkpoints/mine.tmp",
     ):
         (tmp_path / name).mkdir(parents=True)
-    saves(tmp_path, log).restore()
+    run_checkpoints(tmp_path, log).restore()
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.tmp"))
     assert left == ["checkpoints/mine.tmp", "mine.tmp"]
 
 
 def test_a_forced_checkpoint_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     run.save(3, LoopState(0.5))
     assert log == []
     run.save(3, LoopState(0.5), force=True)
@@ -181,8 +107,8 @@ def test_a_forced_checkpoint_is_written_when_none_is_due(tmp_path: Path, log: li
 
 def filtering(root: Path, log: list[str], **changes: Any) -> RunCheckpoints:
     settings = config(algo={"dynamic_filtering_enable": True}, ckpt={"load_enable": True} | changes)
-    prompts, policy = (Remembering(name, log) for name in ("prompts", "policy"))
-    return RunCheckpoints(settings, RunFolder(root), prompts, policy, Silent())  # type: ignore[arg-type]
+    prompts, policy = (RecordingRole(name, log) for name in ("prompts", "policy"))
+    return RunCheckpoints(settings, RunFolder(root), prompts, policy, RecordingReport())  # type: ignore[arg-type]
 
 
 def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_path: Path, log: list[str]) -> None:
@@ -199,7 +125,7 @@ def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_pat
 
 
 def test_without_filtering_too_the_last_step_can_be_saved_when_rewards_fail(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+    run = run_checkpoints(tmp_path, log)
     run.save(1, LoopState(0.5))
     assert log == [], "ckpt.save_steps is 2"
     assert run.save_last_step() == tmp_path / "checkpoints/step_000001"
@@ -208,18 +134,18 @@ def test_without_filtering_too_the_last_step_can_be_saved_when_rewards_fail(tmp_
 
 def test_an_evaluation_without_scores_keeps_the_best_model(tmp_path: Path, log: list[str]) -> None:
     settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
-    policy = Remembering("policy", log)
-    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    policy = RecordingRole("policy", log)
+    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, RecordingReport())  # type: ignore[arg-type]
     run.keep_best(1, {"eval/toy/failed": 4.0})
     assert log == []
     with pytest.raises(ConfigError, match="is not measured by the evaluation"):
         run.keep_best(1, {"eval/toy/failed": 0.0})
 
 
-def told(run: RunCheckpoints) -> list[str]:
-    """What a run said, of checkpoints without checksums aside: the roles of these tests write empty folders."""
-    lines: list[str] = run.report.told  # type: ignore[attr-defined]
-    return [line for line in lines if "without checksums" not in line]
+def lines(run: RunCheckpoints) -> list[str]:
+    """Lines of a run's report, except on missing checksums: the roles of these tests write empty folders."""
+    printed: list[str] = run.report.lines  # type: ignore[attr-defined]
+    return [line for line in printed if "without checksums" not in line]
 
 
 def names(folder: Path) -> list[str]:
@@ -227,7 +153,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
+    run = run_checkpoints(tmp_path, log, max_num=5)
     for step in (2, 4, 6, 8):
         run.save(step, LoopState(step / 10))
     files = ["deepspeed/mp_rank_00_model_states.pt: its checksum differs", "random_rank_1.pt: it is gone"]
@@ -238,7 +164,7 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log:
     assert run.restore() == (4, LoopState(0.4))
     assert log[:2] == ["policy from step_000004", "critic from step_000004"]
     for line, step, why in zip(
-        told(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is gone"), strict=True
+        lines(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is gone"), strict=True
     ):
         assert line == (
             f"checkpoint step_00000{step} is damaged: {why}; it is renamed to step_00000{step}.damaged, and the run "
@@ -254,7 +180,7 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log:
 
 
 def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
+    run = run_checkpoints(tmp_path, log, max_num=5)
     run.policy.damage = {"step_000004": ["extra.json: it is gone"]}  # type: ignore[attr-defined]
     run.save(2, LoopState(0.2))
     for _ in range(2):
@@ -264,16 +190,16 @@ def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path, log: list[st
 
 
 def test_a_missing_critic_makes_a_checkpoint_damaged(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
+    run = run_checkpoints(tmp_path, log, max_num=5)
     run.save(2, LoopState(0.2))
     run.save(4, LoopState(0.4))
     (tmp_path / "checkpoints/critic/step_000004").rmdir()
     assert run.restore() == (2, LoopState(0.2))
-    assert "critic/step_000004: its folder is gone" in told(run)[0]
+    assert "critic/step_000004: its folder is gone" in lines(run)[0]
 
 
 def test_a_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
+    run = run_checkpoints(tmp_path, log, max_num=5)
     run.save(2, LoopState(0.2))
     run.save(4, LoopState(0.4))
     run.policy.damage = {  # type: ignore[attr-defined]
@@ -290,7 +216,7 @@ def test_a_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path, log: lis
 
 def test_room_for_the_next_checkpoint_is_checked_ahead(tmp_path: Path, log: list[str]) -> None:
     with small_disk(tmp_path / "disk", mib=4) as disk:
-        run = saves(disk, log, max_num=5)
+        run = run_checkpoints(disk, log, max_num=5)
         run.policy.size = 2**20  # type: ignore[attr-defined]
         with pytest.raises(StorageError, match=r"the checkpoint of step 2 takes about 16\.0 MiB, for which .* no room"):
             run.check_room_ahead(done=0, last=2)
@@ -316,10 +242,10 @@ def test_room_for_the_next_checkpoint_is_checked_ahead(tmp_path: Path, log: list
 
 
 def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: Path, log: list[str]) -> None:
-    before = saves(tmp_path, log)
+    before = run_checkpoints(tmp_path, log)
     before.save(2, LoopState(0.5))
     before.restore()
-    assert told(before) == [], "nothing changed"
+    assert lines(before) == [], "nothing changed"
     assert not [line for line in log if " at " in line]
 
     changed = {
@@ -328,10 +254,11 @@ def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: P
         "rollout": {"batch_size": 4, "n_samples_per_prompt": 8, "max_new_tokens": 4},
         "train": {"batch_size": 32},
     }
-    run = RunCheckpoints(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    report: Any = RecordingReport()
+    run = RunCheckpoints(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, report, before.critic)
     log.clear()
     assert run.restore()[0] == 2
-    (line,) = told(run)
+    (line,) = lines(run)
     start, _, settings = line.partition(": ")
     assert start == "resuming after step 2 with other settings"
     assert set(settings.split(", ")) == {
@@ -346,127 +273,11 @@ def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: P
 
 
 def test_a_changed_learning_rate_is_shown_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
-    before = saves(tmp_path, log)
+    before = run_checkpoints(tmp_path, log)
     before.save(2, LoopState(0.5))
     actor = {"model_name_or_path": "model", "adam": {"lr": 1e-4}}
     settings = before.config.model_copy(update={"actor": before.config.actor.model_validate(actor)})
-    run = RunCheckpoints(settings, RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    run = RunCheckpoints(settings, RunFolder(tmp_path), before.prompts, before.policy, RecordingReport(), before.critic)  # type: ignore[arg-type]
     run.restore()
-    assert told(run) == ["resuming after step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
+    assert lines(run) == ["resuming after step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
     assert not [line for line in log if " at " in line]
-
-
-def stop() -> Stopped:
-    return Stopped(signal.SIGTERM)
-
-
-def test_a_stopped_run_saves_the_last_step_and_says_how_to_resume(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.save(1, LoopState(0.5))
-
-    def step() -> None:
-        with stops.interruptible_wait():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(30)
-
-    with pytest.raises(Stopped) as stopped, stops.handle_signals(60), run.saving_on_stop():
-        step()
-    folder = tmp_path / "checkpoints/step_000001"
-    assert log == ["critic step_000001", "policy step_000001"], "ckpt.save_steps is 2"
-    assert str(stopped.value) == f"stopped by SIGTERM: after step 1; resume from {folder} with --ckpt.load_enable"
-
-
-def stopped_after(step: int, root: Path, log: list[str], **ckpt: Any) -> str:
-    """What a run says that is stopped after a step."""
-    policy = Remembering("policy", log)
-    run = RunCheckpoints(config(ckpt=ckpt), RunFolder(root), policy, policy, Silent())  # type: ignore[arg-type]
-    for number in range(1, step + 1):
-        run.save(number, LoopState(0.0))
-    return str(run.save_on_stop(stop()))
-
-
-def test_a_run_without_checkpoints_saves_none_on_stop_by_default(tmp_path: Path, log: list[str]) -> None:
-    assert stopped_after(0, tmp_path, log) == "stopped by SIGTERM: before its first step was finished"
-    lost = "stopped by SIGTERM: after step 1, and nothing of it is saved (ckpt.save_on_stop)"
-    assert stopped_after(1, tmp_path, log) == lost
-    assert log == []
-    assert "resume from" in stopped_after(1, tmp_path, log, save_on_stop=True)
-    assert log == ["policy step_000001"]
-
-
-@pytest.mark.parametrize("save_steps", [-1, 2])
-def test_a_stop_does_not_interrupt_the_only_model_of_a_run(tmp_path: Path, log: list[str], save_steps: int) -> None:
-    policy = Remembering("policy", log)
-    ckpt = {"save_steps": save_steps}
-    run = RunCheckpoints(config(ckpt=ckpt), RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
-
-    def save_model(folder: Path) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with stops.interruptible_wait():
-            Remembering.save_model(policy, folder)
-
-    policy.save_model = save_model  # type: ignore[method-assign]
-    run.save(1, LoopState(0.0))
-    if save_steps > 0:
-        with pytest.raises(Stopped, match="after step 1; resume from"), stops.handle_signals(60), run.saving_on_stop():
-            run.finish(has_adapter=False)
-        assert log == ["policy step_000001"]
-        return
-    with stops.handle_signals(60), run.saving_on_stop():
-        run.finish(has_adapter=False)
-        with stops.interruptible_wait():
-            log.append("roles end")
-    assert log == ["policy model model", "roles end"]
-
-
-def test_saving_on_stop_can_be_turned_off(tmp_path: Path, log: list[str]) -> None:
-    said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
-    assert said.startswith(f"stopped by SIGTERM: after step 3; resume from {tmp_path / 'checkpoints/step_000002'} with")
-    assert log == ["policy step_000002"]
-
-
-def test_supervised_training_is_saved_on_stop(tmp_path: Path, log: list[str]) -> None:
-    settings = SftConfig.model_validate(
-        {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "ckpt": {"save_steps": 5}}
-    )
-    policy = Remembering("policy", log)
-    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
-    run.save(3)
-    run.save_on_stop(stop())
-    assert log == ["policy step_000003"]
-
-
-def test_sigusr1_saves_the_step_and_the_run_continues(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    with stops.handle_signals(60):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        run.save(1, LoopState(0.5))
-        run.save(3, LoopState(0.5))
-    assert log == ["critic step_000001", "policy step_000001"]
-
-
-def test_an_interrupted_evaluation_is_pending_after_resuming(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.evaluation_is_pending = True
-    run.save(2, LoopState(0.5))
-    run = RunCheckpoints(run.config, run.folder, run.prompts, run.policy, run.report, run.critic)
-    assert not run.evaluation_is_pending
-    run.restore()
-    assert run.evaluation_is_pending
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_a_failed_save_on_stop_is_still_a_stop(tmp_path: Path, log: list[str], older: bool) -> None:
-    run = saves(tmp_path, log)
-    if older:
-        run.save(2, LoopState(0.5))
-    run.save(3, LoopState(0.5))
-
-    def full(folder: Path, extra: dict[str, Any]) -> None:
-        raise StorageError("the disk is full")
-
-    run.policy.save_checkpoint = full  # type: ignore[method-assign]
-    said = "stopped by SIGTERM: after step 3, which is not saved (the disk is full)"
-    if older:
-        said += f"; resume from {tmp_path / 'checkpoints/step_000002'} with --ckpt.load_enable"
-    assert str(run.save_on_stop(stop())) == said
