@@ -1,4 +1,4 @@
-"""The command line: parses first, imports what is heavy after."""
+"""The command line. Heavy libraries are imported only after the arguments are parsed."""
 
 import difflib
 import sys
@@ -10,7 +10,7 @@ from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.errors import ConfigError
-from vlmrl.system.stops import heeded
+from vlmrl.system.stops import handle_signals
 
 if TYPE_CHECKING:
     from vlmrl.config.verb import Run
@@ -24,22 +24,22 @@ Reinforcement learning of language and vision-language models.
 
   rl             reinforcement learning: sample responses, score them, learn from the better ones
   sft            supervised fine-tuning on the labels of a dataset
-  eval           responses to held-out prompts, scored by the reward functions
-  bench publish  how long weights take from the trainer to the engines
-  bench rollout  how fast the engines answer
-  bench step     what one optimizer step costs in each layout
-  bench logprobs what scoring tokens costs with and without [T, V] logits
+  eval           evaluation on held-out prompts, scored by the reward functions
+  bench publish  throughput of weight sync from the trainer to the engines
+  bench rollout  throughput of the engines
+  bench step     time, FLOPs and memory of an optimizer step in each layout
+  bench logprobs time and memory of log-probs with and without [T, V] logits
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
-  merge          adapter and base to a model that loads by itself
-  doctor         what this machine has, what works on it, and how to mend what does not;
-                 with --self-test: proves it, with tiny models, in about two minutes;
-                 with --config FILE.yaml: what the roles of a run take of memory, and whether they fit
+  merge          merge an adapter into its base, as a complete model
+  doctor         report what this machine has, what works on it, and how to fix what does not;
+                 with --self-test: check it with tiny models, in about two minutes;
+                 with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
 `vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
 Not built yet: rm, dpo."""
 
 _GRACE_S = 60.0
-"""What `train.stop_grace_s` is by default, for verbs that do not have it."""
+"""The default of `train.stop_grace_s`, for verbs that do not have the setting."""
 
 _NOT_BUILT = {
     "rm": "training reward models is not built yet; reward.model_name_or_path takes one that is trained",
@@ -61,12 +61,15 @@ _ELSEWHERE = {
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
     **dict.fromkeys(("env", "check", "self-test", "selftest"), "vlmrl doctor does it"),
 }
-"""What others call a verb -> where it is here."""
+"""A name from elsewhere -> the verb to use here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 `doctor` has found something that does not
-    work, 2 a mistake of the user's or of the machine's, 130 interrupted, 143 ended by SIGTERM or SIGHUP."""
+    """Run the command line.
+
+    Returns the exit code: 0 success, 1 `doctor` found a problem, 2 an error in settings, data or the machine,
+    130 interrupted, 143 ended by SIGTERM or SIGHUP.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
     return exit_code(lambda: _run(words), verb)
@@ -85,112 +88,112 @@ def _run(words: list[str]) -> int:
     if verb in _ELSEWHERE:
         raise ConfigError(f"no verb is called {verb} here: {_ELSEWHERE[verb]}")
     if verb not in _VERBS:
-        raise ConfigError(_no_such("verb", verb, _VERBS))
+        raise ConfigError(_unknown("verb", verb, _VERBS))
     return _VERBS[verb](rest)
 
 
 def _rl(words: list[str]) -> int:
     from vlmrl.config.run import RlConfig
 
-    if (asked := _ask(RlConfig, words, has_dry_run=True)) is not None:
+    if (arguments := _parse(RlConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.rl import train_rl
 
-        with heeded(asked.config.train.stop_grace_s):
-            train_rl(asked.config, dry_run=asked.dry_run)
+        with handle_signals(arguments.config.train.stop_grace_s):
+            train_rl(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
 def _sft(words: list[str]) -> int:
     from vlmrl.config.run import SftConfig
 
-    if (asked := _ask(SftConfig, words, has_dry_run=True)) is not None:
+    if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.sft import train_sft
 
-        with heeded(asked.config.train.stop_grace_s):
-            train_sft(asked.config, dry_run=asked.dry_run)
+        with handle_signals(arguments.config.train.stop_grace_s):
+            train_sft(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
 def _eval(words: list[str]) -> int:
     from vlmrl.config.run import EvalConfig
 
-    if (asked := _ask(EvalConfig, words, has_dry_run=True)) is not None:
+    if (arguments := _parse(EvalConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.evaluate import evaluate
 
-        with heeded(asked.config.train.stop_grace_s):
-            evaluate(asked.config, dry_run=asked.dry_run)
+        with handle_signals(arguments.config.train.stop_grace_s):
+            evaluate(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
 def _bench(words: list[str]) -> int:
-    what, *rest = words or ["--help"]
-    if what in ("--help", "-h"):
+    name, *rest = words or ["--help"]
+    if name in ("--help", "-h"):
         print("usage: vlmrl bench publish|rollout|step|logprobs [--config FILE.yaml ...] [--section.setting VALUE ...]")
         return 0
-    if what not in _BENCHMARKS:
-        raise ConfigError(_no_such("benchmark", what, _BENCHMARKS))
-    return _BENCHMARKS[what](rest)
+    if name not in _BENCHMARKS:
+        raise ConfigError(_unknown("benchmark", name, _BENCHMARKS))
+    return _BENCHMARKS[name](rest)
 
 
 def _bench_publish(words: list[str]) -> int:
     from vlmrl.config.run import PublishBench
 
-    if (asked := _ask(PublishBench, words)) is not None:
+    if (arguments := _parse(PublishBench, words)) is not None:
         from vlmrl.commands.bench.engines import publish
 
-        with heeded(_GRACE_S):
-            publish(asked.config)
+        with handle_signals(_GRACE_S):
+            publish(arguments.config)
     return 0
 
 
 def _bench_rollout(words: list[str]) -> int:
     from vlmrl.config.run import RolloutBench
 
-    if (asked := _ask(RolloutBench, words)) is not None:
+    if (arguments := _parse(RolloutBench, words)) is not None:
         from vlmrl.commands.bench.engines import rollout
 
-        with heeded(asked.config.train.stop_grace_s):
-            rollout(asked.config)
+        with handle_signals(arguments.config.train.stop_grace_s):
+            rollout(arguments.config)
     return 0
 
 
 def _bench_step(words: list[str]) -> int:
     from vlmrl.config.run import StepBench
 
-    if (asked := _ask(StepBench, words)) is not None:
+    if (arguments := _parse(StepBench, words)) is not None:
         from vlmrl.commands.bench.step import step
 
-        step(asked.config)
+        step(arguments.config)
     return 0
 
 
 def _bench_logprobs(words: list[str]) -> int:
     from vlmrl.config.run import LogprobsBench
 
-    if (asked := _ask(LogprobsBench, words)) is not None:
+    if (arguments := _parse(LogprobsBench, words)) is not None:
         from vlmrl.commands.bench.logprobs import logprobs
 
-        logprobs(asked.config)
+        logprobs(arguments.config)
     return 0
 
 
 def _merge(words: list[str]) -> int:
     from vlmrl.config.run import MergeConfig
 
-    if (asked := _ask(MergeConfig, words)) is not None:
+    if (arguments := _parse(MergeConfig, words)) is not None:
         from vlmrl.commands.merge import merge
 
-        merge(asked.config)
+        merge(arguments.config)
     return 0
 
 
 def _serve_rm(words: list[str]) -> int:
     from vlmrl.config.run import ServeConfig
 
-    if (asked := _ask(ServeConfig, words)) is not None:
+    if (arguments := _parse(ServeConfig, words)) is not None:
         from vlmrl.commands.serve_reward import serve_rm
 
-        serve_rm(asked.config)
+        serve_rm(arguments.config)
     return 0
 
 
@@ -199,10 +202,10 @@ usage: vlmrl doctor [--json]
        vlmrl doctor --self-test [--json]
        vlmrl doctor --config FILE.yaml ... [--section.setting VALUE ...] [--json]
 
-What this machine has, what works on it, and how to mend what does not. `--self-test` proves it in about two minutes,
-with tiny models made on the spot: collectives, attention, ZeRO, engines, publishes, adapters, two steps of GRPO; exit
-code 1 when something does not work, with the settings that do without it. With the settings of rl or sft: what the
-roles of that run take of memory, estimated from the model's configuration; exit code 2 when this machine has less."""
+Report what this machine has, what works on it, and how to fix what does not. `--self-test` checks it in about two
+minutes with tiny models: collectives, attention, ZeRO, engines, weight sync, adapters, two steps of GRPO; exit code 1
+when a check fails, with the settings that avoid it. With the settings of rl or sft: estimate the memory of that run's
+roles from the model's configuration; exit code 2 when this machine has less."""
 
 
 def _doctor(words: list[str]) -> int:
@@ -234,10 +237,10 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
     only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
     given = read(words, RlConfig.settings(), RlConfig.sections()).given
     kind: type[RlConfig] | type[SftConfig] = RlConfig if given.keys() & only_of_rl else SftConfig
-    if (asked := _ask(kind, words)) is not None:
+    if (arguments := _parse(kind, words)) is not None:
         from vlmrl.commands.memory import show
 
-        return show(asked.config, as_json=as_json)
+        return show(arguments.config, as_json=as_json)
     return 0
 
 
@@ -259,15 +262,15 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked(Generic[Config]):
-    """What a verb was asked for."""
+class _Arguments(Generic[Config]):
+    """The parsed arguments of a verb."""
 
     config: Config
     dry_run: bool
 
 
-def _ask(kind: type[Config], words: list[str], *, has_dry_run: bool = False) -> _Asked[Config] | None:
-    """The settings, or None when help was asked for and given. Afterwards this process may import what is heavy."""
+def _parse(kind: type[Config], words: list[str], *, has_dry_run: bool = False) -> _Arguments[Config] | None:
+    """Load the settings and prepare this process for heavy imports; on `--help` print the help and return None."""
     if "--help" in words or "-h" in words:
         from vlmrl.config.help import help_text
 
@@ -278,11 +281,11 @@ def _ask(kind: type[Config], words: list[str], *, has_dry_run: bool = False) -> 
     dry_run = has_dry_run and "--dry-run" in words
     config = load(kind, [word for word in words if not (has_dry_run and word == "--dry-run")])
     startup.prepare()
-    return _Asked(config, dry_run)
+    return _Arguments(config, dry_run)
 
 
-def _no_such(what: str, name: str, names: Iterable[str]) -> str:
+def _unknown(kind: str, name: str, names: Iterable[str]) -> str:
     known = list(names)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"no such {what}: {name}; {hint}"
+    similar = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"there are {', '.join(known)}"
+    return f"no such {kind}: {name}; {hint}"

@@ -1,22 +1,22 @@
-"""The errors a user may meet. Each is one line that names the thing, where it came from and what to do.
+"""Errors for users. Each message is one line: what is wrong, where it came from, and what to do.
 
-The command line prints the line and exits with code 2, without a traceback. Every class takes exactly one argument,
-so that an error raised in a Ray actor is pickled and raised again in the driver as itself. Whatever of the data a
-message quotes, it is plain text (`one_line`).
+The command line prints the message and exits with code 2, without a traceback. Every class takes exactly one argument,
+so that an error raised in a Ray actor can be pickled and raised again in the driver. Messages are escaped to plain text
+(`one_line`), because they may quote data.
 """
 
 from vlmrl.system.plain_text import one_line
 
 
 class VlmrlError(Exception):
-    """A mistake in what vlmrl was given, never a bug of vlmrl's own."""
+    """A problem with settings, data or the machine, not a bug in vlmrl."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class ConfigError(VlmrlError):
-    """A setting that is unknown, malformed, or at odds with another. Several mistakes are a line each."""
+    """A setting that is unknown, malformed, or in conflict with another. Several errors are a line each."""
 
     def __init__(self, message: str) -> None:
         # Not super(): that would join the lines.
@@ -32,16 +32,16 @@ class RewardError(VlmrlError):
 
 
 class ClusterError(VlmrlError):
-    """A machine, port or amount of memory that is not there, or a role that does not fit."""
+    """A machine, port or amount of memory that is not available, or a role that does not fit."""
 
 
 class DiedError(ClusterError):
-    """A process that a role has started ended in the middle of its work; whoever asked the role knows which it is."""
+    """A process that a role started ended unexpectedly. The caller of the role adds its name."""
 
 
 class SyncError(VlmrlError):
-    """Rollout engine and trainer are not the same function: other weights, other pixels, other tokens."""
+    """Engine and trainer do not compute the same: their weights, pixels or tokens differ."""
 
 
 class StorageError(VlmrlError):
-    """A disk that is full, read-only or damaged, and what was to be written there."""
+    """A write that failed because the disk is full, read-only or damaged."""

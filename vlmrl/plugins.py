@@ -1,4 +1,4 @@
-"""Finds what a name stands for: a model, the processor of its family, a dataset's rows."""
+"""Look up plugin files by name, and load the processor of a model."""
 
 from __future__ import annotations
 
@@ -26,80 +26,82 @@ ONLY_SAFETENSORS = (
     "pickled weights can run code when they are loaded, so vlmrl reads *.safetensors alone: take a version of the "
     "model that has them, or write one with save_pretrained() of Transformers where you trust the files"
 )
-"""What to do about a model without safetensors, for messages."""
+"""The advice for a model without safetensors, for messages."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""What PEFT calls the file that makes a folder an adapter's."""
+"""PEFT's file in the folder of every adapter."""
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""One of them is in every folder with a tokenizer."""
+"""Every folder with a tokenizer has at least one of them."""
 
 
 class Processor(Protocol):
-    """What a model family does to text and images before the model sees them. One file in `processors/` each."""
+    """Turns text and images into the inputs of one model family. Each family has a file in `processors/`."""
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
     eos_token_ids: tuple[int, ...]
-    """Where a response ends; the first one is what a taught response is closed with."""
+    """Tokens that end a response; supervised training appends the first one."""
     banned_tokens: tuple[int, ...]
-    """Tokens that sampling must never choose, because the model's forward would look for an image behind them."""
+    """Tokens that must never be sampled, because the model expects an image for each."""
     resize_factor: int | None
-    """Images are resized to multiples of so many pixels. None: the model takes no images."""
+    """Images are resized to multiples of this many pixels. None: the model takes no images."""
     min_pixels: int
     max_pixels: int
     resize_settings: str
-    """All that decides how pixels are resized; part of the hash of every image."""
+    """All settings that affect resizing; part of the hash of every image."""
     engine_kwargs: dict[str, Any]
     """`mm_processor_kwargs` for vLLM, so that it sees images exactly as the trainer does."""
 
     def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
-        """The text that the model reads, with one placeholder per image.
+        """Render a question as the text that the model reads, with one placeholder per image.
 
-        `<image>` in a string or a part `{"type": "image"}` says where an image goes, in a row that has images; where
-        nothing says it, all images go first. For a model that takes none, and where `columns.image_key` is None,
-        `<image>` is text like any other. Text of the question that looks like a special token is marked, so that
-        `encode` does not take it for one.
+        In a row with images, `<image>` in a string or a part `{"type": "image"}` marks the place of an image; without
+        any mark, all images come first. For a model without images, and where `columns.image_key` is None, `<image>` is
+        plain text. Text of the question that looks like a special token is escaped, so that `encode` does not read it
+        as one.
 
         Raises DataError when images and placeholders do not match, ConfigError when the model has no chat template.
         """
 
     def readable(self, text: str) -> str:
-        """A rendered prompt without the marks, for people and reward functions."""
+        """Remove the escapes from a rendered prompt, for users and reward functions."""
 
     def encode(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-        """A rendered prompt as tokens: first as the model reads it, then with one placeholder per image (for vLLM).
+        """Tokenize a rendered prompt: first as the model reads it, then with one placeholder per image (for vLLM).
 
-        `sizes` are the (width, height) of its images, in order. Raises DataError when there are more or fewer
-        placeholders than images.
+        `sizes` are the (width, height) of its images, in order. Raises DataError when the numbers of placeholders and
+        images differ.
         """
 
     def decode(self, tokens: Ints) -> str:
-        """[T] -> text, without special tokens."""
+        """Decode [T] to text, without special tokens."""
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """The model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3]. {} for no
-        image."""
+        """The model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3].
+
+        Empty without images.
+        """
 
     def token_types(self, tokens: Ints) -> Ints:
-        """[T]: 0 text, 1 image, 2 video."""
+        """The type of each token, [T]: 0 text, 1 image, 2 video."""
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Patches in time, height and width of an image of this (width, height): the work of the vision tower."""
+        """Number of patches in time, height and width of an image of this (width, height)."""
 
     def num_tokens(self, size: tuple[int, int]) -> int:
-        """Tokens that such an image takes in a prompt."""
+        """Number of prompt tokens of an image of this (width, height)."""
 
     def dummy_sample(self) -> Sample | None:
-        """The smallest sample with an image, nothing sampled; None when the model takes no images."""
+        """The smallest sample with an image, without sampled tokens; None when the model takes no images."""
 
     def parameter_group(self, name: str) -> ParameterGroup:
-        """Which part of the model a Hugging Face parameter name belongs to."""
+        """The part of the model that a Hugging Face parameter name belongs to."""
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and processor files, so that `folder` loads by itself."""
 
 
 def plugin(kind: Literal["processors", "datasets"], name: str) -> ModuleType:
-    """Import `vlmrl.<kind>.<name>`, or raise ConfigError with the names that exist."""
+    """Import `vlmrl.<kind>.<name>`. Raises ConfigError with the existing names if there is no such file."""
     names = plugin_names(kind)
     if name not in names:
         raise ConfigError(f"no file {kind}/{name}.py; there are: {', '.join(names)}")
@@ -113,7 +115,7 @@ def plugin_names(kind: Literal["processors", "datasets"]) -> list[str]:
 
 
 def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> Processor:
-    """`processor` with the image sizes that the settings give."""
+    """Load the processor of a model with the image sizes of the settings."""
     return processor(
         path,
         min_pixels=columns.min_pixels,
@@ -123,30 +125,36 @@ def processor_of(path: str, columns: Columns, *, trust_remote_code: bool = False
     )
 
 
-def check_reads_alike(reader: Processor, actors: Processor, *, what: str, actor: str) -> None:
-    """Make sure that a model beside the actor takes the actor's tokens and images for what they are.
+def check_same_inputs(other: Processor, actor_processor: Processor, *, what: str, actor: str) -> None:
+    """Check that another model reads the actor's tokens and images.
 
-    `what` is the model, with the setting that named it, and `actor` the actor's path: for the ConfigError.
+    `what` is the model with the setting that named it, and `actor` the actor's path, for the message.
+
+    Raises ConfigError if its vocabulary or image settings differ.
     """
-    is_alike = reader.tokenizer.get_vocab() == actors.tokenizer.get_vocab()
-    if is_alike and (actors.resize_factor, actors.resize_settings) == (reader.resize_factor, reader.resize_settings):
+    has_same_tokens = other.tokenizer.get_vocab() == actor_processor.tokenizer.get_vocab()
+    has_same_images = (other.resize_factor, other.resize_settings) == (
+        actor_processor.resize_factor,
+        actor_processor.resize_settings,
+    )
+    if has_same_tokens and has_same_images:
         return
-    thing = "images" if is_alike else "tokens"
     raise ConfigError(
-        f"{what} reads other {thing} than {actor}, whose responses it is to judge: use a model of the same family (a "
-        "reward model of another one can be served by vlmrl serve-rm, for reward.remote_url)"
+        f"{what} reads other {'images' if has_same_tokens else 'tokens'} than {actor}, whose responses it gets: use a "
+        "model of the same family (a reward model of another family can be served by vlmrl serve-rm, for "
+        "reward.remote_url)"
     )
 
 
 def processor(
     path: str, *, min_pixels: int, max_pixels: int, trust_remote_code: bool = False, flag: str = MODEL_FLAG
 ) -> Processor:
-    """The processor of the model in `path` (a folder or Hub id): the file that lists its model type, else `text`.
+    """Load the processor of the model in `path` (a folder or Hub id), by the file that lists its model type, or `text`.
 
     Args:
         flag: the setting that named the model, for messages.
 
-    Raises ConfigError when there is no such model, when its files cannot be read, or when its weights are pickled.
+    Raises ConfigError when the model does not exist, its files cannot be read, or its weights are pickled.
     """
     from transformers import AutoConfig
 
@@ -155,7 +163,7 @@ def processor(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{flag}: {path} is not a model that can be read: {first_line(error)}") from error
-    if not trust_remote_code:  # code that comes with a model may keep its tokenizer wherever it likes
+    if not trust_remote_code:  # code that comes with a model may keep its tokenizer in any file
         _check_tokenizer(Path(path), flag)
     modules = [plugin("processors", name) for name in plugin_names("processors")]
     families = [module for module in modules if config.model_type in module.MODEL_TYPES]
@@ -170,7 +178,7 @@ def processor(
 
 
 def located(path: str, *, flag: str = MODEL_FLAG) -> str:
-    """A model's folder as such, anything else as a Hub id.
+    """Return the folder of a local model, or the Hub id as it is.
 
     Raises ConfigError for a folder that does not exist, that holds an adapter or a run instead of a model, or whose
     weights are pickled.
@@ -185,31 +193,31 @@ def located(path: str, *, flag: str = MODEL_FLAG) -> str:
         return str(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{flag}: {path} holds an adapter and no model: add it to its base first, with vlmrl merge --merge.adapter "
-            f"{path} --merge.output FOLDER, and give that folder; to train it on, give its base, and {path} as "
-            "actor.adapter_name_or_path"
+            f"{flag}: {path} holds an adapter and no model: merge it into its base first, with vlmrl merge "
+            f"--merge.adapter {path} --merge.output FOLDER, and give that folder; to continue its training, give its "
+            f"base, and {path} as actor.adapter_name_or_path"
         )
     if (folder / "model" / "config.json").is_file():
         raise ConfigError(f"{flag}: {path} is the folder of a run: its model is in {folder / 'model'}")
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{flag}: {path} is the folder of a run, which trained an adapter: add it to its base first, with vlmrl "
-            f"merge --merge.adapter {folder / 'adapter'} --merge.output FOLDER, and give that folder"
+            f"{flag}: {path} is the folder of a run, which trained an adapter: merge it into its base first, with "
+            f"vlmrl merge --merge.adapter {folder / 'adapter'} --merge.output FOLDER, and give that folder"
         )
     return str(folder)
 
 
 def _check_tokenizer(folder: Path, flag: str) -> None:
-    """Raise ConfigError when a model's folder holds no tokenizer: Transformers would make an empty one up."""
+    """Raise ConfigError when a model's folder holds no tokenizer: Transformers would create an empty one."""
     if folder.is_dir() and not any(list(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ConfigError(
-            f"{flag}: there is no tokenizer in {folder}: copy tokenizer.json, tokenizer_config.json and what else the "
-            "model that it was made of has beside its weights"
+            f"{flag}: there is no tokenizer in {folder}: copy tokenizer.json, tokenizer_config.json and the other "
+            "small files from the model that it was made from"
         )
 
 
 def refuse_pickles(folder: Path, *, flag: str) -> None:
-    """Raise ConfigError for a model whose weights are pickled and nothing else. `flag` is the setting that named it."""
+    """Raise ConfigError for a model with pickled weights only. `flag` is the setting that named it."""
     if any(folder.glob("*.safetensors")):
         return
     pickled = next((file for pattern in _PICKLES for file in sorted(folder.glob(pattern))), None)
@@ -218,7 +226,7 @@ def refuse_pickles(folder: Path, *, flag: str) -> None:
 
 
 def looks_local(path: str) -> bool:
-    """True for what can only be a path on this machine, never a Hub id."""
+    """Whether this can only be a path on this machine, not a Hub id."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
 
 

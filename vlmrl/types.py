@@ -1,10 +1,10 @@
-"""What flows through a run: Prompt -> Group -> Sample -> Experience. Each is frozen, and complete when made.
+"""Types of the data in a run: Prompt -> Group -> Sample -> Experience. Each is frozen, and complete when created.
 
 Index t is about token t everywhere: `logprobs[t]` is the log-probability of `tokens[t]` given `tokens[:t]`, and
 `sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/inputs.py`.
 
-The shape alphabet of the project: N prompts, G answers per prompt, B samples (N * G), T tokens of a sample or of a row,
-V vocabulary, D hidden size, P vision patches, H heads, L layers.
+The shape alphabet of the project: N prompts, G responses per prompt, B samples (N * G), T tokens of a sample or of a
+row, V vocabulary, D hidden size, P vision patches, H heads, L layers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Pixels = NDArray[np.uint8]
 
 FinishReason = Literal["stop", "length"]
 Failure = Literal["infrastructure", "response"]
-"""Why a response could not be scored. `infrastructure`: a server, the network or the machine failed, so nobody knows
-what it is worth, and it is in no baseline and in no loss. `response`: its own doing (its scorer raised, twice hung
-or died), and it is worth the smaller of 0 and the lowest scored reward of its group, or of all groups where its own has
-none."""
+"""Why a response could not be scored. `infrastructure`: a server, the network or the machine failed; it has no reward,
+and enters neither baseline nor loss. `response`: the response itself caused it (its scorer raised, or twice hung or
+died); its reward is the smaller of 0 and the lowest scored reward of its group, or of all groups if its own has none.
+"""
 Retry = Literal["timeout", "death"]
-"""Why a response was scored a second time: its scorer ran too long, or its process died."""
+"""Why a response was scored a second time: its scorer timed out, or its process died."""
 
 
 class Media(Protocol):
-    """One image: a name and a size now, the pixels when somebody asks. It is a handle: copying it copies no pixels."""
+    """A handle of one image: hash and size are known, pixels are fetched on demand. Copies share the pixels."""
 
     @property
     def hash(self) -> str:
@@ -44,41 +44,41 @@ class Media(Protocol):
         """(width, height) in pixels, after resizing."""
 
     def fetch(self) -> Pixels:
-        """The pixels, [height, width, 3], already at the size that trainer and engine both use."""
+        """The pixels, [height, width, 3], at the size that trainer and engine both use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One question, ready for the engine and for the trainer."""
+    """A prompt, ready for engine and trainer."""
 
     index: int
-    """Its place in the endless stream of prompts: unique in a run. The seeds of its requests follow from it."""
+    """Position in the endless stream of prompts: unique in a run. The seeds of its requests follow from it."""
     source: str
     """The dataset and row it came from, for messages: `visual_math:17`."""
     text: str
-    """The rendered prompt, for people and for reward functions."""
+    """The rendered prompt, for users and reward functions."""
     tokens: Ints
     """[T] as the model reads it: each image placeholder expanded to one token per merged patch."""
     request: Ints
-    """[T'] the same with one placeholder per image, which is how vLLM takes it."""
+    """[T'] the same with one placeholder per image, as vLLM takes it."""
     label: str | None
-    """The expected answer, when the data has one."""
+    """The expected answer, if the data has one."""
     media: tuple[Media, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns of the row that are plain JSON values."""
+    """Other columns of the row that are plain JSON values."""
     answer: str | None = None
-    """What the model should say, for supervised training; None in every other run."""
+    """The target response of supervised training; None in other runs."""
     is_chat: bool = False
     """The row holds the question as a list of messages, not as one text."""
     label_key: str | None = None
-    """The column of its dataset that the label is from."""
+    """The dataset column of the label."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One answer, with its prompt in front: `tokens` starts with the prompt's `tokens`.
+    """A response after its prompt: `tokens` starts with the prompt's `tokens`.
 
-    Example: prompt [5, 6], answer [7, 2] -> tokens [5, 6, 7, 2], sampled [F, F, T, T], logprobs [0, 0, -0.1, -0.3].
+    Example: prompt [5, 6], response [7, 2] -> tokens [5, 6, 7, 2], sampled [F, F, T, T], logprobs [0, 0, -0.1, -0.3].
     """
 
     tokens: Ints
@@ -88,10 +88,10 @@ class Rollout:
     logprobs: Floats
     """[T] from the engine; 0 where not sampled."""
     text: str
-    """The answer, decoded without special tokens."""
+    """The response, decoded without special tokens."""
     finish_reason: FinishReason
     version: int
-    """Version of the weights that produced it."""
+    """Version of the weights that sampled it."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.tokens), len(self.sampled), len(self.logprobs)}
@@ -105,7 +105,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """A prompt and its G answers. The prompt's images are held once, however many answers there are."""
+    """A prompt and its G responses. The prompt's images are held once, however many responses there are."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -113,20 +113,20 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the reward functions said of one answer."""
+    """The scores of one response."""
 
     total: float
-    """The weighted sum, before any shaping."""
+    """The weighted sum, before shaping."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Each reward function's own score, unweighted."""
+    """The score of each reward source, unweighted."""
     failure: Failure | None = None
-    """Why there is no score; None: there is one."""
+    """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] what a process reward model pays at single tokens, beside `total`; 0 elsewhere. T is that of the rollout."""
+    """[T] rewards of single tokens by a process reward model, which `total` does not include; 0 elsewhere."""
     retried: Retry | None = None
-    """Why it was scored twice, if it was; `failure` says whether the second time was as bad."""
+    """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""
     problem: str | None = None
-    """One line on what went wrong where there is no score: the error and its place, for people."""
+    """Why there is no score, in one line for users: the error and where it was raised."""
 
     @property
     def failed(self) -> bool:
@@ -135,18 +135,18 @@ class Score:
 
     @property
     def has_reward(self) -> bool:
-        """Something is known of what the response is worth: it takes part in baseline and loss."""
+        """The response has a reward, and so enters baseline and loss."""
         return self.failure != "infrastructure"
 
     @property
     def earned(self) -> float:
-        """All that the answer is paid, at its end and on its way, before any shaping."""
+        """The total plus all token rewards, before shaping."""
         return self.total if self.token_rewards is None else self.total + float(self.token_rewards.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sequence to train on: what the model reads, and which of its tokens it is responsible for."""
+    """A sequence to train on, and which of its tokens were sampled."""
 
     tokens: Ints
     """[T]"""
@@ -154,24 +154,23 @@ class Sample:
     """[T] True on the tokens that enter the loss."""
     media: tuple[Media, ...] = ()
     group: int = 0
-    """Which prompt of the batch it answers: samples of one group begin with the same tokens and the same media."""
+    """Number of its prompt in the batch: samples of one group begin with the same tokens and the same media."""
     source: str = ""
     """The dataset and row of its prompt, for messages."""
     prefix: int | None = None
-    """Tokens before the response, where `sampled` does not tell: a response without a reward is left out of the loss,
-    all of it."""
+    """Number of tokens before the response, for a sample that is left out of the loss: its `sampled` is all False."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.sampled):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} flags of what was sampled")
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} values of `sampled`")
 
     def left_out(self) -> Sample:
-        """The same, with no token in the loss."""
+        """A copy with no token in the loss."""
         return replace(self, sampled=np.zeros_like(self.sampled), prefix=self.prompt_length)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first that was sampled; all of them when none was."""
+        """Number of tokens before the first sampled one; all if none was sampled."""
         if self.prefix is not None:
             return self.prefix
         return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
@@ -179,42 +178,42 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """A batch of samples and everything that the loss needs to know of each token. Lists run over samples."""
+    """A batch of samples, with all per-token inputs of the loss. Lists run over samples."""
 
     samples: Sequence[Sample]
     """B of them."""
     advantages: Sequence[Floats]
     """B arrays of [T]; 0 where not sampled."""
     old_logprobs: Sequence[Floats] | None
-    """B arrays of [T]: the policy when the experience was made, recomputed by the trainer. None: the policy is still
-    the same, and finds them while it learns."""
+    """B arrays of [T]: by the policy before the update, recomputed by the trainer. None: the update makes one pass, and
+    uses its own log-probs."""
     rollout_logprobs: Sequence[Floats]
-    """B arrays of [T]: the rollout engine's own."""
+    """B arrays of [T]: by the engine, when it sampled."""
     ref_logprobs: Sequence[Floats] | None = None
-    """B arrays of [T], or None when no reference takes part in the loss."""
+    """B arrays of [T]; None when no reference takes part in the loss."""
     values: Sequence[Floats] | None = None
-    """B arrays of [T]: what the critic predicted when the experience was made; None without a critic."""
+    """B arrays of [T]: by the critic before the update; None without a critic."""
     returns: Sequence[Floats] | None = None
-    """B arrays of [T]: what it should have predicted."""
+    """B arrays of [T]: the targets of the critic."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss."""
     span: tuple[float, float] | None = None
-    """Which share of the run it stands for, from 0 to 1, where optimizer steps do not say how far the run is: with
-    dynamic filtering a step takes as many prompts as it needs. The learning rate follows it. None: it counts steps."""
+    """Progress of the run before and after this step, from 0 to 1, which the learning rate follows. With dynamic
+    filtering steps take different numbers of prompts; None without it, where the schedule counts optimizer steps."""
 
     def __post_init__(self) -> None:
         lengths = [len(s.tokens) for s in self.samples]
         for name in _COLUMNS:
             column = getattr(self, name)
             if column is not None and [len(row) for row in column] != lengths:
-                raise ValueError(f"the {name} of an experience do not line up with its samples")
+                raise ValueError(f"the {name} of an experience do not match the lengths of its samples")
 
     def select(self, rows: Sequence[int]) -> Experience:
-        """The experience of these samples alone, in this order."""
+        """The experience of these samples, in this order."""
         return self.rearranged([self.samples[r] for r in rows], lambda column: [column[r] for r in rows])
 
     def rearranged(self, samples: Sequence[Sample], pick: Callable[[Sequence[Floats]], Sequence[Floats]]) -> Experience:
-        """The same of `samples`, with what `pick` makes of every column that there is."""
+        """An experience of `samples`, with `pick` applied to every column that is not None."""
         picked: dict[str, Any] = {
             name: pick(getattr(self, name)) for name in _COLUMNS if getattr(self, name) is not None
         }
@@ -226,7 +225,7 @@ _COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "v
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of one optimizer step over all ranks and micro-batches: what the loss is divided by."""
+    """Counts of one optimizer step over all ranks and micro-batches, by which the loss is divided."""
 
     num_tokens: int
     """Sampled tokens."""
@@ -236,6 +235,6 @@ class Totals:
 
 Layout = Literal["padded", "packed", "shared"]
 Part = Literal["whole", "base", "adapter"]
-"""What of a model is sent: all of it, adapters merged in; all of it without them; or its adapters alone."""
+"""The part of a model that is synced: the model with its adapters merged, the model without them, or the adapters."""
 Metrics = dict[str, float]
 """`area/quantity` -> value, one step's worth."""

@@ -13,11 +13,12 @@ from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import roles_of
 from vlmrl.cluster.session import session
-from vlmrl.commands.preflight import plan_of, plan_of_critic
+from vlmrl.commands.preflight import actor_adapter_plan, critic_adapter_plan
 from vlmrl.config.run import RlConfig
 from vlmrl.config.schedule import last_step
 from vlmrl.plugins import processor_of
-from vlmrl.trainer.rl import Carried, Course, train
+from vlmrl.trainer.collect import PromptBudget
+from vlmrl.trainer.rl import LoopState, train
 
 Measured = dict[str, float]
 """`seconds` of a step, `<phase>_s` of its phases, and the step's metrics under their own names."""
@@ -37,13 +38,13 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
         engines, policy, weight_sync, reference, critic, reward_sources = builder.roles(
             config,
             tools,
-            adapter=plan_of(config, tools),
-            critics=plan_of_critic(config),
+            adapter=actor_adapter_plan(config, tools),
+            critics=critic_adapter_plan(config),
             num_rows=prompts.num_rows,
             report=clock,
         )
         weight_sync.sync(0)
-        course = Course(prompts.num_rows * config.train.num_episodes)
+        budget = PromptBudget(prompts.num_rows * config.train.num_episodes)
 
         def steps() -> Iterator[Measured]:
             for step in range(1, last_step(config, prompts.num_rows) + 1):
@@ -59,15 +60,15 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
                     critic=critic,
                     report=clock,
                     check_responses=lambda step, groups: {},
-                    check_publish=lambda version: {},
-                    after_step=lambda step, judged: {
-                        "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in judged.groups)
+                    check_sync=lambda version: {},
+                    after_step=lambda step, batch: {
+                        "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in batch.groups)
                     },
-                    save=lambda step, carried: None,
+                    save=lambda step, state: None,
                     first_step=step,
                     last_step=step,
-                    course=course,
-                    carried=Carried(config.algo.kl.init_coef),
+                    budget=budget,
+                    state=LoopState(config.algo.kl.init_coef),
                 )
                 yield {"seconds": time.perf_counter() - started} | clock.take()
 

@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 from vlmrl.cluster.models import count, experience_of  # noqa: E402
 from vlmrl.commands.bench.memory import peak_bytes  # noqa: E402
-from vlmrl.commands.bench.samples import make_experience, make_samples  # noqa: E402
+from vlmrl.commands.bench.samples import make_samples, random_experience  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
 from vlmrl.config.bench import Samples  # noqa: E402
 from vlmrl.config.critic import Critic  # noqa: E402
@@ -74,7 +74,7 @@ def main(path: str, case: dict[str, Any]) -> None:
         filler=reader.dummy_sample(),
     )[0]
     zeros = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
-    experience = replace(make_experience(samples, zeros, seed=0), values=zeros, returns=zeros)
+    experience = replace(random_experience(samples, zeros, seed=0), values=zeros, returns=zeros)
     work = [[(pack, experience_of(pack, experience)) for pack in packs]], [count(experience.samples)]
     common = {"ds": ds, "loop": Loop(layout="padded"), "columns": columns, "vision": Vision(cache_gib=0.0)}
     common |= {"total_steps": 2, "adapter": adapter}

@@ -63,7 +63,7 @@ def test_an_actor_that_hangs_is_an_error_that_names_it() -> None:
 
 def test_an_actor_that_dies_is_an_error_that_names_it() -> None:
     group = start(partial(importlib.import_module, "os"))
-    with pytest.raises(ClusterError, match=r"^helper on \S+ ended (with exit code 3|without a word)") as caught:
+    with pytest.raises(ClusterError, match=r"^helper on \S+ ended (with exit code 3|without a message)") as caught:
         group.call(lambda os: os._exit(3))
     assert "\n" not in str(caught.value)
     group.shutdown()

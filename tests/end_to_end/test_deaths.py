@@ -49,7 +49,7 @@ def reward(completions, answer, **columns):
         raise ValueError("one of them is odd")
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
-BY_SIGKILL = r"(was killed by signal 9 \(SIGKILL\)|ended without a word)"
+BY_SIGKILL = r"(was killed by signal 9 \(SIGKILL\)|ended without a message)"
 
 
 def line_of_death(

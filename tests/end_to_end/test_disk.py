@@ -60,7 +60,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_loses_nothing(tmp_path: Path, 
         assert re.search(
             r"step_?\d* .*(takes about .*has no room|cannot be written to .*No space left on device)", line
         )
-        assert line.endswith(f"; {newest} is whole: go on from it with --ckpt.load_enable")
+        assert line.endswith(f"; {newest} is complete: resume from it with --ckpt.load_enable")
         assert "Traceback" not in out + errors
         assert not list(folder.checkpoints.glob("*.tmp")), "half a checkpoint keeps a full disk full"
 
@@ -69,7 +69,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_loses_nothing(tmp_path: Path, 
         out, errors = rest.communicate(timeout=120)
         assert rest.returncode == 0, errors[-3000:]
         told = " ".join(out.split())
-        assert f"going on from step {len(saved)} with other settings: " in told
+        assert f"resuming after step {len(saved)} with other settings: " in told
         assert "train.batch_size 2 -> 4" in told
         # The rows that are left, in batches of 4; the learning rate goes on where the rows are.
         drawn = 2 * len(saved)

@@ -226,7 +226,7 @@ def test_a_checkpoint_goes_on_where_the_machines_have_changed_places(
     with two_machines(head=1) as swapped:
         code, output = swapped.run(1, command)
     assert code == 0, output
-    assert f"continuing after step {KEPT}" in output
+    assert f"resuming after step {KEPT}" in output
     assert_same_numbers(steps_of(out), unbroken)
     assert (out / "model/config.json").exists()
 

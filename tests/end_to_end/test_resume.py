@@ -126,7 +126,7 @@ def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, 
     done = max(read_metrics(out))
     saved = out / f"checkpoints/step_{done:06d}"
     assert (saved / "extra.json").exists()
-    line = f"vlmrl rl: stopped by {number.name}: after step {done}; go on from {saved} with --ckpt.load_enable"
+    line = f"vlmrl rl: stopped by {number.name}: after step {done}; resume from {saved} with --ckpt.load_enable"
     assert log.read_text().splitlines()[-1] == line
     assert "Traceback" not in log.read_text()
     assert not (out / "run.lock").exists()

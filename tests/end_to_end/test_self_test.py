@@ -35,4 +35,4 @@ def test_the_self_test_proves_this_machine(tmp_path: Path) -> None:
         }
         assert all(lines[name]["figure"] == "no NVIDIA device" for name in skipped)
     assert "digests and responses changed" in lines["publish through memory"]["figure"]
-    assert "images move log-probs" in lines["two GRPO steps with images"]["figure"]
+    assert "images change log-probs" in lines["two GRPO steps with images"]["figure"]

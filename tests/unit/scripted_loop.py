@@ -1,4 +1,4 @@
-"""Small honest parts of the loop: an engine that answers by a script, a policy that remembers what it was taught."""
+"""Small fakes for the parts of the loop: an engine with scripted responses, a policy that records its updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from vlmrl.config.run import RlConfig
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer.rl import Carried, Course, Critic, Ending, train
+from vlmrl.trainer.collect import Ending, PromptBudget
+from vlmrl.trainer.protocols import Critic
+from vlmrl.trainer.rl import LoopState, train
 from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Score
 from vlmrl.verify.logprobs import compare_engine
 
@@ -34,7 +36,7 @@ def make_rollout(prompt: Prompt, text: str, *, version: int, length: int = 1, fi
 
 
 class ScriptedEngine:
-    """Answers every prompt twice: once wrong, once right. Its version is what was last published."""
+    """Responds to every prompt twice, once wrong and once right. Its version is that of the last weight sync."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -68,7 +70,7 @@ class CountingPrompts:
 
 
 class LabelRewarder:
-    """1 for the label. Remembers what it was told of before it was asked."""
+    """Scores 1 for the label. Records the order in which scoring began."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -166,12 +168,12 @@ def run(
             "weight_sync": ScriptedSync(policy.engine),
             "first_step": 1,
             "reference": None,
-            "course": Course(num_prompts),
-            "carried": Carried(settings.algo.kl.init_coef),
+            "budget": PromptBudget(num_prompts),
+            "state": LoopState(settings.algo.kl.init_coef),
             "check_responses": lambda step, groups: {},
-            "check_publish": lambda version: {},
-            "after_step": lambda step, judged: {},
-            "save": lambda step, carried: None,
+            "check_sync": lambda version: {},
+            "after_step": lambda step, batch: {},
+            "save": lambda step, state: None,
         }
         | hooks,
     )

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from vlmrl.parallel import settle, together
+from vlmrl.parallel import run_parallel, settle
 
 
 def test_calls_run_side_by_side_and_answer_in_order() -> None:
     both = threading.Barrier(2, timeout=10)
-    assert together(lambda: (both.wait(), "a")[1], lambda: (both.wait(), "b")[1]) == ["a", "b"]
-    assert together() == []
+    assert run_parallel(lambda: (both.wait(), "a")[1], lambda: (both.wait(), "b")[1]) == ["a", "b"]
+    assert run_parallel() == []
 
 
 def test_the_first_error_is_told_while_others_still_wait() -> None:
@@ -23,7 +23,7 @@ def test_the_first_error_is_told_while_others_still_wait() -> None:
 
     try:
         with pytest.raises(ValueError, match="at once"):
-            together(lambda: ended.wait(30), fail)
+            run_parallel(lambda: ended.wait(30), fail)
         assert not ended.is_set()
     finally:
         ended.set()
@@ -36,7 +36,7 @@ def test_calls_that_were_given_up_are_waited_for_as_long_as_they_may_take() -> N
         raise ValueError("at once")
 
     with pytest.raises(ValueError, match="at once"):
-        together(lambda: ended.wait(30), fail)
+        run_parallel(lambda: ended.wait(30), fail)
     assert not settle(0.05)
     ended.set()
     assert settle(10)
@@ -45,9 +45,9 @@ def test_calls_that_were_given_up_are_waited_for_as_long_as_they_may_take() -> N
 def test_a_call_that_never_returns_does_not_keep_the_program_from_ending() -> None:
     code = """
 import threading
-from vlmrl.parallel import together
+from vlmrl.parallel import run_parallel
 def fail(): raise ValueError("at once")
-together(threading.Event().wait, fail)
+run_parallel(threading.Event().wait, fail)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1

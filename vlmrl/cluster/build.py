@@ -42,7 +42,7 @@ from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.train import Loop
 from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
-from vlmrl.parallel import settle, together
+from vlmrl.parallel import run_parallel, settle
 from vlmrl.plugins import Processor
 from vlmrl.rollout.capacity import described
 
@@ -211,7 +211,7 @@ class RoleBuilder:
         # others load onto its GPUs while it measures what is free there.
         shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
         first = [starts.pop(0)()] if shares_gpus else []
-        engines, learners, rewarder, models = [*first, *together(*starts)]
+        engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
         ranks = learners.policy.ranks
         plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
         return Roles(
@@ -236,7 +236,7 @@ class RoleBuilder:
         """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
         trained: _Trained
         reference: WorkerGroup[Reference] | None
-        trained, reference = together(
+        trained, reference = run_parallel(
             lambda: self._trained(config, adapter=adapter, critics=critics, num_rows=num_rows),
             lambda: self._reference(config),
         )
@@ -271,7 +271,7 @@ class RoleBuilder:
             both = PolicyAndCriticSettings(policy=policy, critic=critic)
             pair = self.group("actor", both.build, timeout_s=timeout_s, distributed=True)
             return _Trained(pair, pair, pair)
-        policy_group, critic_group = together(
+        policy_group, critic_group = run_parallel(
             lambda: self.policy(policy),
             lambda: self.group("critic", critic.build, timeout_s=timeout_s, distributed=True),
         )
@@ -292,7 +292,7 @@ class RoleBuilder:
         """The ranks of reward models, by role."""
         settings = reward_model_settings(config)
         start = partial(self.group, timeout_s=config.train.timeout_s, distributed=True)
-        groups = together(*(partial(start, role, given.build) for role, given in settings.items()))
+        groups = run_parallel(*(partial(start, role, given.build) for role, given in settings.items()))
         return dict(zip(settings, groups, strict=True))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmrl.errors import ClusterError, VlmrlError
-from vlmrl.system.exits import Pidfd, described, fatal_signal, last_words, may_be_memory, oom_kills
+from vlmrl.system.exits import Pidfd, fatal_signal, format_exit, log_tail, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError
@@ -136,15 +136,15 @@ class Roster:
             code = fatal_signal(member.log)
         if code is None and (stated := _EXIT_CODE.search(said)):
             code = int(stated.group(1))
-        by_kernel = member.is_here and may_be_memory(code) and oom_kills() > self._killed_before
+        by_kernel = member.is_here and may_be_out_of_memory(code) and oom_kills() > self._killed_before
         is_out_of_memory = by_kernel or "running low on memory" in said
         if self.dump is not None:
-            words = "" if member.log is None else "\n".join(last_words(member.log).splitlines()[-_SHOWN:])
+            words = "" if member.log is None else "\n".join(log_tail(member.log).splitlines()[-_SHOWN:])
             self.dump(f"{member} died. Ray says:\n{said}\nIts last words:\n{words}\n")
-        line = f"{member} {described(code, is_out_of_memory=is_out_of_memory)}"
+        line = f"{member} {format_exit(code, is_out_of_memory=is_out_of_memory)}"
         if is_out_of_memory:
             return f"{line}; {advice_of(member.role)}"
-        if may_be_memory(code):
+        if may_be_out_of_memory(code):
             return f"{line}; most often memory is used up: {advice_of(member.role)}"
         return f"{line}; its last words are in the log"
 

@@ -160,7 +160,7 @@ class RemoteEngines:
                 under_way[self._start_prompt(engine, prompts[number], sampling)] = (number, engine)
                 self._engine_of[prompts[number].index] = engine
                 load[engine] += 1
-            with stops.waiting():
+            with stops.interruptible_wait():
                 done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
             if not done:
                 raise ClusterError(

@@ -18,7 +18,7 @@ from vlmrl.cluster import OF_OUR_OWN
 from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
-from vlmrl.startup.driver import hides_gpus, installed_driver, mend_of_gpu
+from vlmrl.startup.driver import gpu_fault_and_fix, hides_gpus, installed_driver
 from vlmrl.system import machine, stops
 from vlmrl.system.scratch import VARIABLE, remove_here, scratch
 from vlmrl.system.stops import Stopped
@@ -78,7 +78,7 @@ def local_session() -> Session:
 
     count = torch.cuda.device_count()
     if count and not torch.cuda.is_available():  # torch counts devices that it cannot use, too
-        raise ClusterError(": ".join(mend_of_gpu(torch.version.cuda, installed_driver())))
+        raise ClusterError(": ".join(gpu_fault_and_fix(torch.version.cuda, installed_driver())))
     gpus = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"), count, where="this machine")
     return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=count, gpus=gpus),))
 
@@ -125,7 +125,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
     before = set(psutil.Process().children())
     family: list[psutil.Process] | None = None
     try:
-        with stops.withheld():
+        with stops.signals_blocked():
             if joins:
                 ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
             else:
@@ -139,7 +139,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
                     # Ray opens this folder and what it makes in it to every user of the machine, sockets included.
                     _temp_dir=str(folder / "r"),
                 )
-            stops.attend()
+            stops.install_handlers()
             family = _new_children(before)
     except SystemExit:  # Ray's own handler, in the moment between its start and our taking over
         raise Stopped(signal.SIGTERM) from None
@@ -208,7 +208,7 @@ def _end_ray(roots: Sequence[psutil.Process]) -> None:
         with suppress(psutil.Error):  # it has ended by itself
             family += root.children(recursive=True)
     ray.shutdown()
-    stops.end_family(family)
+    stops.kill_processes(family)
 
 
 def _alive_nodes() -> tuple[Node, ...]:

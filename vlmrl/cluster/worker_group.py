@@ -27,7 +27,7 @@ from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup.driver import has_gpu
 from vlmrl.system import memory, stops
 from vlmrl.system.exits import Pidfd
-from vlmrl.system.scratch import MEETING_FILE, enter_that_of_the_run
+from vlmrl.system.scratch import MEETING_FILE, enter_from_environment
 
 Role_co = TypeVar("Role_co", covariant=True)
 _Result = TypeVar("_Result")
@@ -51,9 +51,9 @@ class _Worker:
     def __init__(self) -> None:
         from vlmrl import startup
 
-        enter_that_of_the_run()
+        enter_from_environment()
         startup.prepare()
-        stops.ignored()
+        stops.ignore_signals()
         self._role: Any = None
 
     def ping(self) -> None:
@@ -298,7 +298,7 @@ class WorkerGroup(Generic[Role_co]):
     def _get(self, refs: Any, timeout_s: float | None = None) -> Any:
         limit = timeout_s or self._timeout_s
         try:
-            with stops.waiting():
+            with stops.interruptible_wait():
                 return ray.get(refs, timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             raise ClusterError(

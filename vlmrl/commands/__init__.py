@@ -1,1 +1,1 @@
-"""What the command line runs: one file for each verb, and what verbs share."""
+"""The verbs of the command line, a file each, and the code that they share."""

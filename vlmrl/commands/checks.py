@@ -1,4 +1,4 @@
-"""The checks of an RL run: how they reach its roles, and when they are due."""
+"""The checks of an RL run, built from its roles."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from vlmrl.cluster.build import Roles
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
 from vlmrl.cluster.rewards import RewardSources
+from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.report import RunReport
 from vlmrl.plugins import Processor
 from vlmrl.types import Floats, Group, Metrics
-from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
+from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
 from vlmrl.verify.images import ImageGroundingCheck
 from vlmrl.verify.layouts import check_layouts
 from vlmrl.verify.logprobs import are_alike, largest_gap, noise_floor, rounding
@@ -32,9 +34,9 @@ class Checks:
     noise: NoiseCheck | None
     adapters: AdapterCheck | None
     first_step: int
-    """Of this process: the first after a start or a resume."""
+    """The first step after a start or a resume."""
 
-    def responses(self, step: int, groups: Sequence[Group]) -> Metrics:
+    def check_responses(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Check a step's responses before its update, while engines and policy hold the weights that sampled them."""
         metrics: Metrics = {}
         if step == self.first_step:
@@ -48,12 +50,40 @@ class Checks:
                 metrics |= self.noise.check(step, groups)
         return metrics
 
-    def published(self, version: int) -> Metrics:
+    def check_sync(self, version: int) -> Metrics:
         """Check the engines after a weight sync, before they generate with it."""
         if self.adapters is None:
             return {}
         with self.report.phase("verify_adapters"), self.policy.uncounted():
             return self.adapters.check(version)
+
+
+def make_checks(
+    config: RlConfig,
+    processor: Processor,
+    adapter: AdapterPlan | None,
+    roles: Roles,
+    report: RunReport,
+    *,
+    on_gpu: bool,
+    first_step: int,
+) -> Checks:
+    """Build the checks that the settings ask for."""
+    engines, policy, _, reference, critic, reward_sources = roles
+    return Checks(
+        report,
+        policy,
+        images=image_check(config, engines, policy, reference, critic, reward_sources),
+        noise=noise_check(config, engines, policy, on_gpu=on_gpu, say=report.say),
+        adapters=adapter_check(config, processor, engines, policy, adapter),
+        first_step=first_step,
+    )
+
+
+def report_adapter_check(config: RlConfig, adapter: AdapterPlan, checks: Checks, *, version: int) -> None:
+    """Show how the adapter reaches the engines, and the result of checking it after the first weight sync."""
+    checks.report.say(format_sync(adapter, ds=config.ds, vllm=config.vllm))
+    checks.report.say(format_check(checks.check_sync(version)))
 
 
 def image_check(
@@ -68,7 +98,7 @@ def image_check(
     paths = {
         "engine": engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
-        # Reads the vision cache that the first pass filled.
+        # A second time, from the vision cache that the first pass filled.
         "old_again": lambda groups: policy.logprobs(to_samples(groups)),
         "padded": lambda groups: policy.logprobs(to_samples(groups), layout="padded"),
         "update": lambda groups: policy.logprobs(to_samples(groups), gradient=True),
@@ -92,14 +122,14 @@ def noise_check(
     on_gpu: bool,
     say: Callable[[str], None],
 ) -> NoiseCheck | None:
-    """The comparison of engine and trainer by measured noise; None where they differ by the user's choice."""
+    """The comparison of engine and trainer by measured noise; None if the settings make them differ."""
     if not are_alike(config):
         return None
-    # In fp32 on GPUs the ceiling holds alone (see `noise_floor`), and layers in 4 bits do not multiply in fp64.
+    # In fp32 on GPUs the fixed floor is used alone (see `noise_floor`), and 4-bit layers cannot compute in fp64.
     is_measured = config.ds.param_dtype == "bf16" or not (on_gpu or config.ds.load_in_4bit)
 
-    def padded(groups: Sequence[Group], **how: bool) -> list[Floats]:
-        return policy.logprobs(to_samples(groups), layout="padded", **how)
+    def padded(groups: Sequence[Group], **options: bool) -> list[Floats]:
+        return policy.logprobs(to_samples(groups), layout="padded", **options)
 
     paths = Paths(
         prefill=engines.score,
@@ -120,15 +150,15 @@ def noise_check(
 
 
 def adapter_check(
-    config: RlConfig, tools: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
+    config: RlConfig, processor: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
 ) -> AdapterCheck | None:
-    """The check of every sync of adapters; None without adapters."""
+    """The check of adapters after every weight sync; None without adapters."""
     if adapter is None:
         return None
     return AdapterCheck(
         engines=engines,
         learner=policy,
-        prompt=partial(prompt_of, processor=tools, data=config.data),
+        prompt=partial(prompt_of, processor=processor, data=config.data),
         sampling=sampling_of(config.rollout, seed=config.train.seed),
         bound=largest_gap(config),
         floor=rounding(config),

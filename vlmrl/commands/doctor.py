@@ -1,7 +1,7 @@
-"""`vlmrl doctor`: what is installed, what works here, and how to mend what does not.
+"""`vlmrl doctor`: report what is installed, what works on this machine, and how to fix what does not.
 
-Every library is asked in a process of its own: one that crashes, hangs or is of the wrong build costs one line of the
-report, never the report.
+Every library is tested in its own process: one that crashes, hangs or is the wrong build costs a line of the report,
+not the report.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ INSTALL = "run `make setup`, or `pip install 'vlmrl[cpu]'` (`vlmrl[gpu]` where t
 
 
 class ProbeError(Exception):
-    """Something does not work. The second argument says how to mend it, when the probe knows better than its check."""
+    """A failed probe: the message, and optionally a fix that takes the place of its check's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question of the report."""
+    """One line of the report."""
 
     name: str
     probe: str
-    """`module:function`; it returns what it found, or raises."""
-    mend: str
+    """`module:function`, which returns a detail for the report, or raises."""
+    fix: str
     essential: bool = True
-    """Without it nothing trains: the exit code is 1 when it fails."""
+    """The exit code is 1 when it fails: nothing trains without it."""
     isolated: bool = True
-    """Ask in a process of its own, because heavy libraries take part."""
+    """Run in a process of its own, because it imports heavy libraries."""
 
 
-# --- what the libraries do: each of these runs in a process of its own ----------------------------------------------
+# --- probes of libraries: each runs in a process of its own ---------------------------------------------------------
 
 
 def torch_works() -> str:
     import torch
 
-    seen = machine.devices()
-    if not seen.ok:
-        raise ProbeError(seen.detail, seen.mend)
+    finding = machine.devices()
+    if not finding.ok:
+        raise ProbeError(finding.detail, finding.fix)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ones = torch.ones(64, 64, device=device)
     if float((ones @ ones).sum()) != 64**3:
@@ -80,7 +80,7 @@ def torchvision_works() -> str:
 
 
 def transformers_works() -> str:
-    # These are the two imports that a torchaudio built for another torch takes down.
+    # A torchaudio that was built for another torch breaks these two imports.
     from peft import LoraConfig
     from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
@@ -91,11 +91,11 @@ def vllm_works() -> str:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    found, wanted = current_platform.device_type or "unknown", "cuda" if has_gpu() else "cpu"
-    if found != wanted:
-        raise ProbeError(f"platform {found}, not {wanted}", f"not the vllm for this machine: {INSTALL}")
+    platform, expected = current_platform.device_type or "unknown", "cuda" if has_gpu() else "cpu"
+    if platform != expected:
+        raise ProbeError(f"platform {platform}, not {expected}", f"not the vllm for this machine: {INSTALL}")
     current_platform.import_kernels()
-    return f"platform {found}, {AsyncLLM.__name__} imports"
+    return f"platform {platform}, {AsyncLLM.__name__} imports"
 
 
 def deepspeed_works() -> str:
@@ -103,11 +103,11 @@ def deepspeed_works() -> str:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    found = f"{accelerator.device_name()} over {accelerator.communication_backend_name()}"
-    wanted = "cuda over nccl" if shows_gpu() else "cpu over gloo"
-    if found != wanted:
-        raise ProbeError(f"{found}, not {wanted}", "unset DS_ACCELERATOR, or correct it")
-    return found
+    backend = f"{accelerator.device_name()} over {accelerator.communication_backend_name()}"
+    expected = "cuda over nccl" if shows_gpu() else "cpu over gloo"
+    if backend != expected:
+        raise ProbeError(f"{backend}, not {expected}", "unset DS_ACCELERATOR, or correct it")
+    return backend
 
 
 def ray_works() -> str:
@@ -127,21 +127,22 @@ def bitsandbytes_works() -> str:
     # Rounding normal numbers to the 16 levels of NF4 costs 9 % of their size.
     if not error < 0.15:
         raise ProbeError(f"NF4 on {device} is off by {error:.0%}")
-    found = f"NF4 to and fro on {device}, off by {error:.0%}"
+    detail = f"NF4 round trip on {device} is off by {error:.0%}"
     if device == "cpu":
-        return f"{found}; its optimizers need CUDA"
-    moved = torch.nn.Parameter(weight.clone())
-    moved.grad = torch.ones_like(weight)
-    AdamW8bit([moved], lr=0.5, weight_decay=0.0).step()
-    # Adam's first step is as long as its learning rate.
-    if not torch.allclose(weight - moved, torch.full_like(weight, 0.5), rtol=0.05):
+        return f"{detail}; its optimizers need CUDA"
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.grad = torch.ones_like(weight)
+    AdamW8bit([parameter], lr=0.5, weight_decay=0.0).step()
+    # The length of Adam's first step is the learning rate.
+    if not torch.allclose(weight - parameter, torch.full_like(weight, 0.5), rtol=0.05):
         raise ProbeError("a step of its 8-bit Adam is wrong")
-    plugin = "is there" if importlib.util.find_spec("vllm_bnb_plugin") else "is not, for vllm.qlora_base bitsandbytes"
-    return f"{found}; 8-bit Adam steps; vllm-bnb-plugin {plugin}"
+    has_plugin = importlib.util.find_spec("vllm_bnb_plugin") is not None
+    plugin = "is installed" if has_plugin else "is missing, for vllm.qlora_base bitsandbytes"
+    return f"{detail}; 8-bit Adam works; vllm-bnb-plugin {plugin}"
 
 
 def reward_servers_work() -> str:
-    """What `vlmrl serve-rm` and `reward.remote_url http://...` speak with."""
+    """Libraries of `vlmrl serve-rm` and `reward.remote_url http://...`."""
     import fastapi
     import httpx
     import uvicorn
@@ -167,41 +168,39 @@ CHECKS: tuple[Check | Callable[[], Finding], ...] = (
 )
 
 
-# --- asking --------------------------------------------------------------------------------------------------------
+# --- running checks ------------------------------------------------------------------------------------------------
 
 
-def ask(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Finding:
-    """Run one check, wherever it has to run. Never raises."""
+def run_check(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Finding:
+    """Run one check, in a process of its own if it is isolated. Never raises."""
     if not isinstance(check, Check):
-        return machine.look(check)
+        return machine.run_check(check)
     if check.isolated:
-        return _ask_elsewhere(check, timeout_s)
+        return _run_isolated(check, timeout_s)
     try:
         return Finding(check.name, ok=True, essential=check.essential, detail=_resolve(check.probe)())
-    # Whatever a probe meets is its answer.
-    except Exception as error:
-        return Finding(check.name, ok=False, essential=check.essential, **_explain(error, check.mend))
+    except Exception as error:  # a probe may raise anything: that is its result
+        return Finding(check.name, ok=False, essential=check.essential, **_explain(error, check.fix))
 
 
-def answer(probe: str) -> None:
-    """The other side of an isolated check: run the probe and print its answer as the last line, as JSON."""
+def run_probe(probe: str) -> None:
+    """Run a probe in the process of an isolated check, and print the result as a last line of JSON."""
     try:
         line: dict[str, Any] = {"ok": True, "detail": _resolve(probe)()}
-    # Whatever a probe meets is its answer.
-    except Exception as error:
+    except Exception as error:  # a probe may raise anything: that is its result
         line = {"ok": False, **_explain(error, "")}
     sys.stdout.write("\n" + json.dumps(line) + "\n")
 
 
-def _ask_elsewhere(check: Check, timeout_s: float) -> Finding:
-    def failed(detail: str, mend: str = "") -> Finding:
-        return Finding(check.name, ok=False, essential=check.essential, detail=detail, mend=mend or check.mend)
+def _run_isolated(check: Check, timeout_s: float) -> Finding:
+    def failed(detail: str, fix: str = "") -> Finding:
+        return Finding(check.name, ok=False, essential=check.essential, detail=detail, fix=fix or check.fix)
 
-    code = f"from vlmrl.commands.doctor import answer; answer({check.probe!r})"
+    code = f"from vlmrl.commands.doctor import run_probe; run_probe({check.probe!r})"
     env = os.environ | startup.environment()
     env["PYTHONPATH"] += f"{os.pathsep}{Path(vlmrl.__file__).parents[1]}"
     try:
-        # -P: a folder called `ray` where the user happens to stand is not Ray.
+        # -P: a folder called `ray` in the working directory is not Ray.
         child = subprocess.run(
             [sys.executable, "-P", "-c", code],
             capture_output=True,
@@ -213,33 +212,32 @@ def _ask_elsewhere(check: Check, timeout_s: float) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return failed(f"no answer within {timeout_s:.0f} s")
+        return failed(f"no result within {timeout_s:.0f} s")
     try:
-        said = json.loads(child.stdout.strip().splitlines()[-1])
-        ok, detail = bool(said["ok"]), str(said["detail"])
-    # It died before it could answer, and what it printed is not JSON of ours.
-    except (IndexError, ValueError, KeyError, TypeError):
-        last = (child.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        result = json.loads(child.stdout.strip().splitlines()[-1])
+        ok, detail = bool(result["ok"]), str(result["detail"])
+    except (IndexError, ValueError, KeyError, TypeError):  # it died before it printed its result
+        last = (child.stderr.strip().splitlines() or ["no output"])[-1]
         return failed(f"its process ended with code {child.returncode}: {_shorten(last)}")
-    return (
-        Finding(check.name, ok=True, essential=check.essential, detail=detail) if ok else failed(detail, said["mend"])
-    )
+    if not ok:
+        return failed(detail, result["fix"])
+    return Finding(check.name, ok=True, essential=check.essential, detail=detail)
 
 
 def _resolve(probe: str) -> Callable[[], str]:
     module, function = probe.split(":")
-    found: Callable[[], str] = getattr(importlib.import_module(module), function)
-    return found
+    resolved: Callable[[], str] = getattr(importlib.import_module(module), function)
+    return resolved
 
 
-def _explain(error: Exception, mend: str) -> dict[str, str]:
+def _explain(error: Exception, fix: str) -> dict[str, str]:
     if isinstance(error, ProbeError):
-        return {"detail": str(error.args[0]), "mend": error.args[1] if len(error.args) > 1 else mend}
+        return {"detail": str(error.args[0]), "fix": error.args[1] if len(error.args) > 1 else fix}
     if isinstance(error, ModuleNotFoundError):
-        return {"detail": f"{error.name} is not installed", "mend": mend}
+        return {"detail": f"{error.name} is not installed", "fix": fix}
     if isinstance(error, OSError) and error.errno:
-        return {"detail": f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}", "mend": mend}
-    return {"detail": _shorten(f"{type(error).__name__}: {error}"), "mend": mend}
+        return {"detail": f"{errno.errorcode.get(error.errno, error.errno)}: {error.strerror}", "fix": fix}
+    return {"detail": _shorten(f"{type(error).__name__}: {error}"), "fix": fix}
 
 
 def _shorten(text: str, limit: int = 160) -> str:
@@ -250,20 +248,20 @@ def _shorten(text: str, limit: int = 160) -> str:
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
-def examine(checks: Sequence[Check | Callable[[], Finding]] = CHECKS) -> list[Finding]:
-    """Ask everything, a few at a time, and answer in the order of `checks`."""
+def run_checks(checks: Sequence[Check | Callable[[], Finding]] = CHECKS) -> list[Finding]:
+    """Run all checks, a few at a time; return the findings in order."""
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(ask, checks))
+        return list(pool.map(run_check, checks))
 
 
 def main(as_json: bool = False, *, checks: Sequence[Check | Callable[[], Finding]] = CHECKS) -> int:
-    """Print the report. Returns 1 when something without which nothing trains does not work, else 0."""
+    """Print the report. Return 1 if an essential check failed, else 0."""
     try:
         installed = versions("gpu" if has_gpu() else "cpu")
     except metadata.PackageNotFoundError:
-        # Imported from a folder that was never installed: the checks still say what works.
+        # vlmrl is imported from a folder and was never installed: the checks still work.
         installed = []
-    findings = examine(checks)
+    findings = run_checks(checks)
     healthy = all(finding.ok or not finding.essential for finding in findings)
     if as_json:
         report = {
@@ -277,27 +275,27 @@ def main(as_json: bool = False, *, checks: Sequence[Check | Callable[[], Finding
         }
         print(json.dumps(report, indent=2))
     else:
-        _draw(installed, findings, healthy)
+        _print_report(installed, findings, healthy)
     return 0 if healthy else 1
 
 
-def _draw(installed: Sequence[Version], findings: Sequence[Finding], healthy: bool) -> None:
+def _print_report(installed: Sequence[Version], findings: Sequence[Finding], healthy: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    where = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {'NVIDIA GPU' if has_gpu() else 'no GPU'}"
-    console.print(f"[bold]vlmrl {vlmrl.__version__}[/bold] on Python {platform.python_version()}, {where}")
+    hardware = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {'NVIDIA GPU' if has_gpu() else 'no GPU'}"
+    console.print(f"[bold]vlmrl {vlmrl.__version__}[/bold] on Python {platform.python_version()}, {hardware}")
     table = Table("package", "installed", "wanted", box=None, header_style="bold", pad_edge=False)
     for version in installed:
         style = "" if version.ok else "red"
         table.add_row(version.package, version.installed or "missing", version.wanted, style=style)
     console.print(table, "")
-    table = Table("", "what", "found", box=None, header_style="bold", pad_edge=False)
+    table = Table("", "check", "result", box=None, header_style="bold", pad_edge=False)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]FAIL[/]" if finding.essential else "[yellow]warn[/]"
-        detail = escape(finding.detail) + ("" if finding.ok else f"\n[bold]mend:[/bold] {escape(finding.mend)}")
+        detail = escape(finding.detail) + ("" if finding.ok else f"\n[bold]fix:[/bold] {escape(finding.fix)}")
         table.add_row(mark, finding.name, detail)
     console.print(table, "")
     ready = "[green]Ready.[/green] Next: [bold]make quickstart[/bold], or [bold]vlmrl rl --help[/bold]"

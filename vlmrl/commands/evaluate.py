@@ -1,38 +1,38 @@
-"""`vlmrl eval`: responses to held-out prompts, scored as a run scores them."""
+"""`vlmrl eval`: evaluate a model on held-out prompts, as a run evaluates its policy."""
 
 from __future__ import annotations
 
 from vlmrl.cluster.rewards import RewardSources
 from vlmrl.commands.preflight import check_data
-from vlmrl.commands.run import prepare, started
+from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.run import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
-from vlmrl.trainer.evaluation import evaluation_sampling, named
+from vlmrl.trainer.evaluation import evaluation_sampling, with_metric_names
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
-    """`vlmrl eval`."""
+    """Check the settings, start the engines, sample and score responses, and write metrics and transcripts."""
     folder, _, warnings = prepare(config, dry_run=dry_run)
     if dry_run:
         return check_data(config)
-    with started(config, folder, warnings) as (builder, report):
+    with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
-        sets = named(prompts.evaluation())
-        rewarder = RewardSources(builder.rewarder(config, report.say), [])
+        sets = with_metric_names(prompts.evaluation())
+        reward_sources = RewardSources(builder.rewarder(config, report.say), [])
         engines = builder.engines(config, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
-            metrics, answers = evaluate_sets(
+            metrics, responses = evaluate_sets(
                 sets,
                 engine=engines,
-                rewarder=rewarder,
+                rewarder=reward_sources,
                 sampling=evaluation_sampling(config),
                 breakdown_key=config.eval.breakdown_key,
             )
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
-        for name, (groups, scores) in answers.items():
+        for name, (groups, scores) in responses.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
-        stops.done()
+        stops.mark_done()

@@ -1,4 +1,4 @@
-"""The last line and the exit code of a command, whatever ends it."""
+"""The last line and the exit code of a command, for every way that it can end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vlmrl.system.stops import Stopped
 
 
 def exit_code(run: Callable[[], int], name: str) -> int:
-    """What `run` returns, or the exit code of the error that ends it, which is printed as one line after `name`.
+    """Call `run`; return its result, or the exit code of its error, which is printed as one line after `name`.
 
-    2: a mistake of the user's or of the machine's; 130: interrupted; 143: ended by SIGTERM or SIGHUP.
+    Exit codes of errors: 2 for settings, data or the machine; 130 when interrupted; 143 for SIGTERM or SIGHUP.
     """
     try:
         return run()
@@ -37,17 +37,16 @@ def exit_code(run: Callable[[], int], name: str) -> int:
         _print_last("vlmrl: interrupted")
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone (`vlmrl rl --help | head`); Python would complain once more at exit.
+        # The reader of our output has ended (`vlmrl rl --help | head`). Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _print_last(line: str) -> None:
-    """The last line of a run. Whether somebody can read it makes no difference to the exit code: the terminal may be
-    closed, and `tee` have ended by the same Ctrl-C."""
+    """Print the last line, if there is still a reader: the terminal may be closed, or the same Ctrl-C ended `tee`."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        # Python would try once more at exit, and change the code.
+        # Python would try again at exit, and change the exit code.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -1,4 +1,4 @@
-"""What a run will do, as lines for people, before any of it is started: steps, what trains, memory, rewards."""
+"""Describe a run before it starts, in lines for users: steps, trained parts, memory, rows and rewards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from vlmrl.commands.memory import Machine
 
 
-def of_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
-    """Steps of the run, and samples and optimizer updates of each.
+def format_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
+    """Steps of the run, with the samples and optimizer updates of each.
 
     Raises:
-        ConfigError: the data are not enough for one step, or the critic has all steps for itself.
+        ConfigError: the data do not fill one step, or `critic.freezing_steps` leaves no step to the policy.
     """
     frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
     steps, updates = last_step(config, num_rows), optimizer_steps(config, num_rows, frozen=frozen)
@@ -32,41 +32,42 @@ def of_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
         passes = _counted(config.train.max_epochs, "pass", "passes")
         return f"plan: {_counted(steps, 'step')} of {config.train.batch_size} samples; {passes} over {num_rows} rows"
     prompts, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    each = updates // (steps - frozen)
+    updates_per_step = updates // (steps - frozen)
     passes = _counted(config.train.num_episodes, "pass", "passes")
-    about = "at most " if config.algo.dynamic_filtering_enable else ""
+    bound = "at most " if config.algo.dynamic_filtering_enable else ""
     cut = f", cut at train.max_steps {steps}" if config.train.max_steps == steps else ""
     return (
-        f"plan: {about}{_counted(steps, 'step')} of {prompts} prompts x {n} responses = {prompts * n} samples, "
-        f"{_counted(each, 'update')} each of {config.train.batch_size} samples; {passes} over {num_rows} rows{cut}"
+        f"plan: {bound}{_counted(steps, 'step')} of {prompts} prompts x {n} responses = {prompts * n} samples, "
+        f"{_counted(updates_per_step, 'update')} each of {config.train.batch_size} samples; {passes} over {num_rows} "
+        f"rows{cut}"
     )
 
 
-def of_training(config: RlConfig | SftConfig, tools: Processor) -> str:
-    """Which parts of the model train, and which stay as they are.
+def format_trained_parts(config: RlConfig | SftConfig, processor: Processor) -> str:
+    """Parts of the model that train, and parts that are frozen.
 
     Raises:
-        ConfigError: adapters are asked for in layers that the model does not have, or that are frozen.
+        ConfigError: adapters are requested for layers that the model does not have, or that are frozen.
     """
-    adapter = plan_adapter(config.actor, config.ds.lora, tools)
+    adapter = plan_adapter(config.actor, config.ds.lora, processor)
     model = config.actor
     frozen = {"vision": model.freeze_visual_encoder, "projector": model.freeze_projector, "language": False}
     names = {"language": "language model", "vision": "vision tower", "projector": "projector"}
-    parts = names if tools.resize_factor is not None else {"language": names["language"]}
-    trains = [n for part, n in parts.items() if (part in adapter.groups if adapter else not frozen[part])]
-    stays = [name for name in parts.values() if name not in trains]
-    what = f"adapters of rank {adapter.rank} in {' and '.join(trains)}" if adapter else " and ".join(trains)
-    return f"trains: {what}" + (f"; stays as it is: {' and '.join(stays)}" if stays else "")
+    parts = names if processor.resize_factor is not None else {"language": names["language"]}
+    trained = [n for part, n in parts.items() if (part in adapter.groups if adapter else not frozen[part])]
+    others = [name for name in parts.values() if name not in trained]
+    line = f"adapters of rank {adapter.rank} in {' and '.join(trained)}" if adapter else " and ".join(trained)
+    return f"trains: {line}" + (f"; frozen: {' and '.join(others)}" if others else "")
 
 
-def of_memory(config: RlConfig | SftConfig, machine: Machine | None = None) -> list[str]:
-    """What the roles take of each memory, estimated, on this machine or another; where that is too much, a warning."""
-    # It takes seconds to import, which a run has no use for.
+def format_memory(config: RlConfig | SftConfig, machine: Machine | None = None) -> list[str]:
+    """Estimated memory of the roles, with a warning where it exceeds that of the machine, by default this one."""
+    # Here: it takes seconds to import, and a run does not need it.
     from vlmrl.commands.memory import GIB, memory_plan, this_machine
 
     plan = memory_plan(config, machine or this_machine())
-    told = ", ".join(f"{s.name} about {s.needed / GIB:.1f} of {s.available / GIB:.1f} GiB" for s in plan.shares)
-    lines = [f"memory (vlmrl doctor --config shows it by role): {told}"]
+    shares = ", ".join(f"{s.name} about {s.needed / GIB:.1f} of {s.available / GIB:.1f} GiB" for s in plan.shares)
+    lines = [f"memory (vlmrl doctor --config shows it by role): {shares}"]
     try:
         plan.check()
     except ClusterError as error:
@@ -74,21 +75,22 @@ def of_memory(config: RlConfig | SftConfig, machine: Machine | None = None) -> l
     return lines
 
 
-def of_rows(num_rows: int, dropped: Mapping[str, int], prompts: Sequence[Prompt], *, max_len: int) -> str:
-    """How many of the first rows are dropped, and why, and how much of the room the longest prompt that is left takes.
+def format_rows(num_rows: int, dropped: Mapping[str, int], prompts: Sequence[Prompt], *, max_len: int) -> str:
+    """Dropped rows among those that were read, with the reasons, and the longest prompt of the others.
 
-    `prompts` are those that were made of them; `dropped` is why rows were not -> how many.
+    `dropped`: reason -> number of rows.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
-    looked_at = min(num_rows, len(prompts) + sum(dropped.values()))
+    num_read = min(num_rows, len(prompts) + sum(dropped.values()))
     reasons = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
-    told = f"{sum(dropped.values())} are dropped ({reasons})" if dropped else "none is dropped"
-    room = f"the longest prompt has {longest} tokens, data.max_len is {max_len}"
-    return f"rows: of the first {looked_at}, {told}; {room}"
+    losses = f"{sum(dropped.values())} are dropped ({reasons})" if dropped else "none is dropped"
+    return (
+        f"rows: of the first {num_read}, {losses}; the longest prompt has {longest} tokens, data.max_len is {max_len}"
+    )
 
 
-def of_samples(samples: Sequence[Sample], positions: int | None) -> list[str]:
-    """How long rows are with their responses, of supervised training."""
+def format_samples(samples: Sequence[Sample], positions: int | None) -> list[str]:
+    """Length of the longest row with its response, with a warning where the model has fewer positions."""
     longest = max(len(sample.tokens) for sample in samples)
     lines = [f"the longest of {len(samples)} rows with its response has {longest} tokens"]
     if positions is not None and longest > positions:
@@ -96,19 +98,19 @@ def of_samples(samples: Sequence[Sample], positions: int | None) -> list[str]:
     return lines
 
 
-def of_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
-    """What each reward source that runs on this machine gives for two responses to one prompt: its label, and nothing.
+def format_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
+    """Scores of two responses to one prompt, its label and an empty one, by the reward functions of this machine.
 
     Raises:
-        RewardError: the prompt has no label, and a reward function compares with one.
+        RewardError: the prompt has no label, and a reward function needs one.
         ConfigError: the user's function cannot be loaded.
     """
     reward, lines = config.reward, []
     if reward.servers:
-        lines.append("rewards: servers are not asked by a dry run")
+        lines.append("rewards: a dry run does not contact reward servers")
         reward = reward.model_copy(update={"remote_url": None})
     if isinstance(config, RlConfig) and config.reward.has_model:
-        lines.append("rewards: reward models are not asked by a dry run")
+        lines.append("rewards: a dry run does not run reward models")
     if not reward.functions and reward.user_function is None:
         return lines
     texts = ["" if prompt.label is None else f"\\boxed{{{prompt.label}}}", ""]
@@ -116,8 +118,11 @@ def of_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
     scores = asyncio.run(_scores(Rewarder(reward, label_key=config.data.label_key), group))
     if isinstance(scores, RewardError):
         return [*lines, f"warning: rewards on {prompt.source}: {scores}"]
-    told = [f"{_shown(rollout.text)} -> {_score(score)}" for rollout, score in zip(group.rollouts, scores, strict=True)]
-    return [*lines, f"rewards on {prompt.source}: {'; '.join(told)}"]
+    examples = [
+        f"{_format_text(rollout.text)} -> {_format_score(score)}"
+        for rollout, score in zip(group.rollouts, scores, strict=True)
+    ]
+    return [*lines, f"rewards on {prompt.source}: {'; '.join(examples)}"]
 
 
 async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError:
@@ -132,28 +137,28 @@ async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError
 
 
 def _response(prompt: Prompt, text: str) -> Rollout:
-    """A response that nobody sampled."""
-    nothing = np.zeros(len(prompt.tokens))
+    """A rollout of this text that was not sampled: its tokens are the prompt's alone."""
+    zeros = np.zeros(len(prompt.tokens))
     return Rollout(
         tokens=prompt.tokens,
-        sampled=nothing.astype(np.bool_),
-        logprobs=nothing.astype(np.float32),
+        sampled=zeros.astype(np.bool_),
+        logprobs=zeros.astype(np.float32),
         text=text,
         finish_reason="stop",
         version=0,
     )
 
 
-def _shown(text: str) -> str:
+def _format_text(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...") if text else "an empty response"
 
 
-def _score(score: Score) -> str:
+def _format_score(score: Score) -> str:
     if score.failed:
         return f"no score, a failure of the {score.failure}"
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
-    return f"{parts}, in all {score.total:g}"
+    return f"{parts}, total {score.total:g}"
 
 
-def _counted(count: int, one: str, several: str = "") -> str:
-    return f"{count} {one if count == 1 else several or one + 's'}"
+def _counted(count: int, singular: str, plural: str = "") -> str:
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"

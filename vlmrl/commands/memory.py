@@ -1,4 +1,4 @@
-"""`vlmrl doctor --config run.yaml`: what the roles of a run take of memory, and whether this machine has it."""
+"""`vlmrl doctor --config run.yaml`: estimate the memory of a run's roles, and check that this machine has it."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from vlmrl.system.machine import free_memory
 
 GIB = 2**30
 _IMPORTS = dict.fromkeys(("actor", "critic", "ref", *REWARD_MODELS), 0.55 * GIB) | {"vllm": 1.3 * GIB}
-"""What a role holds when it has imported its libraries and nothing else, measured on Linux; an engine is two processes.
-Beside a GPU it is main memory."""
-_HOARDED = 0.67
-"""What glibc keeps on CPU of the memory that a training pass frees, as a share of the activations: measured where
-`startup.memory` tells it to keep all that it can."""
+"""Memory of a role after its imports, measured on Linux; an engine is two processes. On GPU machines it is main memory.
+"""
+_KEPT_BY_MALLOC = 0.67
+"""Memory that glibc keeps on CPU after a training pass, as a share of the activations, measured after
+`system.memory.keep_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the run would be."""
+    """Memory of a machine."""
 
     device: str
     """cpu or cuda."""
     device_bytes: float
-    """Of one GPU; on CPU what is free of main memory."""
+    """Memory of one GPU; on CPU the free main memory."""
     host_bytes: float
     """Free main memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Roles that live off the same memory."""
+    """Roles that share one memory."""
 
     name: str
     needed: float
@@ -69,45 +69,45 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The roles of a run, how many processes each has, and the memory that they share."""
+    """Estimated memory of a run."""
 
     roles: tuple[tuple[Role, int], ...]
+    """Each with its number of processes."""
     shares: tuple[Share, ...]
     sequence_bytes: float
-    """KV cache of a sequence as long as they come; 0 without engines."""
+    """KV cache of a sequence of the greatest length; 0 without engines."""
 
     def check(self) -> None:
-        """Raises ClusterError when a role would not fit, with what to change."""
-        if self.sequence_bytes > (cache := sum(_of(role, "KV cache") for role, _ in self.roles)):
+        """Raise ClusterError, with the setting to change, if the run does not fit."""
+        if self.sequence_bytes > (cache := sum(_part_bytes(role, "KV cache") for role, _ in self.roles)):
             raise ClusterError(
-                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of data.max_len and "
+                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of data.max_len plus "
                 f"rollout.max_new_tokens takes {self.sequence_bytes / GIB:.2f}: raise vllm.gpu_memory_utilization, "
                 "vllm.tensor_parallel_size, or on CPU vllm.cpu_kv_cache_gib"
             )
         for share in self.shares:
             if share.needed <= share.available:
                 continue
-            held = [
+            adjustable = [
                 (part, role)
                 for role in share.roles
                 for part in role.parts
                 if part.in_host_memory != share.on_device and part.flag
             ]
-            if not held:
+            if not adjustable:
                 raise ClusterError(
-                    f"{share.name}: the libraries of the run take about {share.needed / GIB:.1f} GiB, and there are "
+                    f"{share.name}: the libraries of the run take about {share.needed / GIB:.1f} GiB of "
                     f"{share.available / GIB:.1f}: free some, or use a machine with more"
                 )
-            part, role = max(held, key=lambda pair: pair[0].num_bytes)
+            part, role = max(adjustable, key=lambda pair: pair[0].num_bytes)
             raise ClusterError(
-                f"{share.name}: the run takes about {share.needed / GIB:.1f} GiB, and there are "
-                f"{share.available / GIB:.1f}; most are {part.name} of {role.name}, {part.num_bytes / GIB:.1f} GiB: "
-                f"{part.flag}"
+                f"{share.name}: the run takes about {share.needed / GIB:.1f} GiB of {share.available / GIB:.1f}; the "
+                f"largest part is {part.name} of {role.name}, {part.num_bytes / GIB:.1f} GiB: {part.flag}"
             )
 
 
 def this_machine() -> Machine:
-    """Its GPU, or its main memory where there is none."""
+    """The memory of this machine."""
     free, _ = free_memory()
     if torch.cuda.is_available():
         return Machine("cuda", float(torch.cuda.mem_get_info()[1]), free)
@@ -115,9 +115,9 @@ def this_machine() -> Machine:
 
 
 def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
-    """Print the plan of a run on this machine; 0.
+    """Print the memory plan of a run on this machine; return the exit code, 0.
 
-    Raises ClusterError when it does not fit, ConfigError when its model or its adapter's targets are not there.
+    Raises ClusterError if the run does not fit, ConfigError if its model or its adapter's target layers do not exist.
     """
     machine = this_machine()
     plan = memory_plan(config, machine)
@@ -125,17 +125,17 @@ def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
         roles = [{"role": role.name, "processes": n, "parts": list(map(asdict, role.parts))} for role, n in plan.roles]
         sys.stdout.write(json.dumps({"device": machine.device, "roles": roles}, indent=2) + "\n")
     else:
-        Console().print(drawn(config, plan, machine))
+        Console().print(memory_table(config, plan, machine))
     plan.check()
     return 0
 
 
 def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
-    """The roles of the run, on a machine like this. Reads configurations, no weights."""
-    size, reader = _read(config.actor.model_name_or_path, config)
-    adapter = plan_adapter(config.actor, config.ds.lora, reader)
+    """Estimate the memory of a run's roles on a machine, from configurations alone, without weights."""
+    size, processor = _read(config.actor.model_name_or_path, config)
+    adapter = plan_adapter(config.actor, config.ds.lora, processor)
     ranks = _ranks(config.actor)
-    tokens, patches = largest_pack(config, reader, ranks)
+    tokens, patches = largest_pack(config, processor, ranks)
     actor = trainer(
         size,
         model=config.actor,
@@ -164,20 +164,19 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
             device_bytes=machine.device_bytes,
         )
         roles.append((serving, config.vllm.num_engines * config.vllm.tensor_parallel_size))
-    alone = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
-    whole = tuple((_with_process(role, machine, has_imports=role.name in alone), count) for role, count in roles)
-    return MemoryPlan(whole, tuple(_shares(config, whole, machine)), sequence)
+    separate = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
+    complete = tuple((_with_process(role, machine, has_imports=role.name in separate), count) for role, count in roles)
+    return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence)
 
 
 def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
-    """The critic, and how many ranks it has. Where it begins as the actor's model, both have the features of images
-    together."""
+    """The critic and its number of ranks. If it starts from the actor's model, both share image features."""
     critic = config.whole_critic
     model = critic.as_model
-    size, reader = _read(model.model_name_or_path, config)
-    adapter = plan_adapter(model, config.ds.lora, reader)
+    size, processor = _read(model.model_name_or_path, config)
+    adapter = plan_adapter(model, config.ds.lora, processor)
     ranks = _ranks(critic)
-    tokens, patches = largest_pack(config, reader, ranks)
+    tokens, patches = largest_pack(config, processor, ranks)
     role = trainer(
         with_value_head(size),
         role="critic",
@@ -197,11 +196,11 @@ def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
 
 
 def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[Role, int]]:
-    """Reference and reward models, and how many ranks they have."""
-    found = []
+    """Reference and reward models, each with its number of ranks."""
+    roles = []
     if config.has_reference:
         size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
-        found.append((reference(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
+        roles.append((reference(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
     reward = config.reward
     paths = (reward.model_name_or_path, reward.process_model_name_or_path)
     for name, path in zip(REWARD_MODELS, paths, strict=True):
@@ -217,72 +216,72 @@ def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[Role, int]
             device=device,
             is_offloaded=reward.offload,
         )
-        found.append((role, _ranks(reward)))
-    return found
+        roles.append((role, _ranks(reward)))
+    return roles
 
 
-def largest_pack(config: RlConfig | SftConfig, reader: Processor, ranks: int) -> tuple[int, int]:
-    """Tokens and vision patches of the largest pack that a rank may get: prompts full of images.
+def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int) -> tuple[int, int]:
+    """Tokens and vision patches of the largest pack that a rank may get, of prompts full of images.
 
-    The token budget bounds it, and what a rank has of an optimizer step; one sample is always taken.
+    It is bounded by the token budget and by the rank's share of an optimizer step, and holds at least one sample.
     """
-    answer = config.rollout.max_new_tokens if isinstance(config, RlConfig) else 0
-    longest = config.data.max_len + answer
+    response = config.rollout.max_new_tokens if isinstance(config, RlConfig) else 0
+    longest = config.data.max_len + response
     samples = -(-config.train.batch_size // ranks)
     tokens = min(config.train.max_tokens_per_gpu, min(samples, config.train.micro_batch_size or samples) * longest)
     tokens = max(tokens, longest)
-    dummy = reader.dummy_sample()
+    dummy = processor.dummy_sample()
     if dummy is None:
         return tokens, 0
-    (width, height), (_, rows, columns) = dummy.media[0].size, reader.grid(dummy.media[0].size)
+    (width, height), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
     most = config.data.max_images_per_prompt * config.data.max_pixels * rows * columns / (width * height)
-    of_prompt = min(most, config.data.max_len * rows * columns / reader.num_tokens((width, height)))
-    answers = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1
+    per_prompt = min(most, config.data.max_len * rows * columns / processor.num_tokens((width, height)))
+    num_responses = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1
     if config.train.layout != "shared":
-        answers = 1
-    return tokens, int(tokens * of_prompt / (config.data.max_len + answers * answer))
+        num_responses = 1
+    return tokens, int(tokens * per_prompt / (config.data.max_len + num_responses * response))
 
 
-def drawn(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machine) -> Table:
-    """The plan, for people."""
-    where = "main memory" if machine.device == "cpu" else "each GPU"
-    table = Table(title=f"memory of vlmrl {config.verb}, GiB a process; {machine.device_bytes / GIB:.1f} in {where}")
+def memory_table(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machine) -> Table:
+    """The plan as a table, a column per role."""
+    place = "main memory" if machine.device == "cpu" else "each GPU"
+    table = Table(title=f"memory of vlmrl {config.verb}, GiB per process; {machine.device_bytes / GIB:.1f} in {place}")
     table.add_column("")
     for role, count in plan.roles:
         table.add_column(f"{role.name} x{count}", justify="right")
     names = dict.fromkeys(part.name for role, _ in plan.roles for part in role.parts)
     for name in names:
-        table.add_row(name, *(_gib(_of(role, name)) for role, _ in plan.roles))
+        table.add_row(name, *(_gib(_part_bytes(role, name)) for role, _ in plan.roles))
     table.add_section()
-    together = (sum(part.num_bytes for part in role.parts) for role, _ in plan.roles)
-    table.add_row("together", *map(_gib, together))
+    totals = (sum(part.num_bytes for part in role.parts) for role, _ in plan.roles)
+    table.add_row("total", *map(_gib, totals))
     return table
 
 
 def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[Role, int], ...], machine: Machine) -> list[Share]:
-    every = tuple(role for role, _ in roles)
+    all_roles = tuple(role for role, _ in roles)
     if machine.device == "cpu":
         needed = sum(count * sum(part.num_bytes for part in role.parts) for role, count in roles)
-        # Without a GPU there is no other memory: what would lie beside one counts like the rest.
-        return [Share("main memory", needed, machine.host_bytes, tuple(_all_on_device(role) for role in every))]
-    found = []
-    for names in _neighbours(config):
-        near = tuple(role for role in every if role.name in names)
-        needs = {role.name: role.num_bytes() for role in near}
+        # Without a GPU there is only one memory: what would be in host memory counts like the rest.
+        return [Share("main memory", needed, machine.host_bytes, tuple(_all_on_device(role) for role in all_roles))]
+    shares = []
+    for names in _pools(config):
+        pool = tuple(role for role in all_roles if role.name in names)
+        needs = {role.name: role.num_bytes() for role in pool}
         needed = sum(needs.values())
         if isinstance(config, RlConfig) and config.vllm.enable_sleep and "vllm" in needs:
-            # Engines sleep while others learn; those give back what their passes take, and keep what stays.
-            others = [p for role in near if role.name != "vllm" for p in role.parts]
+            # Engines sleep while other roles train. Those free the memory of their passes, and keep the rest.
+            others = [p for role in pool if role.name != "vllm" for p in role.parts]
             kept = sum(p.num_bytes for p in others if p.stays and not p.in_host_memory)
             needed = max(needs["vllm"] + kept, needed - needs["vllm"])
-        if near:
-            found.append(Share(f"a GPU of {' and '.join(needs)}", needed, machine.device_bytes, near))
-    beside = sum(count * role.num_bytes(on_device=False) for role, count in roles)
-    return [*found, Share("main memory", beside, machine.host_bytes, every, on_device=False)]
+        if pool:
+            shares.append(Share(f"a GPU of {' and '.join(needs)}", needed, machine.device_bytes, pool))
+    on_host = sum(count * role.num_bytes(on_device=False) for role, count in roles)
+    return [*shares, Share("main memory", on_host, machine.host_bytes, all_roles, on_device=False)]
 
 
-def _neighbours(config: RlConfig | SftConfig) -> list[set[str]]:
-    """Roles that have the same GPUs, and those that have their own."""
+def _pools(config: RlConfig | SftConfig) -> list[set[str]]:
+    """Sets of roles that share GPUs; a role with GPUs of its own is a set by itself."""
     pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
     for pool in pools:
         if "actor" in pool and _is_with_actor(config):
@@ -301,12 +300,12 @@ def _ranks(role: Model | Critic | Ref | Reward) -> int:
 
 def _read(path: str, config: RlConfig | SftConfig) -> tuple[Sizes, Processor]:
     columns, trust_remote_code = config.data, config.actor.trust_remote_code
-    reader = processor_of(path, columns, trust_remote_code=trust_remote_code)
-    return sizes(skeleton(path, trust_remote_code=trust_remote_code), reader.parameter_group), reader
+    processor = processor_of(path, columns, trust_remote_code=trust_remote_code)
+    return sizes(skeleton(path, trust_remote_code=trust_remote_code), processor.parameter_group), processor
 
 
 def _cache_bytes(config: RlConfig | SftConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:
-    """Of image features, when what makes them stays as it is."""
+    """Size of the cache of image features; 0 when the vision tower trains, which makes them stale."""
     if size.tower is None:
         return 0.0
     return 0.0 if vision_trains(model, adapter) else config.vision.cache_gib * GIB
@@ -317,19 +316,19 @@ def _with_process(role: Role, machine: Machine, *, has_imports: bool) -> Role:
     imports = (process,) if has_imports else ()
     if machine.device != "cpu":
         return Role(role.name, (*role.parts, *imports))
-    hoarded = [
-        Part("kept by malloc", _HOARDED * part.num_bytes, part.flag)
+    kept = [
+        Part("kept by malloc", _KEPT_BY_MALLOC * part.num_bytes, part.flag)
         for part in role.parts
         if part.name == "activations"
     ]
-    return Role(role.name, (*role.parts, *hoarded, *imports))
+    return Role(role.name, (*role.parts, *kept, *imports))
 
 
 def _all_on_device(role: Role) -> Role:
     return Role(role.name, tuple(Part(part.name, part.num_bytes, part.flag) for part in role.parts))
 
 
-def _of(role: Role, name: str) -> float:
+def _part_bytes(role: Role, name: str) -> float:
     return sum(part.num_bytes for part in role.parts if part.name == name)
 
 

@@ -1,4 +1,4 @@
-"""`vlmrl merge`: an adapter and its base become a model that loads by itself."""
+"""`vlmrl merge`: add an adapter to its base, and write the result as a complete model."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ _FLAG = "merge.model_name_or_path"
 
 
 def merge(config: MergeConfig) -> None:
-    """Write the sum of an adapter and its base, and the processor, into `merge.output`.
+    """Write the merged model, and the processor, to `merge.output`.
 
-    An adapter that was trained on a base of 4 bits is added to the values that those bits stand for, for these are what
-    it was trained with; `ds.load_in_4bit false` adds it to the weights in the base's files. The sum has the type that
-    the adapter's run had, unless `ds.param_dtype` is given.
+    An adapter that was trained on a 4-bit base is added to the dequantized weights, which it was trained with;
+    `ds.load_in_4bit false` adds it to the weights in the base's files. The result has the data type of the adapter's
+    run, unless `ds.param_dtype` is given.
 
-    Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when
-    there is something in the output folder; StorageError when the disk refuses.
+    Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when the output
+    folder is not empty; StorageError when the disk refuses.
     """
     output = Path(config.merge.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"merge.output: there is something in {output}: give another folder")
+        raise ConfigError(f"merge.output: {output} is not empty: give another folder")
     stored = read_adapter(config.merge.adapter, flag="merge.adapter")
     path = _base(config, stored)
-    reader = processor_of(path, Columns(), trust_remote_code=config.merge.trust_remote_code, flag=_FLAG)
+    processor = processor_of(path, Columns(), trust_remote_code=config.merge.trust_remote_code, flag=_FLAG)
     check_base(stored, path, folder=config.merge.adapter, flag="merge.adapter", model_flag=_FLAG)
-    net = _load(path, config, stored, reader)
-    write_out(net)
-    add(net, stored)
+    net = _load(path, config, stored, processor)
+    dequantize(net)
+    add_adapter(net, stored)
     with writing("the merged model", output):
         net.save_pretrained(output)
-        reader.save(output)
-    told = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
-    Console().print(told, markup=False, highlight=False, soft_wrap=True)
+        processor.save(output)
+    line = f"merged {len(stored.targets)} layers of {config.merge.adapter} into {path}: {output}"
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @torch.no_grad()
-def write_out(net: PreTrainedModel) -> None:
-    """Put the values of a 4-bit model in the place of their bits: every layer becomes a plain one, in CPU memory."""
+def dequantize(net: PreTrainedModel) -> None:
+    """Replace the 4-bit layers of a model by plain ones, and move it to CPU memory."""
     for name, module in list(net.named_modules()):
         if not isinstance(module, nn.Linear) or not is_four_bit(module.weight):
             continue
@@ -70,10 +70,10 @@ def write_out(net: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def add(net: PreTrainedModel, stored: StoredAdapter) -> None:
-    """Add the adapter to the weights of its layers, in fp32, and take over what was trained whole beside it.
+def add_adapter(net: PreTrainedModel, stored: StoredAdapter) -> None:
+    """Add the adapter to the weights of its layers, in fp32, and copy the layers that were trained in full.
 
-    Raises ConfigError when the model lacks a layer, or has another shape of it.
+    Raises ConfigError when the model lacks a layer, or has it in another shape.
     """
     modules, parameters = dict(net.named_modules()), dict(net.named_parameters(remove_duplicate=False))
     for target in stored.targets:
@@ -94,20 +94,21 @@ def add(net: PreTrainedModel, stored: StoredAdapter) -> None:
 
 
 def whole_tensors(stored: StoredAdapter) -> dict[str, Tensor]:
-    """What was trained whole beside the adapter (PEFT's `modules_to_save`), as the score layer of a reward model is."""
+    """Layers that were trained in full (PEFT's `modules_to_save`), such as the score layer of a reward model."""
     layers = tuple(f"{PREFIX}{target}.lora_" for target in stored.targets)
     return {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items() if not name.startswith(layers)}
 
 
-def _check_shape(name: str, tensor: Tensor, held: Tensor) -> None:
-    if tensor.shape != held.shape:
+def _check_shape(name: str, tensor: Tensor, of_base: Tensor) -> None:
+    if tensor.shape != of_base.shape:
         raise ConfigError(
-            f"merge.adapter: its {name} is {list(tensor.shape)} and the base's {list(held.shape)}: give it its own base"
+            f"merge.adapter: its {name} is {list(tensor.shape)} and the base's {list(of_base.shape)}: give the base "
+            "that it was trained on"
         )
 
 
 def _base(config: MergeConfig, stored: StoredAdapter) -> str:
-    """The model that the adapter belongs to: a folder or Hub id."""
+    """The base of the adapter, given or named in its files: a folder or Hub id."""
     given = config.merge.model_name_or_path
     path = given or stored.base.path
     if looks_local(path) and not Path(path).expanduser().is_dir():
@@ -115,44 +116,46 @@ def _base(config: MergeConfig, stored: StoredAdapter) -> str:
             raise ConfigError(f"{_FLAG}: there is no folder {path}")
         raise ConfigError(f"merge.adapter: its base was {path}, and there is no such folder: give it as {_FLAG}")
     if given is None:
-        _ask_to_follow(path, config.merge.adapter)
+        _confirm_base(path, config.merge.adapter)
     return path
 
 
-def _ask_to_follow(path: str, adapter: str) -> None:
-    """Ask at the terminal whether to read the base that the adapter names: whoever wrote the adapter chose that path.
+def _confirm_base(path: str, adapter: str) -> None:
+    """Ask at the terminal whether to load the base that the adapter names: its author chose that path.
 
-    Raises ConfigError when the user declines, or when nobody is there to be asked.
+    Raises ConfigError when the user declines, or there is no terminal.
     """
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"merge.adapter: {adapter} names {path!r} as its base: if you trust that, give it as {_FLAG}, or merge at "
-            "a terminal and say yes"
+            f"merge.adapter: {adapter} names {path!r} as its base: if you trust that, give it as {_FLAG}, or run merge "
+            "at a terminal and confirm"
         )
     if input(f"{adapter} names {path!r} as its base. Read it from there? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ConfigError(f"merge.adapter: nothing was merged: give the base of {adapter} as {_FLAG}")
 
 
-def _load(path: str, config: MergeConfig, stored: StoredAdapter, reader: Processor) -> PreTrainedModel:
-    """The base as the adapter was trained on it."""
+def _load(path: str, config: MergeConfig, stored: StoredAdapter, processor: Processor) -> PreTrainedModel:
+    """Load the base with the data type and quantization that the adapter was trained with."""
     ds = config.ds
     if not is_given(config, "ds.param_dtype") and stored.param_dtype is not None:
         ds = ds.model_copy(update={"param_dtype": stored.param_dtype})
     if not is_given(config, "ds.load_in_4bit"):
         ds = ds.model_copy(update={"load_in_4bit": stored.base.is_four_bit})
     elif ds.load_in_4bit and stored.base.fingerprint is not None and not stored.base.is_four_bit:
-        raise ConfigError("ds.load_in_4bit: the adapter was trained on its base as it is: leave the flag out")
-    how: dict[str, Any] = {
+        raise ConfigError(
+            "ds.load_in_4bit: the adapter was trained on a base that is not in 4 bits: leave the flag out"
+        )
+    options: dict[str, Any] = {
         "dtype": DTYPES[ds.param_dtype],
         "attn_implementation": None,
         "trust_remote_code": config.merge.trust_remote_code,
-        "four_bit": four_bit(ds, reader),
+        "four_bit": four_bit(ds, processor),
         "flag": _FLAG,
     }
     head = whole_tensors(stored).get(HEAD)
     if head is not None:
-        # The adapter's own head takes the place of whatever is there.
-        return value_net(path, head_seed=0, labels=head.shape[0], **how)
+        # The seed does not matter: the adapter's own head replaces this one.
+        return value_net(path, head_seed=0, labels=head.shape[0], **options)
     if is_classifier(path, trust_remote_code=config.merge.trust_remote_code):
-        return value_net(path, head_seed=None, **how)
-    return load_model(path, **how)
+        return value_net(path, head_seed=None, **options)
+    return load_model(path, **options)

@@ -1,7 +1,7 @@
-"""`make quickstart`: a tiny Qwen2.5-VL learns visual math through real Ray, vLLM and DeepSpeed, on two CPU cores.
+"""`make quickstart`: train a tiny Qwen2.5-VL on visual math with Ray, vLLM and DeepSpeed, on two CPU cores.
 
-`make quickstart-qlora` is the same with a base of 4 bits, whose adapters alone are trained and sent to the engine.
-Its last line is one JSON object: held-out accuracy before and after, seconds, peak memory.
+`make quickstart-qlora` does the same with a 4-bit base, of which only the adapters are trained and synced. The last
+line is one JSON object: held-out accuracy before and after, seconds, peak memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlmrl import startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.system.stops import heeded
+from vlmrl.system.stops import handle_signals
 
 _RUNS = Path("runs")
 _NEXT = {
@@ -29,13 +29,16 @@ _WARM_UP = ["--config", "examples/quickstart_sft.yaml"]
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Build the model, warm it up, train it, say what happened. `argv` is empty, or `qlora`. Returns the exit code."""
+    """Build a model, fine-tune it, train it with RL, and print the result; `argv` is empty, or `qlora`.
+
+    Returns the exit code.
+    """
     return exit_code(lambda: _main(argv), "quickstart")
 
 
 def _main(argv: Sequence[str]) -> int:
     if list(argv) not in ([], ["qlora"]):
-        print(f"quickstart takes nothing, or qlora, not {' '.join(argv)}", file=sys.stderr)
+        print(f"quickstart takes no argument or qlora, not {' '.join(argv)}", file=sys.stderr)
         return 2
     name = "_".join(["quickstart", *argv])
     folder = _RUNS / name
@@ -49,14 +52,14 @@ def _main(argv: Sequence[str]) -> int:
     from vlmrl.models import tiny
 
     tiny.build("qwen2_5_vl", model)
-    # The plain quickstart's places stand in its example.
-    places = ["--actor.model_name_or_path", str(model), "--ckpt.output_dir", str(folder / "sft")] if argv else []
+    # The example of the plain quickstart has these paths already.
+    paths = ["--actor.model_name_or_path", str(model), "--ckpt.output_dir", str(folder / "sft")] if argv else []
     stages = (
-        ("supervised warm-up", "sft", [*_WARM_UP, *places], _train_sft),
+        ("supervised warm-up", "sft", [*_WARM_UP, *paths], _train_sft),
         ("reinforcement learning, GRPO", "rl", recipe, _train_rl),
     )
-    for number, (what, verb, words, train) in enumerate(stages, start=2):
-        print(f"\n{number}/3  {what}: vlmrl {verb} {' '.join(words)}", flush=True)
+    for number, (title, verb, words, train) in enumerate(stages, start=2):
+        print(f"\n{number}/3  {title}: vlmrl {verb} {' '.join(words)}", flush=True)
         train(words)
     accuracies = _accuracies(folder / "rl" / "metrics.jsonl")
     result = {
@@ -65,10 +68,10 @@ def _main(argv: Sequence[str]) -> int:
         "seconds": round(time.monotonic() - started, 1),
         "peak_memory_gib": round(memory.stop(), 2),
     }
-    print(f"\nHeld-out questions answered exactly: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
-    print(f"Curves:   {folder / 'rl' / 'curves.png'}")
-    print(f"Answers:  {folder / 'rl' / 'rollouts'}")
-    print(f"Try next: {_NEXT[name]}")
+    print(f"\nAccuracy on held-out prompts: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
+    print(f"Curves:    {folder / 'rl' / 'curves.png'}")
+    print(f"Responses: {folder / 'rl' / 'rollouts'}")
+    print(f"Try next:  {_NEXT[name]}")
     print(json.dumps(result), flush=True)
     return 0
 
@@ -77,7 +80,7 @@ def _train_sft(words: Sequence[str]) -> None:
     from vlmrl.commands.sft import train_sft
 
     config = load(SftConfig, words)
-    with heeded(config.train.stop_grace_s):
+    with handle_signals(config.train.stop_grace_s):
         train_sft(config)
 
 
@@ -85,12 +88,12 @@ def _train_rl(words: Sequence[str]) -> None:
     from vlmrl.commands.rl import train_rl
 
     config = load(RlConfig, words)
-    with heeded(config.train.stop_grace_s):
+    with handle_signals(config.train.stop_grace_s):
         train_rl(config)
 
 
 def _set_aside(folder: Path) -> None:
-    """An earlier quickstart keeps its results, under another name."""
+    """Rename the results of an earlier quickstart."""
     if folder.exists():
         aside = folder.with_name(
             f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}"
@@ -102,15 +105,15 @@ def _set_aside(folder: Path) -> None:
 def _accuracies(metrics: Path) -> list[float]:
     """pass@1 of every evaluation of the run, in order."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    found = [
+    rates = [
         value for line in lines for name, value in line.items() if name.startswith("eval/") and name.endswith("/pass@1")
     ]
-    assert found, f"{metrics} holds no evaluation"
-    return [float(value) for value in found]
+    assert rates, f"{metrics} holds no evaluation"
+    return [float(rate) for rate in rates]
 
 
 class _PeakMemory:
-    """Watches what this process and everything below it use together, in GiB; shared pages count once."""
+    """Measures the peak memory of this process and its descendants, in GiB; shared pages count once."""
 
     def __init__(self) -> None:
         self._peak = 0.0
@@ -121,13 +124,13 @@ class _PeakMemory:
     def _watch(self) -> None:
         import psutil
 
-        me = psutil.Process()
+        this = psutil.Process()
         while not self._done.wait(2.0):
             total = 0
-            for process in [me, *me.children(recursive=True)]:
+            for process in [this, *this.children(recursive=True)]:
                 try:
                     total += process.memory_full_info().pss
-                except psutil.Error:  # it ended between the listing and the look
+                except psutil.Error:  # it has ended since it was listed
                     continue
             self._peak = max(self._peak, total / 2**30)
 

@@ -1,4 +1,4 @@
-"""The beginning and the end that all verbs with a run folder share: checks, folder, lock, Ray, placement, report."""
+"""The beginning and the end of every verb with a run folder: checks, folder, lock, Ray, placement, report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from vlmrl.commands.preflight import (
     check_hardware,
     check_machine,
     check_models,
-    checkpoints_planned,
+    format_checkpoint_plan,
 )
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.schedule import last_step_from
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.atomic import checkpoints
@@ -36,45 +37,32 @@ from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.rewarder import check_functions
-from vlmrl.system.stops import end_at_once
+from vlmrl.system.stops import kill_and_exit
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
-from vlmrl.trainer.checkpoints import naming_checkpoint
+from vlmrl.trainer.checkpoints import RunCheckpoints, naming_checkpoint
+from vlmrl.trainer.rl import LoopState
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
 
 
-def begin(
-    config: RlConfig | SftConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
-) -> None:
-    if config.ckpt.load_enable:
-        _save_settings(config, folder)
-    rows = policy.table()
-    with writing(folder.parameters.name, folder.root):
-        save_table(folder.parameters, rows)
-    report.say(parameter_table(rows))
-    if done:
-        report.say(f"continuing after step {done}")
-    report.begin(total_steps=last, done=done)
-
-
 class Prepared(NamedTuple):
-    """What is known before anything starts."""
+    """Results of the checks before anything starts."""
 
     folder: RunFolder
-    tools: Processor
+    processor: Processor
     warnings: list[str]
-    """What this machine is short of, but will do: a line each."""
+    """Resources of this machine that are scarce but sufficient, a line each."""
 
 
 def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
-    """Check what can be checked before anything starts."""
+    """Check all that can be checked before Ray starts."""
     try:
-        # Ranks on a cluster that the user started stand in another folder.
+        # Absolute: ranks on a cluster that the user started have another working directory.
         folder = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute())
     except RuntimeError as error:  # no such user, or no home
         raise ConfigError(
-            f"ckpt.output_dir {config.ckpt.output_dir}: whose home is this? Give its full path"
+            f"ckpt.output_dir {config.ckpt.output_dir}: there is no such home folder, give the full path"
         ) from error
     refuse_if_locked(folder.root)
     check_folder(config, folder)
@@ -88,12 +76,12 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         if config.ckpt.best_metric_key is not None:
             read_best(folder.best, metric=config.ckpt.best_metric_key)
     actor = config.actor
-    tools = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
-    return Prepared(folder, tools, warnings)
+    processor = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
+    return Prepared(folder, processor, warnings)
 
 
 def check_folder(config: AnyConfig, folder: RunFolder) -> None:
-    """Whether this run may write there; see `RunFolder.check`."""
+    """Check that this run may write to the folder; see `RunFolder.check`."""
     learns = not isinstance(config, EvalConfig)
     resume = not isinstance(config, EvalConfig) and config.ckpt.load_enable
     folder.check(resume=resume, has_checkpoint=bool(checkpoints(folder.checkpoints)), learns=learns)
@@ -104,35 +92,71 @@ def _save_settings(config: AnyConfig, folder: RunFolder) -> None:
         dump_yaml(config, folder.config)
 
 
+class Progress(NamedTuple):
+    """The steps that a run has to make."""
+
+    done: int
+    """Number of finished steps; 0 for a new run."""
+    last: int
+    state: LoopState | None
+    """State for the next step of a resumed RL run."""
+
+
+def begin_steps(
+    config: RlConfig | SftConfig, checkpoints: RunCheckpoints, policy: RemotePolicy, *, num_rows: int
+) -> Progress:
+    """Resume from the newest checkpoint if there is one, and show what trains and how many steps remain."""
+    done, state = checkpoints.restore()
+    last = last_step_from(config, num_rows, done=done, drawn=checkpoints.drawn)
+    checkpoints.check_room_ahead(done=done, last=last)
+    begin_report(config, checkpoints.report, checkpoints.folder, policy, last=last, done=done)
+    return Progress(done, last, state)
+
+
+def begin_report(
+    config: RlConfig | SftConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
+) -> None:
+    """Save the settings of a resumed run, and show the model's parameters."""
+    if config.ckpt.load_enable:
+        _save_settings(config, folder)
+    rows = policy.table()
+    with writing(folder.parameters.name, folder.root):
+        save_table(folder.parameters, rows)
+    report.say(parameter_table(rows))
+    if done:
+        report.say(f"resuming after step {done}")
+    report.begin(total_steps=last, done=done)
+
+
 @contextmanager
-def started(
+def run_session(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
 ) -> Iterator[tuple[RoleBuilder, RunReport]]:
-    """A Ray session with the run's plan, and its report; all is stopped at the end, however it comes.
+    """Open the run's folder, start Ray and place the roles; stop everything at the end, whatever the reason.
 
-    `warnings` are for people, and come after the plan.
+    `warnings` are shown after the placement.
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
-    with run_log() as log, naming_checkpoint(folder.checkpoints), ExitStack() as held_folder:
+    with run_log() as log, naming_checkpoint(folder.checkpoints), ExitStack() as outer:
         folder.open()
         with writing(folder.log.name, folder.root):
             log.move_to(folder.log)
-        held_folder.enter_context(run_lock(folder.root, on_lost=lambda line: end_at_once(line, 2), notify=print))
-        check_folder(config, folder)  # again: until now another run may have held it
-        machines = held_folder.enter_context(session())
+        outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
+        check_folder(config, folder)  # again: another run may have held the lock until now, and written there
+        machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**roles_of(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
         check_nodes(config, machines, places, folder.root)
-        if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else it may still be refused
+        if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else only once it has resumed
             _save_settings(config, folder)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
         with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
             report.say(describe(places, machines))
-            for line in (*checkpoints_planned(config), *warnings):
+            for line in (*format_checkpoint_plan(config), *warnings):
                 report.say(line)
             builder = RoleBuilder(machines, places, stack, watch)
             with builder.ending():

@@ -30,7 +30,7 @@ from vlmrl.learning import rendezvous
 from vlmrl.learning.optimizers import optimizer, schedule
 from vlmrl.learning.pickles import guard
 from vlmrl.models.quantize import true_shape
-from vlmrl.startup.driver import problem_of_gpu
+from vlmrl.startup.driver import gpu_problem
 
 # Its own code calls what the PyTorch it is installed with has renamed.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
@@ -86,7 +86,7 @@ def device() -> torch.device:
 
 
 def _check_gpu() -> None:
-    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
+    problem = gpu_problem(torch.version.cuda, is_available=torch.cuda.is_available())
     if problem is not None:
         raise ClusterError(problem)
 

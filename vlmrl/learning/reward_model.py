@@ -21,7 +21,7 @@ from vlmrl.models.buffers import check_buffers
 from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, Valuer
 from vlmrl.observe.metrics import Metric
-from vlmrl.plugins import Processor, check_reads_alike, processor_of
+from vlmrl.plugins import Processor, check_same_inputs, processor_of
 from vlmrl.types import Bools, Ints, Sample
 
 
@@ -46,7 +46,7 @@ class RewardModel:
         with sharded_loading(ds, offload=offload):
             net, reader = read_value_model(model, ds=ds, columns=columns, where=self._device, head_seed=None, flag=flag)
         actors = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
-        check_reads_alike(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
+        check_same_inputs(reader, actors, what=f"{flag}: {path}", actor=actor.model_name_or_path)
         self._processor = reader
         net.requires_grad_(False)
         self._scale = _scale(net.config, path, flag) if settings.normalize else Scale(0.0, 1.0)

@@ -86,7 +86,7 @@ def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = 
     """Initialize a scoring process. Functions see the secrets of the environment that `pass_env` names, and print to
     `log`."""
     _die_with_parent()
-    stops.accepted()  # its pool ends one that takes too long by SIGTERM
+    stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
     if log is not None:
         _print_to(log)

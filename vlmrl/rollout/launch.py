@@ -27,9 +27,9 @@ from vlmrl.rollout.capacity import CPU, Demand, Limits, choose_limits
 from vlmrl.rollout.compatibility import FRONT_END, line, missing
 from vlmrl.rollout.console import Console
 from vlmrl.rollout.kept_images import KeptImages
-from vlmrl.startup.driver import problem_of_gpu
+from vlmrl.startup.driver import gpu_problem
 from vlmrl.system import stops
-from vlmrl.system.exits import described, may_be_memory, oom_kills
+from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -120,7 +120,7 @@ def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
     """Raise ClusterError when torch cannot use the GPU that this engine was given; ConfigError when vLLM cannot apply
     the adapter there. `dtype` is bf16 or fp32.
     """
-    problem = problem_of_gpu(torch.version.cuda, is_available=torch.cuda.is_available())
+    problem = gpu_problem(torch.version.cuda, is_available=torch.cuda.is_available())
     if problem is not None:
         raise ClusterError(problem)
     check_engine_dtype(adapter, dtype, has_gpu=torch.cuda.is_available())
@@ -209,10 +209,10 @@ class Launch:
             return f"has died{self.because()}; {_LESS_MEMORY}"
         # The first to go is not known; vLLM terminates the others.
         codes = (child.exitcode for child in ended)
-        code = min(codes, key=lambda code: (not may_be_memory(code), code == -signal.SIGTERM))
-        by_kernel = may_be_memory(code) and oom_kills() > self._killed_before
-        line = f"has died, its process {described(code, is_out_of_memory=by_kernel)}{self.because()}"
-        return f"{line}; {_LESS_MEMORY}" if may_be_memory(code) else line
+        code = min(codes, key=lambda code: (not may_be_out_of_memory(code), code == -signal.SIGTERM))
+        by_kernel = may_be_out_of_memory(code) and oom_kills() > self._killed_before
+        line = f"has died, its process {format_exit(code, is_out_of_memory=by_kernel)}{self.because()}"
+        return f"{line}; {_LESS_MEMORY}" if may_be_out_of_memory(code) else line
 
     def _build(self, arguments: Callable[[], Mapping[str, Any]]) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -220,7 +220,7 @@ class Launch:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
-        stops.withhold()
+        stops.block_signals()
         lacks = missing(FRONT_END)
         if lacks:
             raise ClusterError(line(lacks, on_gpu=torch.cuda.is_available()))

@@ -1,4 +1,4 @@
-"""Makes this process and those that it starts able to import the stack. Call `prepare()` before torch is imported."""
+"""Prepare this process and its children for importing torch, vLLM and DeepSpeed: call `prepare()` before torch."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from vlmrl.startup.driver import has_gpu
 FOLDER = str(Path(__file__).parent)
 
 _DEFAULTS = {
-    # Cores are shared by ranks and engines: threads must not be pinned one engine over another.
+    # Ranks and engines share the cores: engines must not pin their threads to the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -18,12 +18,13 @@ _DEFAULTS = {
 
 
 _SENT = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""The user's word on these holds on every machine."""
+"""Variables whose values are sent to every machine if the user has set them."""
 
 
 def portable_environment() -> dict[str, str]:
-    """What a process of a run needs in its environment on any machine; a variable that the user has set keeps the
-    user's value. What depends on a machine's devices is left to `prepare`, there.
+    """Environment variables for a process on any machine; variables that the user has set keep their values.
+
+    Those that depend on a machine's devices are set there, by `prepare`.
     """
     path = os.environ.get("PYTHONPATH", "")
     folders = [FOLDER, *(f for f in path.split(os.pathsep) if f and f != FOLDER)]
@@ -32,13 +33,16 @@ def portable_environment() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The same for a process on this machine."""
+    """Environment variables for a process on this machine."""
     device = {} if has_gpu() else {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
     return portable_environment() | device
 
 
 def prepare() -> None:
-    """Arm this process and its children. Idempotent, imports nothing heavy."""
+    """Set the environment and install the start-up hook, here and in child processes.
+
+    Idempotent, imports nothing heavy.
+    """
     os.environ.update(environment())
     from vlmrl.startup import sitecustomize
 

@@ -1,4 +1,4 @@
-"""Which packages the project pins, and which versions of them are installed."""
+"""Compare the versions of installed packages with those that the project pins."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from importlib import metadata
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A package that the project pins or wants."""
+    """A package that the project requires."""
 
     package: str
     installed: str | None
@@ -16,9 +16,9 @@ class Version:
 
 
 def versions(extra: str) -> list[Version]:
-    """What vlmrl's own metadata pins for this kind of machine, `cpu` or `gpu`, beside what is installed."""
+    """The packages that vlmrl's metadata require for the extra `cpu` or `gpu`, with their installed versions."""
     pattern = re.compile(r"""^([A-Za-z0-9._-]+)\s*([^;]*?)\s*(?:;.*extra == ["'](\w+)["'].*)?$""")
-    found = []
+    packages = []
     for line in metadata.requires("vlmrl") or []:
         match = pattern.match(line)
         if match is None or match[1] == "vlmrl" or match[3] not in (None, "stack", extra):
@@ -28,8 +28,8 @@ def versions(extra: str) -> list[Version]:
             installed: str | None = metadata.version(package)
         except metadata.PackageNotFoundError:
             installed = None
-        # A local suffix (+cpu) does not make it another version.
+        # Versions may have a local suffix (+cpu), which does not count.
         exact = wanted.removeprefix("==") if wanted.startswith("==") else None
         ok = installed is not None and (exact is None or installed.split("+")[0] == exact)
-        found.append(Version(package, installed, wanted, ok))
-    return sorted(found, key=lambda version: (version.ok, version.package.lower()))
+        packages.append(Version(package, installed, wanted, ok))
+    return sorted(packages, key=lambda version: (version.ok, version.package.lower()))

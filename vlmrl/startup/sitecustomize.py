@@ -1,13 +1,14 @@
-"""The start-up hook of every Python process of the stack: Ray workers, vLLM's engine cores, the subprocesses in which
-vLLM inspects model classes, and plain `python` in an environment that `make setup` made. It imports nothing heavy.
+"""The start-up hook of every Python process in a run. It imports nothing heavy.
 
-Why it exists: registries hand out CUDA builds of torchvision. Beside the CPU build of torch its compiled operators do
-not load, and `import torchvision` then stops at "operator torchvision::nms does not exist", though only its Python
-transforms are needed. Declaring the two missing schemas in time mends it. Where torchvision loads, nothing happens.
+It runs in Ray workers, vLLM's engine cores, the subprocesses in which vLLM inspects model classes, and in plain
+`python` of an environment that `make setup` created.
 
-Python runs it in one of two ways, and the second does nothing more: as a module of its own in site-packages, which
-`install.py` writes beside a .pth file that imports it; or under the name `sitecustomize`, because its folder is on
-PYTHONPATH, in environments made otherwise.
+Registries serve CUDA builds of torchvision. With the CPU build of torch their compiled operators do not load, and
+`import torchvision` fails with "operator torchvision::nms does not exist", although only its Python transforms are
+needed. The hook declares the two missing operators first. Where torchvision loads, it does nothing.
+
+Python runs it as a module of its own in site-packages, which `install.py` writes beside a .pth file that imports it; in
+other environments under the name `sitecustomize`, because its folder is on PYTHONPATH. A second run does nothing.
 """
 
 import sys
@@ -30,14 +31,14 @@ class _DeclareTorchvisionOperators:
             library = torch.library.Library("torchvision", "DEF")
             for name in ("nms", "qnms"):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            # The library un-declares what it declared when it is collected: the class keeps it for good.
+            # When the library is garbage-collected, its declarations are removed: the class keeps it alive.
             type(self)._library = library
 
 
 def install() -> None:
-    """Arm the hook in this process, once."""
-    is_armed = any(type(finder).__name__ == "_DeclareTorchvisionOperators" for finder in sys.meta_path)
-    if "torchvision" not in sys.modules and not is_armed:
+    """Install the hook in this process. Idempotent."""
+    is_installed = any(type(finder).__name__ == "_DeclareTorchvisionOperators" for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not is_installed:
         sys.meta_path.insert(0, _DeclareTorchvisionOperators())
 
 

@@ -1,8 +1,8 @@
-"""A child process that never outlives its parent, however the parent dies.
+"""End a child process when its parent dies, however it dies.
 
-vLLM's engine core is a process of its own. When the process that started it is killed (SIGKILL: no handler, no
-atexit), vLLM leaves the core running, with its memory. Linux's PR_SET_PDEATHSIG is not the cure: it fires at the end
-of the *thread* that started the child, and engines are started from a thread, so that the start can have a time limit.
+vLLM's engine core is a separate process. When its parent is killed (SIGKILL: no handler, no atexit), vLLM leaves the
+core running, with its memory. Linux's PR_SET_PDEATHSIG does not help: it fires at the end of the *thread* that started
+the child, and engines are started from a thread, so that the start can have a time limit.
 """
 
 import os
@@ -20,16 +20,16 @@ _armed = False
 
 
 class Lifeline:
-    """Hand it to a child among the arguments of its process: a child is armed by unpickling it.
+    """Arms the child process that unpickles it, as one of the arguments of the process.
 
-    That is before any function of the child's own is called, and for a vLLM engine before it has loaded anything.
+    That happens before the child calls any function of its own, so that a vLLM engine has loaded nothing yet.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (os.getpid(),)
 
     def compute_hash(self) -> str:
-        """vLLM's configuration asks its members for one."""
+        """vLLM requires it of all members of its configuration."""
         return "lifeline"
 
 
@@ -39,23 +39,23 @@ def _unpickle(parent: int) -> Lifeline:
 
 
 def arm(parent: int) -> None:
-    """From now on this process dies when `parent`, the process that started it, does. Idempotent.
+    """Make this process die when its parent does. Idempotent.
 
-    Does nothing in `parent` itself, and in a process that some other process has started.
+    Does nothing in `parent` itself, and in a process that another process started.
     """
     global _armed
     if _armed or parent == os.getpid():
         return
     if os.getppid() == parent:
         _armed = True
-        stops.accepted()
+        stops.accept_sigterm()
         threading.Thread(target=_watch, args=(parent,), name="vlmrl-lifeline", daemon=True).start()
     elif not _is_running(parent):
         _die()
 
 
 def _watch(parent: int) -> None:
-    # An orphan is adopted at once by another process, even while its dead parent is still a zombie.
+    # Another process adopts an orphan immediately, even while its dead parent is a zombie.
     while os.getppid() == parent:
         time.sleep(_INTERVAL_S)
     _die()

@@ -1,4 +1,4 @@
-"""Text that strangers wrote, as one line that a terminal can show."""
+"""Escape untrusted text to one line that is safe to print."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def one_line(text: object, *, most: int | None = None) -> str:
-    """`str(text)` on one line, of printable characters only; what is longer than `most` characters is cut.
+    """Return `str(text)` on one line of printable characters, cut to `most` characters.
 
-    Line breaks, escape sequences, marks that turn the direction of writing and halves of surrogate pairs become their
-    escapes. Example: `a` + newline + ESC + `[31m` -> `a\\n\\x1b[31m`. A line that is plain already stays as it is.
+    Line breaks, control sequences, marks of writing direction and lone surrogates are escaped.
+    Example: `a` + newline + ESC + `[31m` -> `a\\n\\x1b[31m`.
     """
     text = str(text)
     if most is not None and len(text) > most:
@@ -23,5 +23,5 @@ def one_line(text: object, *, most: int | None = None) -> str:
 
 
 def print_line(console: Console, text: object) -> None:
-    """Print one plain line: no markup, no emoji codes, no colours, no wrapping."""
+    """Print one plain line, without markup, emoji codes, colours or wrapping."""
     console.print(one_line(text), markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""A private folder for a run's temporary files and sockets, gone when the run has ended. Standard library only.
+"""A private folder for a run's temporary files and sockets, removed at the end of the run. Standard library only.
 
-Ray opens its session folder to every user of the machine, and engines leave sockets in the temporary folder. Below a
-folder that this user alone may enter, neither matters.
+Ray makes its session folder accessible to every user of the machine, and engines create sockets in the temporary
+folder. Both are safe inside a folder that only this user may enter.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from multiprocessing import util
 from pathlib import Path
 
 VARIABLE = "VLMRL_SCRATCH"
-"""Environment variable: the folder that the processes of a run share. It may have to be made on other machines."""
+"""Environment variable: the folder that the processes of a run share. On other machines it may not exist yet."""
 MEETING_FILE = "VLMRL_MEETING_FILE"
-"""Environment variable: a file below it, in which the training ranks of one machine meet."""
+"""Environment variable: a file in that folder, the rendezvous of the training ranks of one machine."""
 _PREFIX = "vlmrl-run-"
 _LOCK = "lock"
 _LONGEST_PARENT = 22
-"""Characters. The path of a socket has at most 107: Ray's takes 66, and the folder's name 19."""
+"""Characters. The path of a socket has at most 107: Ray's part takes 66, and the folder's name 19."""
 _YOUNG_S = 60.0
-"""A folder may be so old before its run holds the lock."""
+"""The age up to which a folder without a lock may belong to a run that is about to lock it."""
 _END_S = 5.0
 
 _held: dict[Path, int] = {}
-"""The folders that this process uses, with the descriptor of each one's lock."""
+"""The folders that this process uses -> the descriptors of their locks."""
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder, open to this user alone, as the temporary folder of this process and of those it starts.
+    """Create a private folder, and make it the temporary folder of this process and of those that it starts.
 
-    At the end it is removed, as soon as no process of the run uses it any more, or after five seconds. Folders of runs
-    that were killed are removed at the start.
+    It is removed at the end, once no process of the run uses it any more, or after five seconds. Folders of killed runs
+    are removed at the start.
 
-    Raises OSError when it cannot be made.
+    Raises OSError when it cannot be created.
     """
     before = {name: os.environ.get(name) for name in ("TMPDIR", VARIABLE)}
     parent = _parent()
@@ -56,7 +56,7 @@ def scratch() -> Iterator[Path]:
             else:
                 os.environ[name] = value
         tempfile.tempdir = None
-        _forget_that_of_multiprocessing(folder)
+        _remove_folder_of_multiprocessing(folder)
         os.close(_held.pop(folder))
         stop = time.monotonic() + _END_S
         while _is_used(folder) and time.monotonic() < stop:
@@ -64,35 +64,35 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _forget_that_of_multiprocessing(folder: Path) -> None:
-    """Have it remove its own folder below this one now: at the process's end it would print a traceback."""
+def _remove_folder_of_multiprocessing(folder: Path) -> None:
+    """Make multiprocessing remove its own folder inside this one now: at exit it would print a traceback."""
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is util._remove_temp_dir and Path(finalizer._args[-1]).is_relative_to(folder):  # type: ignore[attr-defined]
             finalizer()
 
 
 def enter(folder: Path) -> None:
-    """Make `folder` the temporary folder of this process and of those it starts; make it where it is not there.
+    """Make `folder` the temporary folder of this process and of those that it starts; create it if it does not exist.
 
-    Raises OSError when it cannot be made, and PermissionError when it is not private to this user.
+    Raises OSError when it cannot be created, and PermissionError when it is not private to this user.
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder that belongs to this user alone")
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a private folder of this user")
     if folder not in _held:
-        # Shared by all processes of the run on this machine; the kernel lets go of it however they end.
+        # Shared by all processes of the run on this machine; the kernel releases it however they end.
         _held[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(_held[folder], fcntl.LOCK_SH)
     os.environ |= {"TMPDIR": str(folder), VARIABLE: str(folder)}
-    tempfile.tempdir = None  # it remembers the folder of before
+    tempfile.tempdir = None  # clears its cache of the previous folder
 
 
-def enter_that_of_the_run() -> None:
-    """Do so with the folder that the environment names, if any; with a new one where that is not this user's.
+def enter_from_environment() -> None:
+    """Enter the folder that the environment names, if any; a new one if that folder is not this user's.
 
-    The first process of a run on a machine that is not its driver's removes what killed runs have left there.
+    On machines other than the driver's, the first process of a run removes the folders of killed runs.
     """
     if VARIABLE not in os.environ:
         return
@@ -101,28 +101,27 @@ def enter_that_of_the_run() -> None:
         sweep(folder.parent)
     try:
         enter(folder)
-    except PermissionError:  # a cluster's processes may have another user than the driver
+    except PermissionError:  # processes of a cluster may run as another user than the driver
         enter(Path(tempfile.mkdtemp(prefix=_PREFIX)))
 
 
 def remove_here(folder: Path) -> None:
-    """Remove what processes of a run have left on another machine than its driver's."""
+    """Remove the folder of a run from a machine other than its driver's."""
     shutil.rmtree(_here(folder), ignore_errors=True)
 
 
 def sweep(parent: Path) -> None:
-    """Remove this user's folders in `parent` that no process uses, as a run leaves one that was killed."""
+    """Remove this user's folders in `parent` that no process uses, as killed runs leave them."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        # Whoever is not the owner cannot, and whoever is a moment late finds nothing.
-        with suppress(OSError):
-            found = folder.lstat()
-            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if is_ours and time.time() - found.st_mtime > _YOUNG_S and not _is_used(folder):
+        with suppress(OSError):  # another process may remove it first
+            status = folder.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and time.time() - status.st_mtime > _YOUNG_S and not _is_used(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether a process holds the folder's lock, or it cannot be known."""
+    """Whether a process holds the folder's lock; True if that cannot be determined."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -137,15 +136,14 @@ def _is_used(folder: Path) -> bool:
 
 
 def _here(folder: Path) -> Path:
-    """The folder on this machine, which may have its temporary files elsewhere."""
+    """The path of the folder on this machine, whose temporary files may be elsewhere."""
     return folder if folder.parent.is_dir() else Path(tempfile.gettempdir()) / folder.name
 
 
 def _parent() -> Path:
-    """Where temporary files go; /tmp where that path is too long for sockets below it, or is not ASCII: Ray does not
-    start there."""
-    wanted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    fits = str(wanted).isascii() and len(str(wanted)) <= _LONGEST_PARENT
+    """The folder of temporary files, or /tmp where Ray would not start: in paths that are too long or not ASCII."""
+    preferred = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    fits = str(preferred).isascii() and len(str(preferred)) <= _LONGEST_PARENT
     if fits or not os.access("/tmp", os.W_OK):
-        return wanted
+        return preferred
     return Path("/tmp")

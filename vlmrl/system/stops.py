@@ -1,9 +1,9 @@
-"""Ends a run in order when the system or the user asks: SIGTERM, SIGHUP and Ctrl-C stop it, SIGUSR1 saves a checkpoint.
+"""End a run in order on SIGTERM, SIGHUP and Ctrl-C, and save a checkpoint on SIGUSR1.
 
-The first request interrupts whatever can be abandoned, lets what has begun be finished (`finishing`), and allows
-`grace_s` seconds for all that. The second one, or the end of the grace, ends this process and all below it at once.
+The first request to stop interrupts waits, lets steps that have begun finish (`uninterrupted`), and allows `grace_s`
+seconds for that. A second request, or the end of that time, kills this process and its descendants immediately.
 
-Signals are a process's own, and so is the state of this module. Outside of `heeded` everything here does nothing.
+Signals belong to the process, and so does the state of this module. Outside of `handle_signals` all of it does nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vlmrl.errors import ClusterError, VlmrlError
 
 _EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 SIGNALS = (*_EXIT_CODES, signal.SIGUSR1)
-"""Every signal that a run heeds."""
+"""All signals that a run handles."""
 _ECHO_S = 1.0
-"""`timeout`, `uv run` and other parents send a signal twice, to the process and to its group: that is one request."""
+"""`timeout`, `uv run` and other parents send a signal twice, to the process and to its group: it counts once."""
 _TRACKERS_S = 5.0
-"""For Python's resource trackers, which end last and by themselves: they remove what others left in shared memory."""
+"""Time for Python's resource trackers to end by themselves: they remove what others left in shared memory."""
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop. A KeyboardInterrupt, which is all that Ray lets through while it waits.
+    """The run was asked to stop. A KeyboardInterrupt, the only exception that passes through Ray's waits.
 
     Args:
         number: the signal.
-        line: what became of the run, for people.
+        line: the state of the run, for users.
     """
 
     def __init__(self, number: int, line: str = "nothing was saved") -> None:
@@ -54,20 +54,20 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _Requests:
-    """What was asked of this process, and what it is doing."""
+    """The signals that this process received, and which parts of its work they may interrupt."""
 
     grace_s: float
     number: int | None = None
-    """The signal that asked to stop."""
-    asked_at: float = 0.0
+    """The signal to stop."""
+    received_at: float = 0.0
     is_raised: bool = False
-    is_over: bool = False
-    """What the process was for is done."""
+    is_done: bool = False
+    """The work of the process is done."""
     wants_checkpoint: bool = False
     only_in_waits: bool = False
-    """Nothing but waits is interrupted: between two of them, calls to the ranks of a role belong together."""
+    """Only waits are interrupted: between two of them, calls to the ranks of a role belong together."""
     num_waits: int = 0
-    num_finishing: int = 0
+    num_uninterrupted: int = 0
     timer: threading.Timer | None = field(default=None)
 
 
@@ -75,11 +75,11 @@ _requests: _Requests | None = None
 
 
 @contextmanager
-def heeded(grace_s: float) -> Iterator[None]:
-    """Heed the signals within the context. Only the main thread can; in others nothing happens.
+def handle_signals(grace_s: float) -> Iterator[None]:
+    """Handle the signals within the context. In threads other than the main one this does nothing.
 
     Raises:
-        Stopped: at the first request, as soon as it may be.
+        Stopped: at the first request, as soon as it may be raised.
     """
     global _requests
     if threading.current_thread() is not threading.main_thread() or _requests is not None:
@@ -88,21 +88,21 @@ def heeded(grace_s: float) -> Iterator[None]:
     requests = _requests = _Requests(grace_s)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        attend()
+        install_handlers()
         yield
-    except KeyboardInterrupt as error:  # Ray raises its own in place of ours
+    except KeyboardInterrupt as error:  # Ray replaces ours by its own
         if requests.number is None:
             raise
         stop = error if isinstance(error, Stopped) else Stopped(requests.number)
         cause = _ended_by(error)
-        if cause is not None:  # the run was on its way out already, and the request must not hide why
+        if cause is not None:  # the run was ending already, and the request must not hide the reason
             stop = Stopped(stop.number, f"{stop.line}; the run was ending: {cause}")
         raise stop from None
     except ClusterError as error:
-        # The signal may have ended roles, on other machines say, before what had begun was finished.
+        # The signal may also have ended roles, for example on other machines, in the middle of a step.
         if requests.number is None:
             raise
-        raise Stopped(requests.number, f"what had begun was not finished: {error}") from None
+        raise Stopped(requests.number, f"the current step was not finished: {error}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -111,12 +111,12 @@ def heeded(grace_s: float) -> Iterator[None]:
         _requests = None
 
 
-def attend() -> None:
-    """Take the signals (again: Ray takes SIGTERM for itself when it starts).
+def install_handlers() -> None:
+    """Install the handlers, again after Ray has started, which installs its own for SIGTERM.
 
-    What nohup, or a shell for its background jobs, has made this process ignore stays ignored.
+    Signals that are ignored, by nohup or for a shell's background jobs, stay ignored.
     """
-    if _mine() is None:
+    if _main_thread_requests() is None:
         return
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -124,18 +124,18 @@ def attend() -> None:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """A wait for other processes, which a request interrupts unless something is being finished.
+def interruptible_wait() -> Iterator[None]:
+    """Let requests interrupt the wait for other processes within the context, except inside `uninterrupted`.
 
     Raises:
-        Stopped: now, or at the beginning where the request came before.
+        Stopped: at the request, or at the beginning if it came before.
     """
-    requests = _mine()
+    requests = _main_thread_requests()
     if requests is None:
         yield
         return
-    # Ray may have put its own handler, which aborts with a dump, in the place of ours since the last wait.
-    attend()
+    # Since the last wait Ray may have replaced our handler by its own, which aborts with a dump.
+    install_handlers()
     requests.num_waits += 1
     try:
         _raise_if(requests)
@@ -150,8 +150,8 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def only_in_waits() -> Iterator[None]:
-    """Within the context requests interrupt waits and nothing else."""
-    requests = _mine()
+    """Let requests interrupt only waits within the context."""
+    requests = _main_thread_requests()
     if requests is None:
         yield
         return
@@ -163,51 +163,56 @@ def only_in_waits() -> Iterator[None]:
 
 
 @contextmanager
-def finishing() -> Iterator[None]:
-    """What has begun here is finished before a request is heeded: `check` comes after it.
+def uninterrupted() -> Iterator[None]:
+    """Hold requests back within the context; call `raise_if_requested` after it.
 
     Raises:
-        Stopped: at the beginning, where the request came before.
+        Stopped: at the beginning, if a request came before.
     """
-    requests = _mine()
+    requests = _main_thread_requests()
     if requests is None:
         yield
         return
     _raise_if(requests)
-    requests.num_finishing += 1
+    requests.num_uninterrupted += 1
     try:
         yield
     finally:
-        requests.num_finishing -= 1
+        requests.num_uninterrupted -= 1
 
 
 @contextmanager
-def abandonable() -> Iterator[None]:
-    """What is here may be abandoned though it is a part of what is finished. Raises Stopped like `waiting`."""
-    requests = _mine()
+def interruptible() -> Iterator[None]:
+    """Allow interruption within the context though it is inside `uninterrupted`.
+
+    Raises Stopped as `interruptible_wait` does.
+    """
+    requests = _main_thread_requests()
     if requests is None:
         yield
         return
-    before, requests.num_finishing = requests.num_finishing, 0
+    before, requests.num_uninterrupted = requests.num_uninterrupted, 0
     try:
         yield
     finally:
-        requests.num_finishing = before
+        requests.num_uninterrupted = before
 
 
-def check() -> None:
-    """Raise Stopped if that was asked, whether or not it was raised before."""
-    requests = _mine()
+def raise_if_requested() -> None:
+    """Raise Stopped if a request has come, even if it was raised before."""
+    requests = _main_thread_requests()
     if requests is not None and requests.number is not None:
         requests.is_raised = True
         raise Stopped(requests.number)
 
 
-def done() -> None:
-    """What the run was for is done and saved. From now on a request abandons nothing and changes no exit code: what is
-    left of the way out has to end within the grace, and a second request ends it at once."""
+def mark_done() -> None:
+    """Record that all results are saved: from now on a request interrupts nothing and does not change the exit code.
+
+    The rest of the shutdown still has to end within the grace period, and a second request still kills the process.
+    """
     if _requests is not None:
-        _requests.is_over = True
+        _requests.is_done = True
 
 
 def is_stopping() -> bool:
@@ -216,7 +221,7 @@ def is_stopping() -> bool:
 
 
 def take_checkpoint_request() -> bool:
-    """Whether SIGUSR1 came since the last call."""
+    """Whether SIGUSR1 has come since the last call."""
     if _requests is None or not _requests.wants_checkpoint:
         return False
     _requests.wants_checkpoint = False
@@ -224,11 +229,11 @@ def take_checkpoint_request() -> bool:
 
 
 @contextmanager
-def withheld() -> Iterator[None]:
-    """Processes that are started within the context, and those below them, do not get the signals that end a run.
+def signals_blocked() -> Iterator[None]:
+    """Block the signals that end a run in all processes that are started within the context, and in their descendants.
 
-    `timeout`, SLURM and systemd send them to every process of a run: Ray and the ranks have to live on until what has
-    begun is finished. A process that wants the signals back calls `accepted`.
+    `timeout`, SLURM and systemd send them to every process of a run, but Ray and the ranks have to live until the
+    current step is finished. A process that has to end by SIGTERM calls `accept_sigterm`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -237,12 +242,12 @@ def withheld() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignored() -> None:
-    """This process and those below it live on where `withheld` does not hold: Python lets SIGTERM and SIGINT through
-    again when it starts its resource tracker.
+def ignore_signals() -> None:
+    """Keep SIGTERM and SIGINT away from this process and its descendants where `signals_blocked` is not enough.
 
-    In a group of their own they do not get what is sent to the driver's: an engine core, say, which has to end by
-    SIGTERM, and has to take the weights of an update that is finished.
+    Python unblocks both when it starts its resource tracker. In a process group of their own, descendants do not get
+    signals that are sent to the driver's group: an engine core, for example, has to end by SIGTERM, but not before it
+    has received the weights of the last update.
     """
     with suppress(OSError):  # it leads a session
         os.setpgrp()
@@ -251,28 +256,28 @@ def ignored() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def withhold() -> None:
-    """This thread does not get the signals any more, even where Python starts its resource tracker later."""
+def block_signals() -> None:
+    """Block the signals in this thread permanently: Python unblocks them when it starts its resource tracker."""
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def accepted() -> None:
-    """This process ends by SIGTERM in spite of `withheld`: that is how the one that started it ends it."""
+def accept_sigterm() -> None:
+    """Unblock SIGTERM after `signals_blocked`, in a process whose parent ends it by SIGTERM."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def end_at_once(line: str, code: int) -> None:
-    """Say why, kill every process below this one, and end without any cleaning up."""
+def kill_and_exit(line: str, code: int) -> None:
+    """Print a line, kill all descendants, and exit without cleaning up."""
     with suppress(OSError, ValueError, AttributeError):
-        # Descriptor 2 itself may be a run's log, which nobody watches.
+        # Not descriptor 2, which may be redirected to the run's log.
         os.write(sys.stderr.fileno(), f"vlmrl: {line}\n".encode())
-    end_family(psutil.Process().children(recursive=True))
+    kill_processes(psutil.Process().children(recursive=True))
     os._exit(code)
 
 
-def end_family(family: list[psutil.Process]) -> None:
-    """Kill these processes; Python's resource trackers among them end by themselves."""
+def kill_processes(family: list[psutil.Process]) -> None:
+    """Kill these processes, except Python's resource trackers, which get time to end by themselves."""
     trackers = [member for member in family if _tracks_resources(member)]
     _kill([member for member in family if member not in trackers])
     end = time.monotonic() + _TRACKERS_S
@@ -283,7 +288,7 @@ def end_family(family: list[psutil.Process]) -> None:
 
 def _kill(family: list[psutil.Process]) -> None:
     for member in family:
-        with suppress(psutil.Error):  # it has ended by itself
+        with suppress(psutil.Error):  # it has already ended
             member.kill()
     end = time.monotonic() + _TRACKERS_S
     while any(map(_is_running, family)) and time.monotonic() < end:
@@ -291,7 +296,7 @@ def _kill(family: list[psutil.Process]) -> None:
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Not so of the dead whom nobody buries: the first process of a container may not."""
+    """Whether a process runs. Zombies do not count: the first process of a container may never reap them."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -301,25 +306,25 @@ def _is_running(process: psutil.Process) -> bool:
 def _tracks_resources(process: psutil.Process) -> bool:
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:  # it has ended by itself
+    except psutil.Error:  # it has already ended
         return False
 
 
 def _ended_by(error: BaseException) -> VlmrlError | None:
-    """The error of ours that was on its way out when this one came; None where there was none."""
-    before = error.__context__
-    while before is not None and not isinstance(before, VlmrlError):
-        before = before.__context__
-    return before
+    """The VlmrlError that was being handled when this error came; None if there was none."""
+    context = error.__context__
+    while context is not None and not isinstance(context, VlmrlError):
+        context = context.__context__
+    return context
 
 
-def _mine() -> _Requests | None:
-    """The requests, for the thread that is interrupted by them."""
+def _main_thread_requests() -> _Requests | None:
+    """The requests in the main thread, which they interrupt; None in others."""
     return _requests if threading.current_thread() is threading.main_thread() else None
 
 
 def _raise_if(requests: _Requests) -> None:
-    if requests.is_over or requests.num_finishing:
+    if requests.is_done or requests.num_uninterrupted:
         return
     if requests.number is not None and not requests.is_raised:
         requests.is_raised = True
@@ -332,12 +337,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
         return
     code, name = _EXIT_CODES[signal.Signals(number)], signal.Signals(number).name
     if requests.number is not None:
-        if time.monotonic() - requests.asked_at > _ECHO_S:
-            end_at_once(f"ended at once: {name} came after {signal.Signals(requests.number).name}", code)
+        if time.monotonic() - requests.received_at > _ECHO_S:
+            kill_and_exit(f"ended immediately: {name} came after {signal.Signals(requests.number).name}", code)
         return
-    requests.number, requests.asked_at = number, time.monotonic()
-    too_late = f"ended at once: stopping took longer than train.stop_grace_s {requests.grace_s:g}"
-    requests.timer = _timer(requests.grace_s, lambda: end_at_once(too_late, code))
+    requests.number, requests.received_at = number, time.monotonic()
+    too_late = f"ended immediately: stopping took longer than train.stop_grace_s {requests.grace_s:g}"
+    requests.timer = _start_timer(requests.grace_s, lambda: kill_and_exit(too_late, code))
     if requests.num_waits or not requests.only_in_waits:
         _raise_if(requests)
 
@@ -347,8 +352,8 @@ def _save(number: int, frame: FrameType | None) -> None:
         _requests.wants_checkpoint = True
 
 
-def _timer(seconds: float, then: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(seconds, then)
+def _start_timer(seconds: float, callback: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, callback)
     timer.daemon = True
     timer.start()
     return timer

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or damaged: room is checked before a write, and a write that fails is one line."""
+"""Check room on disk before a write, and turn a failed write into a message of one line."""
 
 from __future__ import annotations
 
@@ -15,68 +15,69 @@ from vlmrl.errors import StorageError
 
 _GIB, _MIB = 2**30, 2**20
 
-_CURES = {
+_HINTS = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some of the quota, or have it raised",
     errno.EFBIG: "raise the limit on the size of files (`ulimit -f unlimited`)",
-    errno.EROFS: "mount it writable again (the kernel does this to a disk that fails: look at `dmesg`)",
-    errno.EACCES: "give it the rights of the user who runs this",
-    errno.EPERM: "give it the rights of the user who runs this",
+    errno.EROFS: "mount it writable again (the kernel makes a failing disk read-only: look at `dmesg`)",
+    errno.EACCES: "give write permission to the user who runs this",
+    errno.EPERM: "give write permission to the user who runs this",
     errno.EIO: "the disk or its server fails: look at `dmesg`",
     errno.ESTALE: "the file server has lost the folder: mount it again",
     errno.ENOENT: "the folder is gone: do not move or delete it while a run writes to it",
 }
 """Error number -> what to do about it."""
 
-_OF_LIBRARIES = re.compile(r"inline_container|PytorchStreamWriter|I/O error|write\(\): fd|Parent directory ")
-"""What torch and safetensors say, in errors of their own kinds, when the system refuses a write."""
+_LIBRARY_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|I/O error|write\(\): fd|Parent directory ")
+"""Matches the messages of torch and safetensors for failed writes, which are not OSErrors."""
 
 _PROBE = bytes(_MIB)
 
 
 @contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """Within the context `what` is written below `folder`; what the disk refuses is a StorageError of one line.
+    """Turn disk errors within the context into a StorageError that says that `what` cannot be written to `folder`.
 
-    Other errors pass as they are. The folder is there, or is made in the context.
+    Other errors pass unchanged. The folder exists, or is created within the context.
     """
     try:
         yield
-    except StorageError:  # it has its line already
+    except StorageError:  # it has its message already
         raise
     except Exception as error:  # torch and safetensors have errors of their own for a full disk
-        reason = _reason(error, folder)
-        if reason is None:
+        explanation = _explain(error, folder)
+        if explanation is None:
             raise
-        why, cure = reason
-        raise StorageError(f"{what} cannot be written to {folder}: {why}{_space(folder)}: {cure}") from error
+        reason, hint = explanation
+        raise StorageError(f"{what} cannot be written to {folder}: {reason}{_space_suffix(folder)}: {hint}") from error
 
 
-def check_room(num_bytes: int, what: str, folder: Path, *, cure: str = "free some space there") -> None:
-    """Raises StorageError where `folder`, or the nearest one above it, has no room for `num_bytes` more."""
-    there = _nearest(folder)
-    if shutil.disk_usage(there).free < num_bytes:
+def check_room(num_bytes: int, what: str, folder: Path, *, hint: str = "free some space there") -> None:
+    """Raise StorageError if `folder`, or its nearest existing parent, has no room for `num_bytes` more."""
+    existing = _nearest(folder)
+    if shutil.disk_usage(existing).free < num_bytes:
         raise StorageError(
-            f"{what} takes about {amount(num_bytes)}, for which {there} has no room ({free_space(there)}): {cure}"
+            f"{what} takes about {format_bytes(num_bytes)}, for which {existing} has no room "
+            f"({free_space(existing)}): {hint}"
         )
 
 
 def free_space(folder: Path) -> str:
-    """`0.1 MiB of 4.0 GiB free`."""
+    """The free space of a folder's disk, like `0.1 MiB of 4.0 GiB free`."""
     space = shutil.disk_usage(_nearest(folder))
-    return f"{amount(space.free)} of {amount(space.total)} free"
+    return f"{format_bytes(space.free)} of {format_bytes(space.total)} free"
 
 
-def _space(folder: Path) -> str:
-    """The same in brackets; nothing where a disk that fails does not even tell."""
+def _space_suffix(folder: Path) -> str:
+    """The free space in brackets; empty if the disk does not report it."""
     try:
         return f" ({free_space(folder)})"
     except OSError:
         return ""
 
 
-def amount(num_bytes: float) -> str:
-    """`1.5 GiB`, or in MiB where it is less than one GiB."""
+def format_bytes(num_bytes: float) -> str:
+    """Format a number of bytes like `1.5 GiB`, in MiB if it is less than one GiB."""
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
 
 
@@ -85,23 +86,23 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _reason(error: Exception, folder: Path) -> tuple[str, str] | None:
-    """Why a write failed and what to do about it; None where the disk has nothing to do with it."""
+def _explain(error: Exception, folder: Path) -> tuple[str, str] | None:
+    """The reason for a failed write, and what to do; None for an error that is not the disk's."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and _OF_LIBRARIES.search(str(error)):
-        named = (known for known in _CURES if os.strerror(known) in str(error))
-        number = next(named, None) or (_probed(folder) if folder.is_dir() else errno.ENOENT)
+    if number is None and _LIBRARY_ERRORS.search(str(error)):
+        mentioned = (known for known in _HINTS if os.strerror(known) in str(error))
+        number = next(mentioned, None) or (_probe(folder) if folder.is_dir() else errno.ENOENT)
         if number is None:
             return f"the write was cut short: {' '.join(str(error).split())[:200]}", "look at the disk"
-    if number not in _CURES or (number == errno.ENOENT and folder.is_dir()):
+    if number not in _HINTS or (number == errno.ENOENT and folder.is_dir()):
         return None
-    return os.strerror(number), _CURES[number]
+    return os.strerror(number), _HINTS[number]
 
 
-def _probed(folder: Path) -> int | None:
-    """The number of the error that a small file meets in `folder`; None where it meets none.
+def _probe(folder: Path) -> int | None:
+    """Write a small file to `folder`; return the number of the error, None if it succeeds.
 
-    torch hides the system's error number. What it was writing still lies there, so that a full disk is still full.
+    torch hides the system's error number. Its incomplete file is still there, so a full disk is still full.
     """
     probe = _nearest(folder) / f".probe_{os.getpid()}"
     try:
@@ -110,12 +111,12 @@ def _probed(folder: Path) -> int | None:
     except OSError as error:
         return error.errno
     finally:
-        with suppress(OSError):  # where it could not be made it cannot be deleted either
+        with suppress(OSError):  # it may never have been created
             probe.unlink()
     has_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     return errno.EFBIG if has_limit else None
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

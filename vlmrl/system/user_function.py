@@ -1,6 +1,6 @@
-"""Functions in users' own files, `path/to/file.py:function`: how they are loaded, what they ask for, why they fail.
+"""Load users' own functions, `path/to/file.py:function`, check their parameters, and format their errors.
 
-Reward functions, estimators and policy losses are all read here. Imports nothing heavy, for scoring processes.
+For reward functions, estimators and policy losses. Imports nothing heavy, for the processes that score.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Parameters(NamedTuple):
     """The parameters of a function."""
 
     names: frozenset[str]
-    """All that can be given by name."""
+    """Those that can be passed by name."""
     required: tuple[str, ...]
-    """Those of them without a default, in order."""
-    nameless: tuple[str, ...]
-    """Those without a default that can be given by position alone."""
+    """Those of `names` without a default, in order."""
+    positional_only: tuple[str, ...]
+    """Positional-only parameters without a default."""
     takes_all: bool
-    """There is a `**kwargs`."""
+    """It has `**kwargs`."""
 
     def taken(self, offered: Collection[str]) -> frozenset[str]:
-        """Those of the `offered` arguments that the function declares; `**kwargs` takes all."""
+        """The `offered` arguments that the function declares; with `**kwargs` all of them."""
         return frozenset(offered) if self.takes_all else self.names.intersection(offered)
 
     def unmet(self, offered: Collection[str]) -> list[str]:
-        """Parameters without a default that the `offered` arguments, given by name, do not cover."""
-        return [*self.nameless, *(name for name in self.required if name not in offered)]
+        """Parameters without a default that are not among the `offered` arguments, which are passed by name."""
+        return [*self.positional_only, *(name for name in self.required if name not in offered)]
 
 
 def parameters_of(function: Callable[..., Any], *, flag: str, name: str | None = None) -> Parameters:
-    """Read the signature of a function. `flag` is the setting it came from and `name` what messages call it.
+    """Read the signature of a function. `flag` is its setting, and `name` its name, for messages.
 
     Raises:
         ConfigError: the signature cannot be read.
@@ -57,21 +57,21 @@ def parameters_of(function: Callable[..., Any], *, flag: str, name: str | None =
     return Parameters(
         names=frozenset(by_name),
         required=tuple(name for name, p in by_name.items() if p.default is p.empty),
-        nameless=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty),
+        positional_only=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty),
         takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
 
 
 def declared(function: Callable[..., Any], offered: Collection[str], *, flag: str) -> frozenset[str]:
-    """Which of the `offered` arguments a function takes; `**kwargs` takes all.
+    """The `offered` arguments that a function declares; with `**kwargs` all of them. `flag` is its setting.
 
     Raises:
-        ConfigError: it demands something else, or its signature cannot be read. `flag` is the setting it came from.
+        ConfigError: it requires other arguments, or its signature cannot be read.
     """
     parameters = parameters_of(function, flag=flag)
     if unmet := parameters.unmet(offered):
         raise ConfigError(
-            f"{flag}: {name_of(function)} asks for {', '.join(unmet)}; it is given, by name, what it declares of: "
+            f"{flag}: {name_of(function)} requires {', '.join(unmet)}, which vlmrl does not pass; it may declare: "
             f"{', '.join(offered)}"
         )
     return parameters.taken(offered)
@@ -83,17 +83,18 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:
-    """The function that a setting names as `path/to/file.py:name`, or else the setting: the name of a built-in one.
+    """Load the function if a setting has the form `path/to/file.py:name`; else return it: the name of a built-in one.
 
-    A process loads each function once. `flag` is the setting, for messages. Raises ConfigError as `load_function`.
+    A process loads each function once. `flag` is the setting's name, for messages. Raises ConfigError as
+    `load_function` does.
     """
     return _loaded_once(setting, flag) if ".py:" in setting else setting
 
 
 def load_function(spec: str, flag: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. `flag` is the setting it came from, for messages.
+    """Load the function that `path/to/file.py:name` names. `flag` is its setting, for messages.
 
-    Raises ConfigError when the file is not there, does not import, or does not hold a function of that name.
+    Raises ConfigError when the file does not exist, does not import, or has no function of that name.
     """
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
@@ -113,7 +114,7 @@ _loaded_once = functools.cache(load_function)
 
 
 def _import_file(path: Path, flag: str) -> ModuleType:
-    # The name is the same in every process, so that what the file defines can be pickled by reference.
+    # The name is the same in every process, so that objects of the file can be pickled by reference.
     module_name = f"vlmrl_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -122,30 +123,30 @@ def _import_file(path: Path, flag: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything when it is imported
+    except (Exception, SystemExit) as error:  # a user's file may raise anything on import
         del sys.modules[module_name]
         raise ConfigError(f"{flag}: {path} does not import: {_message(error)}") from error
     return module
 
 
 def reason(error: BaseException, *, file: str | None = None) -> str:
-    """`ValueError: its message (reward.py:12)`, for an error that a user's function raised.
+    """Format an error of a user's function as `ValueError: its message (reward.py:12)`.
 
-    The line is the last one in `file`, or the innermost one where the error did not pass through it.
+    The line is the last one in `file`, or the innermost one if the error did not pass through `file`.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file and os.path.realpath(frame.filename) == os.path.realpath(file)]
-    place = (own or frames)[-1]
-    # A call that does not fit the signature fails before the function's first line: the traceback ends at the caller.
-    is_of_caller = place.filename == frames[0].filename
-    return _message(error) + ("" if is_of_caller else f" ({os.path.relpath(place.filename)}:{place.lineno})")
+    in_file = [frame for frame in frames if file and os.path.realpath(frame.filename) == os.path.realpath(file)]
+    frame = (in_file or frames)[-1]
+    # A call that does not match the signature fails before the function's first line: the traceback ends at the caller.
+    is_caller = frame.filename == frames[0].filename
+    return _message(error) + ("" if is_caller else f" ({os.path.relpath(frame.filename)}:{frame.lineno})")
 
 
 def _message(error: BaseException) -> str:
-    """`ValueError: its message` on one line."""
+    """Format an error as `ValueError: its message` on one line."""
     kind = type(error).__name__
     try:
         message = one_line(" ".join(str(error).split()), most=_LONGEST_MESSAGE)
-    except Exception:  # an exception of the user's may not even print
+    except Exception:  # even the `__str__` of a user's exception may raise
         message = "?"
     return f"{kind}: {message}" if message else kind

@@ -1,1 +1,1 @@
-"""The loops, over Protocols: no Ray, DeepSpeed or vLLM in them."""
+"""Training loops over Protocols, free of Ray, DeepSpeed and vLLM."""

@@ -1,4 +1,4 @@
-"""The model of the step that a run's evaluation liked best, kept apart from the checkpoints, which come and go."""
+"""The best model of a run by an evaluation metric, kept apart from the checkpoints, which are pruned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _FLAG = "ckpt.best_metric_key"
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What `best.json` in the folder says of the model beside it, so that neither is ever there without the other."""
+    """The contents of `best.json`, in the same folder as the model, so that neither exists without the
+    other."""
 
     metric: str
     value: float
@@ -27,9 +28,9 @@ class Best:
 
 
 def read_best(folder: Path, *, metric: str) -> Best | None:
-    """The record of the best model so far; None when there is none.
+    """Read the record of the best model so far; None when there is none.
 
-    Raises ConfigError when it was chosen by another metric, or cannot be read.
+    Raises ConfigError when the model was chosen by another metric, or the record cannot be read.
     """
     path = folder / _RECORD
     if not path.exists():
@@ -37,7 +38,7 @@ def read_best(folder: Path, *, metric: str) -> Best | None:
     try:
         best = Best(**json.loads(path.read_text()))
     except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; delete {folder} to choose anew") from error
+        raise ConfigError(f"{path} cannot be read: {error}; delete {folder} to choose again") from error
     if best.metric != metric:
         raise ConfigError(
             f"{folder} was chosen by {best.metric}, not by {_FLAG} {metric}: set it back, or delete the folder"
@@ -48,11 +49,15 @@ def read_best(folder: Path, *, metric: str) -> Best | None:
 def keep_best(
     folder: Path, metrics: Metrics, *, metric: str, step: int, save: Callable[[Path], None]
 ) -> tuple[Best, bool]:
-    """Make the model of now be `folder` when `metrics` has a higher `metric` than the one that lies there.
+    """Replace the model in `folder` by the current one if `metrics` has a higher value of `metric`.
 
-    `save` writes the model, as a whole, to a folder that it is given. Of equals the earlier one stays. A run that is
-    killed meanwhile leaves the older model; one that goes on from a checkpoint compares with what lies there, of
-    whichever step that is. Returns the best of now, and whether it is new.
+    On a tie the earlier model stays. The folder is replaced in one step: a run that is killed meanwhile leaves the
+    older model. A resumed run compares with the model that is there, whatever step that is from.
+
+    Args:
+        save: writes the whole model to a folder.
+
+    Returns the record of the best model, and whether it is new.
 
     Raises ConfigError when the metric was not measured, or is not one of which more is better; StorageError when the
     disk refuses.
@@ -75,7 +80,9 @@ def _value(metrics: Metrics, metric: str) -> float:
         raise ConfigError(f"{_FLAG} {metric}: more of it is not better; name a pass@k or a reward of an evaluation")
     if metric not in metrics:
         known = sorted(name for name in metrics if name.endswith("/reward") or "/pass@" in name)
-        raise ConfigError(f"{_FLAG} {metric} is not what the evaluation measures: {', '.join(known) or 'nothing'}")
+        raise ConfigError(
+            f"{_FLAG} {metric} is not measured by the evaluation, which has: {', '.join(known) or 'none'}"
+        )
     value = metrics[metric]
-    # Nothing is better than a number that is none, and it is better than nothing.
+    # Any number is better than NaN, and NaN is better than no model at all.
     return -math.inf if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""How good the policy is on questions that it does not learn from."""
+"""Evaluate the policy on held-out prompts, and decide what a failed or interrupted evaluation means for the run."""
 
 from __future__ import annotations
 
@@ -19,51 +19,56 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
-from vlmrl.trainer.checkpoints import Saves
-from vlmrl.trainer.rl import Carried, Ending, Engine, Rewarder
+from vlmrl.trainer.checkpoints import RunCheckpoints
+from vlmrl.trainer.collect import Ending
+from vlmrl.trainer.protocols import Engine, Rewarder
+from vlmrl.trainer.rl import LoopState
 from vlmrl.types import Group, Metrics, Prompt, Score
 
 _SEED = 1_000_003
-"""Added to the run's seed: evaluation draws its own numbers, the same before, during and after training."""
+"""Added to the run's seed: evaluations sample with seeds of their own, the same before, during and after training."""
 
 PASS_SCORE = 0.5
-"""An answer is right when its score is above this: built-in rewards give 1 or 0."""
+"""A response is correct when its score is above this: built-in rewards give 1 or 0."""
 
 _CHECKING_REWARDS = [name for name, row in REWARD_FUNCTIONS.items() if row.checks_response]
-"""Rewards that say whether a response is right: the first that is used. Without any, the weighted total says it."""
+"""Rewards that check whether a response is correct. The first one in use decides; without any, the total score."""
 
 T = TypeVar("T")
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.@+:-]+")
-"""What `observe.metrics.check_name` does not take."""
+"""Characters that `observe.metrics.check_name` rejects."""
+
+Responses = dict[str, tuple[list[Group], list[list[Score]]]]
+"""Set name -> groups and their scores."""
 
 
-def named(sets: Mapping[str, T]) -> dict[str, T]:
-    """The same sets under names that metrics can have, and that are still different.
+def with_metric_names(sets: Mapping[str, T]) -> dict[str, T]:
+    """Rename the sets so that metrics can carry their names, and the names stay distinct.
 
     Example: `my set` and `my_set` become `my_set` and `my_set-2`.
     """
-    found: dict[str, T] = {}
+    renamed: dict[str, T] = {}
     for name, value in sets.items():
         plain = "/".join(_NOT_IN_NAMES.sub("_", part) for part in name.split("/") if part) or "_"
         free, number = plain, 2
-        while free in found:
+        while free in renamed:
             free, number = f"{plain}-{number}", number + 1
-        found[free] = value
-    return found
+        renamed[free] = value
+    return renamed
 
 
-def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Chance that k answers drawn from these hold a right one: `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374)."""
-    if k > num_answers:
-        raise ValueError(f"pass@{k} cannot be told from {num_answers} answers")
-    return 1.0 - comb(num_answers - num_right, k) / comb(num_answers, k)
+def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
+    """Probability that k of these responses include a correct one: `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374)."""
+    if k > num_responses:
+        raise ValueError(f"pass@{k} cannot be computed from {num_responses} responses")
+    return 1.0 - comb(num_responses - num_correct, k) / comb(num_responses, k)
 
 
-def is_right(score: Score) -> bool:
-    """Whether an answer counts as solved: by the verdict of a checking reward, else by all that it earned."""
-    verdicts = [score.parts[name] for name in _CHECKING_REWARDS if name in score.parts]
-    return (verdicts[0] if verdicts else score.earned) > PASS_SCORE
+def is_correct(score: Score) -> bool:
+    """Whether a response is correct, by the score of a checking reward, else by its total."""
+    checks = [score.parts[name] for name in _CHECKING_REWARDS if name in score.parts]
+    return (checks[0] if checks else score.earned) > PASS_SCORE
 
 
 def evaluate(
@@ -73,69 +78,69 @@ def evaluate(
     rewarder: Rewarder,
     sampling: Sampling,
     breakdown_key: str | None = None,
-) -> tuple[Metrics, dict[str, tuple[list[Group], list[list[Score]]]]]:
-    """Answer every prompt of every set; `eval/<set>/pass@1` and its kin, and the answers themselves.
+) -> tuple[Metrics, Responses]:
+    """Sample and score responses to every prompt of every set; return metrics and the responses.
 
-    With a `breakdown_key`, also `eval/<set>/<value>/pass@1` for each value that the prompts' rows have in that column.
+    With a `breakdown_key` there is also `eval/<set>/<value>/pass@1` for each value in that column of the prompts' rows.
     """
     metrics: Metrics = {}
-    answers = {}
+    responses: Responses = {}
     for name, prompts in sets.items():
         groups = engine.generate(prompts, sampling, rewarder.begin)
         scores = rewarder.score(groups)
-        answers[name] = (groups, scores)
-        metrics |= summarise(name, groups, scores)
+        responses[name] = (groups, scores)
+        metrics |= set_metrics(name, groups, scores)
         if breakdown_key is not None:
-            metrics |= break_down(name, groups, scores, key=breakdown_key)
-    return metrics, answers
+            metrics |= pass_rate_by_value(name, groups, scores, key=breakdown_key)
+    return metrics, responses
 
 
-def summarise(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
-    """pass@k for k = 1, 2, 4, ... up to the answers per prompt, reward, length and truncation of one set.
+def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
+    """Compute pass@k for k = 1, 2, 4, ... up to the responses per prompt, and reward, length and truncation of a set.
 
-    Reward and pass@k are over what has a reward: pass@k over the prompts with at least k such answers, and left out
-    where there are none. `eval/<set>/failed` counts the others.
+    Reward and pass@k are over the responses that have a reward; `eval/<set>/failed` counts the others. pass@k is over
+    the prompts with at least k such responses, and is left out when there are none.
     """
-    known = [scored for group in scores if (scored := _known(group))]
+    scored = [with_reward for group in scores if (with_reward := _with_reward(group))]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = {
         f"eval/{name}/failed": float(sum(not score.has_reward for group in scores for score in group)),
         f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
     }
-    if known:
-        metrics[f"eval/{name}/reward"] = float(np.mean([score.earned for group in known for score in group]))
+    if scored:
+        metrics[f"eval/{name}/reward"] = float(np.mean([score.earned for group in scored for score in group]))
     k = 1
-    while enough := [group for group in known if len(group) >= k]:
-        metrics[f"eval/{name}/pass@{k}"] = _pass_rate(enough, k)
+    while large_enough := [group for group in scored if len(group) >= k]:
+        metrics[f"eval/{name}/pass@{k}"] = _pass_rate(large_enough, k)
         k *= 2
     return metrics
 
 
-def break_down(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, key: str) -> Metrics:
-    """pass@1 by the value that a prompt's row has in the column `key`; nothing of rows without one.
+def pass_rate_by_value(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, key: str) -> Metrics:
+    """Compute pass@1 for each value in the column `key` of the prompts' rows; rows without a value are left out.
 
-    What a metric's name cannot hold becomes `_`, and values that are the same then are counted as one.
+    Characters that metric names cannot hold become `_`; values that are equal after that are counted together.
     """
     parts: dict[str, list[Sequence[Score]]] = {}
-    for group, scored in zip(groups, scores, strict=True):
+    for group, group_scores in zip(groups, scores, strict=True):
         value = group.prompt.metadata.get(key)
-        known = _known(scored)
-        if value is not None and str(value) and known:
-            parts.setdefault(_NOT_IN_NAMES.sub("_", str(value)), []).append(known)
+        scored = _with_reward(group_scores)
+        if value is not None and str(value) and scored:
+            parts.setdefault(_NOT_IN_NAMES.sub("_", str(value)), []).append(scored)
     return {f"eval/{name}/{part}/pass@1": _pass_rate(parts[part], 1) for part in sorted(parts)}
 
 
-def _known(group: Sequence[Score]) -> list[Score]:
+def _with_reward(group: Sequence[Score]) -> list[Score]:
     return [score for score in group if score.has_reward]
 
 
 def _pass_rate(scores: Sequence[Sequence[Score]], k: int) -> float:
-    return float(np.mean([pass_at_k(len(group), sum(is_right(score) for score in group), k) for group in scores]))
+    return float(np.mean([pass_at_k(len(group), sum(is_correct(score) for score in group), k) for group in scores]))
 
 
 def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
-    """How evaluation prompts are answered."""
+    """Sampling settings of evaluations."""
     return Sampling(
         n=config.eval.n_samples_per_prompt,
         temperature=config.eval.temperature,
@@ -146,15 +151,15 @@ def evaluation_sampling(config: RlConfig | EvalConfig) -> Sampling:
 
 
 class EvaluatedPolicy(Protocol):
-    """The policy, whose passes during an evaluation are no part of a step's numbers."""
+    """The policy, as evaluations need it."""
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Within the context passes through the model are not counted."""
+        """Exclude model passes within the context from the step's metrics."""
 
 
 @dataclass
 class Evaluations:
-    """The evaluations of a run: when they are due, what they write, and what becomes of one that fails."""
+    """The evaluations of a run. One that fails ends the run, after its step has been saved."""
 
     config: RlConfig
     sets: Mapping[str, Sequence[Prompt]]
@@ -162,90 +167,95 @@ class Evaluations:
     rewarder: Rewarder
     policy: EvaluatedPolicy
     transcripts: Transcripts
-    saves: Saves
+    checkpoints: RunCheckpoints
     report: RunReport
     last: int
-    """Step of the run."""
-    failed: VlmrlError | None = None
-    """Why the run is to end, once what it has learnt is saved."""
-    evaluated: int | None = None
+    """Last step of the run."""
+    error: VlmrlError | None = None
+    """The failure of an evaluation, which ends the run once the step is saved."""
+    last_evaluated: int | None = None
     """The newest step with an evaluation."""
 
-    def after(self, step: int) -> Metrics:
-        """What this step's evaluation measures, if one is due."""
-        every = self.config.eval.steps
-        if step != self.last and (every <= 0 or step % every):
+    def after_step(self, step: int) -> Metrics:
+        """Evaluate if this step is due; return the metrics."""
+        interval = self.config.eval.steps
+        if step != self.last and (interval <= 0 or step % interval):
             return {}
         try:
-            with stops.abandonable():
-                return self._tried(step, is_last=step == self.last)
-        except Stopped:  # the step itself is done, and is saved before the run ends
-            self.saves.owes_evaluation = True
+            with stops.interruptible():
+                return self._run_and_keep_error(step, is_last=step == self.last)
+        except Stopped:  # the step itself is finished, and is saved before the run ends
+            self.checkpoints.evaluation_is_pending = True
             return {}
 
-    def _tried(self, step: int, *, is_last: bool) -> Metrics:
+    def _run_and_keep_error(self, step: int, *, is_last: bool) -> Metrics:
         try:
-            return self.at(step)
+            return self.run(step)
         except VlmrlError as error:
-            kept = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
-            self.failed = type(error)(f"evaluation after step {step}, {kept}: {error}")
+            saved = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
+            self.error = type(error)(f"evaluation after step {step}, {saved}: {error}")
             return {}
 
-    def end(self, ending: Ending, *, has_adapter: bool) -> None:
-        """What a run has after its last step, where nobody knew beforehand which that is."""
-        if ending.why is None:
+    def finish_early(self, ending: Ending, *, has_adapter: bool) -> None:
+        """Evaluate and save the last step of a run that ended before `self.last`; otherwise do nothing."""
+        if ending.reason is None:
             return
-        self.report.say(ending.why)
-        metrics = self._tried(ending.step, is_last=True) if ending.step != self.evaluated else {}
+        self.report.say(ending.reason)
+        metrics: Metrics = {}
+        if ending.step != self.last_evaluated:
+            metrics = self._run_and_keep_error(ending.step, is_last=True)
         if ending.left_out:
             metrics = metrics | {"data/left_out": float(ending.left_out)}
         self.report.evaluation(ending.step, metrics)
         if ending.is_solved and self.config.ckpt.save_steps > 0:
-            self.saves.save_finished()
-        if self.failed is not None:
-            self.saves.finish(has_adapter=has_adapter)
-            raise self.failed
+            self.checkpoints.save_last_step()
+        if self.error is not None:
+            self.checkpoints.finish(has_adapter=has_adapter)
+            raise self.error
 
-    def stopped(self, error: RewardError) -> RewardError:
-        """The error, with the checkpoint from which another run can go on; nothing that was learnt is lost.
+    def save_on_error(self, error: RewardError) -> RewardError:
+        """Save the last step; return the error with the checkpoint to resume from.
 
-        Of an evaluation that failed the step is saved already.
+        The step of a failed evaluation is saved already.
         """
         try:
-            saved = None if error is self.failed else self.saves.save_finished()
-        except StorageError as full:  # it must not hide what ended the run
-            return type(error)(f"{error}; its last step is not saved: {full}")
+            saved = None if error is self.error else self.checkpoints.save_last_step()
+        except StorageError as storage_error:  # it must not hide why the run ended
+            return type(error)(f"{error}; its last step is not saved: {storage_error}")
         if saved is None:
             return error
-        return type(error)(f"{error}; all before it is in {saved}: go on from there with --ckpt.load_enable")
+        return type(error)(f"{error}; the steps before it are saved: resume from {saved} with --ckpt.load_enable")
 
-    def save(self, step: int, carried: Carried, *, has_adapter: bool) -> None:
-        """A checkpoint, if one is due. Where the evaluation failed it is, and ends the run, at the last step with all
-        that a run leaves."""
+    def save(self, step: int, state: LoopState, *, has_adapter: bool) -> None:
+        """Write a checkpoint if one is due.
+
+        After a failed evaluation one is always written, and the final models too if it was the last step; then the
+        error is raised.
+        """
         try:
-            self.saves.save(step, carried, must=self.failed is not None)
-            if self.failed is not None and step == self.last:
-                self.saves.finish(has_adapter=has_adapter)
-        except StorageError as full:
-            if self.failed is None:
+            self.checkpoints.save(step, state, force=self.error is not None)
+            if self.error is not None and step == self.last:
+                self.checkpoints.finish(has_adapter=has_adapter)
+        except StorageError as storage_error:
+            if self.error is None:
                 raise
-            self.failed = type(self.failed)(f"{self.failed}; but {full}")
-        if self.failed is not None:
-            raise self.failed
+            self.error = type(self.error)(f"{self.error}; but {storage_error}")
+        if self.error is not None:
+            raise self.error
 
-    def at(self, step: int) -> Metrics:
-        """Evaluate the policy of now."""
+    def run(self, step: int) -> Metrics:
+        """Evaluate the current policy."""
         with self.report.phase("eval"), self.policy.uncounted():
-            metrics, answers = evaluate(
+            metrics, responses = evaluate(
                 self.sets,
                 engine=self.engine,
                 rewarder=self.rewarder,
                 sampling=evaluation_sampling(self.config),
                 breakdown_key=self.config.eval.breakdown_key,
             )
-            for name, (groups, scores) in answers.items():
+            for name, (groups, scores) in responses.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
-        with stops.finishing():
-            self.saves.keep_best(step, metrics)
-        self.evaluated, self.saves.owes_evaluation = step, False
+        with stops.uninterrupted():
+            self.checkpoints.keep_best(step, metrics)
+        self.last_evaluated, self.checkpoints.evaluation_is_pending = step, False
         return metrics

@@ -1,4 +1,4 @@
-"""Dynamic filtering of a run: which groups are trained on, and whether the prompts are solved when too few are."""
+"""Dynamic filtering: choose the groups to train on, and decide whether the prompts are solved when too few remain."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ import numpy as np
 
 from vlmrl.algorithms.shaping import is_within, teaches
 from vlmrl.config.run import RlConfig
-from vlmrl.trainer.experience import worth
+from vlmrl.trainer.experience import shaped_rewards
 from vlmrl.types import Floats, Group, Score
 
-Verdict = Literal["kept", "constant", "outside", "unscored"]
-"""`constant`: all its scored responses are worth the same. `outside`: its mean reward is not in
-`algo.dynamic_filtering_range`. `unscored`: fewer than two of its responses have a reward."""
+Outcome = Literal["kept", "constant", "outside", "unscored"]
+"""`constant`: all scored responses have the same reward. `outside`: the mean reward is not within
+`algo.dynamic_filtering_range`. `unscored`: fewer than two responses have a reward."""
 
 _SAME = 1e-6
 """As in `algorithms.shaping`."""
 
 
-class Sifted(NamedTuple):
-    """A group, and whether it is trained on."""
+class FilteredGroup(NamedTuple):
+    """A group, and the outcome of filtering it."""
 
     group: Group
     scores: list[Score]
     rewards: Floats
-    """[G], after shaping; NaN where there is none."""
-    worth: Floats
-    """[n] of its scored responses: after shaping, step rewards included."""
-    verdict: Verdict
+    """[G], after shaping; NaN for a response without a reward."""
+    scored_rewards: Floats
+    """[n] of the responses that have a reward: after shaping, token rewards included."""
+    outcome: Outcome
 
     @property
     def is_kept(self) -> bool:
-        return self.verdict == "kept"
+        return self.outcome == "kept"
 
 
-class Seen(NamedTuple):
-    """The least and the most that a response of the run was worth, after shaping."""
+class RewardRange(NamedTuple):
+    """The lowest and the highest shaped reward of any response of the run so far."""
 
     lowest: float = math.inf
     highest: float = -math.inf
 
-    def joined(self, sifted: Sequence[Sifted]) -> Seen:
-        """With what these groups show."""
-        values = [float(value) for one in sifted for value in one.worth]
-        return Seen(min([self.lowest, *values]), max([self.highest, *values]))
+    def extended(self, groups: Sequence[FilteredGroup]) -> RewardRange:
+        """Include the rewards of these groups."""
+        rewards = [float(reward) for group in groups for reward in group.scored_rewards]
+        return RewardRange(min([self.lowest, *rewards]), max([self.highest, *rewards]))
 
 
-def sift(config: RlConfig, groups: Sequence[Group], scores: Sequence[list[Score]]) -> list[Sifted]:
-    """Say of each group whether it is trained on. Without dynamic filtering every group is."""
-    values = worth(config, groups, scores)
-    differs = teaches(values.rewards, step_rewards=values.step_rewards, scored=values.scored).tolist()
-    totals = values.rewards + values.step_rewards
-    found = []
-    for row, (group, judged) in enumerate(zip(groups, scores, strict=True)):
-        scored = values.scored[row]
-        rewards = values.rewards[row].masked_fill(~scored, math.nan).numpy()
-        verdict: Verdict = "kept"
+def filter_groups(config: RlConfig, groups: Sequence[Group], scores: Sequence[list[Score]]) -> list[FilteredGroup]:
+    """Decide for each group whether it is trained on. Without dynamic filtering all are."""
+    shaped = shaped_rewards(config, groups, scores)
+    has_signal = teaches(shaped.rewards, step_rewards=shaped.token_sums, scored=shaped.has_reward).tolist()
+    filtered = []
+    for row, (group, group_scores) in enumerate(zip(groups, scores, strict=True)):
+        has_reward = shaped.has_reward[row]
+        rewards = shaped.rewards[row].masked_fill(~has_reward, math.nan).numpy()
+        outcome: Outcome = "kept"
         if config.algo.dynamic_filtering_enable:
-            earned = [score.earned for score in judged if score.has_reward]
-            verdict = _verdict(earned, differs=differs[row], bounds=config.algo.dynamic_filtering_range)
-        found.append(Sifted(group, judged, rewards, totals[row][scored].numpy(), verdict))
-    return found
+            earned = [score.earned for score in group_scores if score.has_reward]
+            outcome = _outcome(earned, has_signal=has_signal[row], bounds=config.algo.dynamic_filtering_range)
+        scored_rewards = shaped.totals[row][has_reward].numpy()
+        filtered.append(FilteredGroup(group, group_scores, rewards, scored_rewards, outcome))
+    return filtered
 
 
-def _verdict(earned: Sequence[float], *, differs: bool, bounds: tuple[float, float] | None) -> Verdict:
+def _outcome(earned: Sequence[float], *, has_signal: bool, bounds: tuple[float, float] | None) -> Outcome:
     if len(earned) < 2:
         return "unscored"
-    if not differs:
+    if not has_signal:
         return "constant"
     return "kept" if bounds is None or is_within(float(np.mean(earned)), *bounds) else "outside"
 
 
-def highest_attainable(config: RlConfig) -> float | None:
-    """The most that a response can be worth after shaping; None where a source's own limit is not known.
+def highest_possible_reward(config: RlConfig) -> float | None:
+    """The upper bound of a response's shaped reward; None where a reward source's own limit is unknown.
 
     The built-in functions give at most 1.
     """
@@ -88,33 +88,33 @@ def highest_attainable(config: RlConfig) -> float | None:
     return min(max(total, low), high)
 
 
-def is_solved(config: RlConfig, sifted: Sequence[Sifted], seen: Seen) -> bool:
-    """Whether most groups without a difference are at the highest reward: attainable, or seen where that is unknown.
+def is_solved(config: RlConfig, groups: Sequence[FilteredGroup], reward_range: RewardRange) -> bool:
+    """Whether most constant groups have the highest reward: the highest possible, or where unknown, seen in the run.
 
-    A run that has seen one reward only cannot tell the highest from the lowest, and has not solved anything.
+    A run that has seen a single reward cannot tell the highest from the lowest: its prompts do not count as solved.
     """
-    highest = highest_attainable(config)
+    highest = highest_possible_reward(config)
     if highest is None:
-        if not seen.highest > seen.lowest + _SAME:
+        if not reward_range.highest > reward_range.lowest + _SAME:
             return False
-        highest = seen.highest
-    constants = [float(one.worth[0]) for one in sifted if one.verdict == "constant"]
-    return 2 * sum(value >= highest - _SAME for value in constants) > len(constants)
+        highest = reward_range.highest
+    constants = [float(group.scored_rewards[0]) for group in groups if group.outcome == "constant"]
+    return 2 * sum(reward >= highest - _SAME for reward in constants) > len(constants)
 
 
-def too_few(config: RlConfig, sifted: Sequence[Sifted]) -> str:
-    """What a step drew in vain, in one line."""
+def format_shortage(config: RlConfig, groups: Sequence[FilteredGroup]) -> str:
+    """Explain in one line why too few of the groups drawn for a step were kept."""
     algo = config.algo
-    counts = Counter(one.verdict for one in sifted)
-    values = [float(one.worth[0]) for one in sifted if one.verdict == "constant"]
-    span = f" ({min(values):g} to {max(values):g})" if values else ""
-    parts = [f"{counts['constant']} had responses of equal worth{span}"]
+    counts = Counter(group.outcome for group in groups)
+    constants = [float(group.scored_rewards[0]) for group in groups if group.outcome == "constant"]
+    span = f" ({min(constants):g} to {max(constants):g})" if constants else ""
+    parts = [f"{counts['constant']} had responses of equal reward{span}"]
     if algo.dynamic_filtering_range is not None:
         low, high = algo.dynamic_filtering_range
         parts.append(f"{counts['outside']} a mean reward outside algo.dynamic_filtering_range {low:g} {high:g}")
     if counts["unscored"]:
         parts.append(f"{counts['unscored']} fewer than two scored responses")
     return (
-        f"algo.dynamic_filtering_enable kept {counts['kept']} of {len(sifted)} groups in "
+        f"algo.dynamic_filtering_enable kept {counts['kept']} of {len(groups)} groups in "
         f"{algo.dynamic_filtering_max_draws} draws, and a step needs {config.rollout.batch_size}: {', '.join(parts)}"
     )

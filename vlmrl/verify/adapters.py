@@ -19,20 +19,20 @@ from vlmrl.types import Floats, Group, Metrics, Prompt, Sample
 from vlmrl.verify.logprobs import check_versions
 
 _NUM_PROMPT_TOKENS = 272
-"""More than two blocks of vLLM's prefix cache on CPU, where blocks are largest: a stale one would be read."""
+"""More than two blocks of vLLM's prefix cache on CPU, where blocks are largest, so that a stale one is used."""
 _NUM_SAMPLED = 128
 """Tokens of all responses to a prompt together: enough for a meaningful mean in half precision."""
 _NUM_RESPONSE_TOKENS = 16
 _MAX_RESPONSES = 32
 
 _VISIBLE = 10
-"""An effect this many times the noise can be told from it."""
+"""An effect this many times the noise is visible."""
 _NEARER = 5
 """An explanation counts as better when it leaves a gap smaller by this factor."""
 _MERGED_NOISE = 0.25
 """Share of the bound taken as noise where the engine holds no base to measure it on."""
 _SLOPE_SLACK = 0.1
-"""How far the slope between the engine's effect and the trainer's may be from 1, where the effect is visible."""
+"""Tolerance of the slope between the effects in engine and trainer, which is 1 for a correct engine."""
 _REST_SLACK = 0.3
 """Share of an engine's effect that need not be a multiple of the trainer's."""
 _REST_SLACK_SMALL = 0.15
@@ -51,7 +51,7 @@ Vector = NDArray[np.float64]
 
 
 class Engines(Protocol):
-    """The engines, which should hold the adapters."""
+    """The engines, which hold copies of the adapter."""
 
     def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
@@ -60,7 +60,7 @@ class Engines(Protocol):
 
 
 class Learner(Protocol):
-    """The trained policy, whose adapters they are."""
+    """The policy, which trains the adapter."""
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
         """One array of [T] per sample; without `adapter`, by the base."""
@@ -74,13 +74,13 @@ class AdapterCheck:
 
     The engines respond with the adapter and, where they hold it apart from the base, without it. The trainer scores the
     same tokens, with and without. Both sides use the distribution that responses are sampled from. The first prompt is
-    always the same, so that a stale prefix cache would be read.
+    always the same, so that a stale prefix cache is used and detected.
 
-    One mean of noisy log-probs proves nothing: an engine is at fault only when its responses to two other prompts look
+    One mean of noisy log-probs is not a proof: an engine is at fault only when its responses to two other prompts look
     wrong too, or, for a stale cache, other responses to the same prompt.
 
-    An effect below rounding, such as that of the first steps at a small learning rate, cannot show what the engines do
-    with it: the layers read back at the sync prove then that they hold the right adapter.
+    An adapter whose effect is below rounding, as in the first steps at a small learning rate, cannot be checked this
+    way. Then the layers that are read back at the sync prove that the engines hold it.
     """
 
     def __init__(
@@ -94,9 +94,13 @@ class AdapterCheck:
         floor: float,
         is_apart: bool,
     ) -> None:
-        """`prompt` makes a prompt that begins with a given text. `bound` is the largest mean difference between the
-        log-probs of engine and trainer, and `floor` what rounding alone may cause in the run's data type. `is_apart`:
-        the engines hold the adapter apart from the base.
+        """Create the check.
+
+        Args:
+            prompt: makes a prompt that begins with a given text.
+            bound: on the mean difference between log-probs of engine and trainer.
+            floor: the mean difference that rounding alone may cause in the run's data type.
+            is_apart: the engines hold the adapter separately from the base.
         """
         self._engines, self._learner = engines, learner
         self._prompt, self._sampling = prompt, sampling
@@ -119,36 +123,36 @@ class AdapterCheck:
           known way: adapter ignored, previous version, applied twice, wrongly scaled, another adapter, or a stale
           prefix cache.
         """
-        first = self._ask("", version=version)
+        first = self._sample("", version=version)
         if self._learner.adapter_is_zero():
-            self._check_zero([one.logprobs for one in first])
-        doubts = [engine for engine, one in enumerate(first) if self._is_odd(one)]
+            self._check_zero([responses.logprobs for responses in first])
+        doubts = [engine for engine, responses in enumerate(first) if self._looks_wrong(responses)]
         if doubts:
-            # Prompts that no cache holds tell a wrong adapter from a stale cache.
-            others = [self._ask(lead, version=version) for lead in (f"{version}. ", f"{version}, once more: ")]
+            # Prompts that are in no cache distinguish a wrong adapter from a stale cache.
+            others = [self._sample(lead, version=version) for lead in (f"{version}. ", f"{version}, once more: ")]
             for engine in doubts:
-                self._check_engine(engine, first[engine], [asked[engine] for asked in others], version=version)
-        self._last = version, [one.group for one in first], [one.logprobs for one in first]
+                self._check_engine(engine, first[engine], [responses[engine] for responses in others], version=version)
+        self._last = version, [responses.group for responses in first], [responses.logprobs for responses in first]
         metrics = {
-            "verify/adapters/gap": max(one.logprobs.gap for one in first),
-            "verify/adapters/effect": max(one.logprobs.change for one in first),
+            "verify/adapters/gap": max(responses.logprobs.gap for responses in first),
+            "verify/adapters/effect": max(responses.logprobs.change for responses in first),
             "verify/adapters/doubts": float(len(doubts)),
         }
-        gaps = [one.base_gap for one in first if one.base_gap is not None]
+        gaps = [responses.base_gap for responses in first if responses.base_gap is not None]
         return metrics | ({"verify/adapters/base_gap": max(gaps)} if gaps else {})
 
-    def _ask(self, lead: str, *, version: int, draw: int = 0) -> list[Asked]:
-        """Every engine's responses to the prompt that begins with `lead`; another `draw` gives other responses."""
+    def _sample(self, lead: str, *, version: int, draw: int = 0) -> list[Responses]:
+        """Sample every engine's responses to the prompt that begins with `lead`; each `draw` gives different ones."""
         prompt, sampling = self._prompt(lead), replace(self._sampling, seed=self._sampling.seed + draw)
         both = self._engines.respond_each(prompt, sampling, adapter=(True, False) if self._is_apart else (True,))
         groups, base_groups = both if self._is_apart else (*both, [])
         check_versions([*groups, *base_groups], version=version)
         adapted, bases = self._compare(groups, base_groups)
         gaps: list[float | None] = [_gap(base.engine, base.off) for base in bases] or [None] * len(adapted)
-        return [Asked(group, one, gap) for group, one, gap in zip(groups, adapted, gaps, strict=True)]
+        return [Responses(group, logprobs, gap) for group, logprobs, gap in zip(groups, adapted, gaps, strict=True)]
 
-    def _check_engine(self, engine: int, first: Asked, others: Sequence[Asked], *, version: int) -> None:
-        if all(self._has_other_base(asked) for asked in (first, *others)):
+    def _check_engine(self, engine: int, first: Responses, others: Sequence[Responses], *, version: int) -> None:
+        if all(self._has_other_base(responses) for responses in (first, *others)):
             raise SyncError(
                 f"adapter check: engine {engine} and the trainer differ by {first.base_gap:.2g} on average with "
                 f"adapters off, the bound is {self._bound:g}: their base weights are not the same model; check "
@@ -163,30 +167,30 @@ class AdapterCheck:
                 f"{noise:.2g}; restart the run with --ckpt.load_enable"
             )
 
-    def _noise(self, asked: Asked) -> float:
-        gap = _MERGED_NOISE * self._bound if asked.base_gap is None else asked.base_gap
+    def _noise(self, responses: Responses) -> float:
+        gap = _MERGED_NOISE * self._bound if responses.base_gap is None else responses.base_gap
         return max(gap, self._floor)
 
-    def _fault(self, asked: Asked) -> str | None:
-        return fault(asked.logprobs, noise=self._noise(asked), bound=self._bound)
+    def _fault(self, responses: Responses) -> str | None:
+        return fault(responses.logprobs, noise=self._noise(responses), bound=self._bound)
 
-    def _has_other_base(self, asked: Asked) -> bool:
-        return asked.base_gap is not None and not asked.base_gap <= self._bound
+    def _has_other_base(self, responses: Responses) -> bool:
+        return responses.base_gap is not None and not responses.base_gap <= self._bound
 
-    def _is_odd(self, asked: Asked) -> bool:
-        """Whether anything looks wrong, be it by chance."""
-        is_far = asked.logprobs.gap > _VISIBLE * self._noise(asked)
-        return is_far or self._has_other_base(asked) or self._fault(asked) is not None
+    def _looks_wrong(self, responses: Responses) -> bool:
+        """Whether anything looks wrong, even if by chance."""
+        is_far = responses.logprobs.gap > _VISIBLE * self._noise(responses)
+        return is_far or self._has_other_base(responses) or self._fault(responses) is not None
 
     def _compare(self, adapted: Sequence[Group], bases: Sequence[Group]) -> tuple[list[LogProbs], list[LogProbs]]:
         """Both sides' log-probs, engine by engine: of the responses with the adapter, and of those without."""
         groups = [*adapted, *bases]
-        # All share one prompt, which is computed once where the layout shares prompts; and engines that hold the same
-        # model respond alike.
+        # One group, so that a layout that shares prompts computes the prompt once. Engines that hold the same model
+        # sample equal responses, which are computed once too.
         samples = {sample.tokens.tobytes(): replace(sample, group=0) for sample in to_samples(groups)}
-        asked = list(samples.values())
-        on = dict(zip(samples, self._learner.logprobs(asked), strict=True))
-        off = dict(zip(samples, self._learner.logprobs(asked, adapter=False), strict=True))
+        distinct = list(samples.values())
+        on = dict(zip(samples, self._learner.logprobs(distinct), strict=True))
+        off = dict(zip(samples, self._learner.logprobs(distinct, adapter=False), strict=True))
         compared = []
         for group in groups:
             columns = [
@@ -200,32 +204,32 @@ class AdapterCheck:
         return compared[: len(adapted)], compared[len(adapted) :]
 
     def _check_zero(self, logprobs: Sequence[LogProbs]) -> None:
-        change = max(one.change for one in logprobs)
+        change = max(columns.change for columns in logprobs)
         if not change <= self._bound:
             raise SyncError(
                 f"adapter check: the trainer's log-probs change by {change:.2g} on average when its adapter, which is "
                 f"all zeros, is switched off (bound {self._bound:g}): the model without the adapter is not the base"
             )
 
-    def _cause(self, engine: int, first: Asked, others: Sequence[Asked], *, version: int) -> str | None:
+    def _cause(self, engine: int, first: Responses, others: Sequence[Responses], *, version: int) -> str | None:
         """The fault of an engine whose `first` responses look wrong; None when there is none, or none is visible."""
-        found, gap = self._fault(first), first.logprobs.gap
-        faults = [self._fault(asked) for asked in others]
-        if not any(faults) and max(asked.logprobs.gap for asked in others) < gap / _NEARER:
-            again = self._ask("", version=version, draw=1)
-            return "responds from a stale prefix cache" if self._is_odd(again[engine]) else None
-        if found is not None and None in faults:
+        first_fault, gap = self._fault(first), first.logprobs.gap
+        faults = [self._fault(responses) for responses in others]
+        if not any(faults) and max(responses.logprobs.gap for responses in others) < gap / _NEARER:
+            again = self._sample("", version=version, draw=1)
+            return "responds from a stale prefix cache" if self._looks_wrong(again[engine]) else None
+        if first_fault is not None and None in faults:
             return None
-        if found == _IGNORED:
-            return found
+        if first_fault == _IGNORED:
+            return first_fault
         if self._last is not None:
-            before, groups, then = self._last
+            last_version, groups, logprobs = self._last
             if (
                 _is_repeated(first.group, groups[engine])
-                and _gap(first.logprobs.engine, then[engine].on) < gap / _NEARER
+                and _gap(first.logprobs.engine, logprobs[engine].on) < gap / _NEARER
             ):
-                return f"keeps the adapter of version {before}"
-        return found
+                return f"keeps the adapter of version {last_version}"
+        return first_fault
 
 
 class LogProbs(NamedTuple):
@@ -248,19 +252,19 @@ class LogProbs(NamedTuple):
         return _gap(self.on, self.off)
 
 
-class Asked(NamedTuple):
+class Responses(NamedTuple):
     """One engine's responses to one prompt."""
 
     group: Group
     logprobs: LogProbs
     base_gap: float | None
-    """Mean difference between engine and trainer with adapters off; None where the engines hold no base by itself."""
+    """Mean difference between engine and trainer with adapters off; None where the engines hold merged weights."""
 
 
 def fault(logprobs: LogProbs, *, noise: float, bound: float) -> str | None:
     """Name the fault in an engine's log-probs with the adapter; None when there is none, or none is visible.
 
-    Both sides' effects, e of the engine and t of the trainer, are measured from the trainer's base. An engine that
+    Effects of the adapter, e in the engine and t in the trainer, are relative to the trainer's base. An engine that
     applies the adapter c times has e = c t as long as c t is small, so the least-squares slope <e, t> / <t, t> is c.
     """
     excess = f"differs by more than the bound of {bound:g}"
@@ -268,10 +272,10 @@ def fault(logprobs: LogProbs, *, noise: float, bound: float) -> str | None:
         return "gives log-probs that are not numbers"
     if not logprobs.change > _VISIBLE * noise:
         return None if logprobs.gap <= bound else excess
-    wanted, effect = logprobs.on - logprobs.off, logprobs.engine - logprobs.off
-    slope = float(effect @ wanted / (wanted @ wanted))
-    rest = float(np.linalg.norm(effect - slope * wanted) / np.linalg.norm(wanted))
-    if np.linalg.norm(effect) <= _REST_SLACK * np.linalg.norm(wanted):
+    expected, effect = logprobs.on - logprobs.off, logprobs.engine - logprobs.off
+    slope = float(effect @ expected / (expected @ expected))
+    rest = float(np.linalg.norm(effect - slope * expected) / np.linalg.norm(expected))
+    if np.linalg.norm(effect) <= _REST_SLACK * np.linalg.norm(expected):
         return _IGNORED
     if abs(slope - 1) <= _SLOPE_SLACK and rest <= _REST_SLACK:
         return None if logprobs.gap <= bound else excess
@@ -283,7 +287,7 @@ def fault(logprobs: LogProbs, *, noise: float, bound: float) -> str | None:
 
 
 def sampling_of(rollout: Rollout, *, seed: int) -> Sampling:
-    """Sampling as in the run, with short responses."""
+    """The run's sampling settings, for short responses."""
     length = min(_NUM_RESPONSE_TOKENS, rollout.max_new_tokens)
     return Sampling(
         n=min(_MAX_RESPONSES, -(-_NUM_SAMPLED // length)),
@@ -295,7 +299,7 @@ def sampling_of(rollout: Rollout, *, seed: int) -> Sampling:
 
 
 def prompt_of(lead: str, *, processor: Processor, data: Data) -> Prompt:
-    """Random words after `lead`, as many as a prompt may have, without images."""
+    """Make a prompt of random words after `lead`, of `data.max_len` tokens at most, without images."""
     length = min(_NUM_PROMPT_TOKENS, data.max_len)
     words = np.random.default_rng([1, *lead.encode()]).choice(" ".join(_WORDS).split(), size=length)
     text = lead + " ".join(words)
@@ -307,7 +311,7 @@ def prompt_of(lead: str, *, processor: Processor, data: Data) -> Prompt:
 
 
 def format_check(metrics: Metrics) -> str:
-    """The result of a check as one line."""
+    """Format the result of a check in one line."""
     bases = (
         f", {metrics['verify/adapters/base_gap']:.2g} with adapters off"
         if "verify/adapters/base_gap" in metrics
@@ -319,12 +323,12 @@ def format_check(metrics: Metrics) -> str:
     )
 
 
-def _gap(one: Vector, two: Vector) -> float:
+def _gap(first: Vector, second: Vector) -> float:
     """Mean absolute difference over tokens."""
-    return float(np.abs(one - two).mean())
+    return float(np.abs(first - second).mean())
 
 
-def _is_repeated(now: Group, then: Group) -> bool:
-    """Whether an engine responds word for word as before."""
-    pairs = zip(now.rollouts, then.rollouts, strict=True)
-    return all(np.array_equal(one.tokens, other.tokens) for one, other in pairs)
+def _is_repeated(current: Group, previous: Group) -> bool:
+    """Whether an engine repeats its previous responses token for token."""
+    pairs = zip(current.rollouts, previous.rollouts, strict=True)
+    return all(np.array_equal(response.tokens, before.tokens) for response, before in pairs)

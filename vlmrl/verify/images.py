@@ -20,14 +20,14 @@ Path = Callable[[Sequence[Group]], list[Floats]]
 _NUM_PROMPTS = 4
 _NUM_RESPONSES = 2
 _NUM_TOKENS = 256
-"""Of a response: enough to tell, and a bound on what the check costs."""
+"""Tokens of a response: enough to detect a fault, and a bound on the cost of the check."""
 
 _ROUNDING = 1e-6
 """A path that ignores the images returns the same values twice, up to rounding in fp32."""
 _NOISE_FACTOR = 3
-"""Another image must change the output by this many times what another order of the same responses changes."""
+"""Another image must change the output by this many times the effect of reordering the responses."""
 _SLACK = 0.25
-"""Share of the bound below which a gap is rounding; which image explains it best is then chance."""
+"""Share of the bound below which a gap is rounding, so that any image may explain the responses best."""
 
 _OFF = "--train.image_check_steps -1 turns this check off"
 
@@ -99,18 +99,18 @@ def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float,
 def _check_each(name: str, outputs: _Outputs, rollouts: Values, groups: Sequence[Group], *, slack: float) -> None:
     """Raise SyncError if other images explain the responses of any prompt better."""
     for i, group in enumerate(groups):
-        own = _gap(outputs.true[i : i + 1], rollouts[i : i + 1])
-        for what, values in outputs.wrong.items():
-            theirs = _gap(values[i : i + 1], rollouts[i : i + 1])
+        gap = _gap(outputs.true[i : i + 1], rollouts[i : i + 1])
+        for kind, values in outputs.wrong.items():
+            other_gap = _gap(values[i : i + 1], rollouts[i : i + 1])
             # One prompt has few tokens: only a gap half as large is more than chance.
-            if own > slack and theirs < own / 2:
-                raise SyncError(_explained(name, what, f"to {group.prompt.source}", own=own, theirs=theirs))
+            if gap > slack and other_gap < gap / 2:
+                raise SyncError(_format_swap(name, kind, f"to {group.prompt.source}", gap=gap, other_gap=other_gap))
 
 
 def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
     """The mean effect of an image on the path's output. Raises SyncError when it is no more than rounding."""
     noise = _gap(outputs.reordered, outputs.true)
-    effects = {what: _gap(values, outputs.true) for what, values in outputs.wrong.items()}
+    effects = {kind: _gap(values, outputs.true) for kind, values in outputs.wrong.items()}
     if not noise <= bound:
         raise SyncError(
             f"image check: the outputs of path {name} change by {noise:.2g} on average when the same responses come in "
@@ -136,17 +136,17 @@ def _check_gap(name: str, outputs: _Outputs, rollouts: Values, *, bound: float) 
             f"{gap:.2g} on average, the bound is {bound:g}; look for different pixels, positions or precision on this "
             f"path, or raise --vllm.max_logprob_diff ({_OFF})"
         )
-    for what, values in outputs.wrong.items():
-        theirs = _gap(values, rollouts)
-        if gap > _SLACK * bound and theirs <= gap:
-            raise SyncError(_explained(name, what, "as a whole", own=gap, theirs=theirs))
+    for kind, values in outputs.wrong.items():
+        other_gap = _gap(values, rollouts)
+        if gap > _SLACK * bound and other_gap <= gap:
+            raise SyncError(_format_swap(name, kind, "as a whole", gap=gap, other_gap=other_gap))
     return gap
 
 
-def _explained(name: str, what: str, where: str, *, own: float, theirs: float) -> str:
+def _format_swap(name: str, kind: str, subject: str, *, gap: float, other_gap: float) -> str:
     return (
-        f"image check: on path {name}, {what} images explain the responses {where} better than their own: log-probs "
-        f"differ from the rollouts' by {theirs:.2g} with them and by {own:.2g} with their own; check the order in "
+        f"image check: on path {name}, {kind} images explain the responses {subject} better than their own: log-probs "
+        f"differ from the rollouts' by {other_gap:.2g} with them and by {gap:.2g} with their own; check the order in "
         f"which pixels are matched to image tokens, on this path and in the engine ({_OFF})"
     )
 
@@ -155,21 +155,21 @@ def _explained(name: str, what: str, where: str, *, own: float, theirs: float) -
 
 
 class _Outputs(NamedTuple):
-    """Outputs of one path, in the order of the groups."""
+    """Outputs of one path, each in the order of the groups."""
 
     true: Values
     reordered: Values
-    """With the true images, the groups passed last to first."""
+    """With the true images, computed with the groups in reverse order."""
     wrong: dict[str, Values]
     """With `other` images, and with `blank` ones."""
 
 
 def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
     """Run all passes of a path. Raises SyncError when an output is not finite."""
-    turned = list(groups)[::-1]
+    reverse = list(groups)[::-1]
     outputs = _Outputs(
         true=_sampled(groups, path(groups)),
-        reordered=_sampled(turned, path(turned))[::-1],
+        reordered=_sampled(reverse, path(reverse))[::-1],
         wrong={
             "other": _sampled(groups, path(_with_others(groups))),
             "blank": _sampled(groups, path([_with_media(group, _blanks(group)) for group in groups])),
@@ -189,9 +189,9 @@ def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> Values:
     return [np.concatenate(kept[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _gap(one: Values, two: Values) -> float:
+def _gap(first: Values, second: Values) -> float:
     """Mean absolute difference over tokens."""
-    return float(np.abs(np.concatenate(one) - np.concatenate(two)).mean())
+    return float(np.abs(np.concatenate(first) - np.concatenate(second)).mean())
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
@@ -214,23 +214,23 @@ def _with_media(group: Group, media: Sequence[Media]) -> Group:
 
 
 def _with_others(groups: Sequence[Group]) -> list[Group]:
-    """Swap the images of neighbours, so that a path that swaps them too is detected."""
+    """Swap the images of neighbouring groups, so that a path that swaps them too is detected."""
     partners = [i ^ 1 if i ^ 1 < len(groups) else 0 for i in range(len(groups))]
     media = [group.prompt.media for group in groups]
     return [
         _with_media(
-            group, [_replacement(own, media[partner][j % len(media[partner])]) for j, own in enumerate(media[i])]
+            group, [_replacement(image, media[partner][j % len(media[partner])]) for j, image in enumerate(media[i])]
         )
         for i, (group, partner) in enumerate(zip(groups, partners, strict=True))
     ]
 
 
-def _replacement(own: Media, other: Media) -> Media:
-    """The other image at the size of this one, so that it has as many tokens; noise where both are the same image."""
-    width, height = own.size
-    if other.hash == own.hash:
-        return Noise(f"noise:{width}x{height}", own.size)
-    return other if other.size == own.size else Resized(f"{other.hash}:{width}x{height}", own.size, other)
+def _replacement(image: Media, other: Media) -> Media:
+    """The other image, resized so that it has as many tokens as this one; noise if both are the same image."""
+    width, height = image.size
+    if other.hash == image.hash:
+        return Noise(f"noise:{width}x{height}", image.size)
+    return other if other.size == image.size else Resized(f"{other.hash}:{width}x{height}", image.size, other)
 
 
 def _blanks(group: Group) -> list[Media]:

@@ -1,4 +1,4 @@
-"""Check that all layouts compute the same before the first update of a run, on its own first samples."""
+"""Check before the first update that all layouts compute the same, on the run's own samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NUM_GROUPS = 2
 _NUM_RESPONSES = 2
 _NUM_TOKENS = 64
 _BOUND = 1e-5
-"""Relative. In fp32 sound layouts differ by a millionth; positions that are off by one make a tenth; a response that
-gives a thousandth of its attention to another, a thousandth."""
+"""Relative. In fp32 correct layouts differ by 1e-6. Positions that are off by one change values by 0.1; a response that
+gives a thousandth of its attention to another response, by 0.001."""
 
 Compare = Callable[[Sequence[Sample]], Mapping[Layout, tuple[float, float]]]
 """Relative difference between each layout and `padded` on some samples: of values, of gradients."""

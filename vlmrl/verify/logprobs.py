@@ -1,4 +1,4 @@
-"""Check that engine and trainer hold one version and compute the same log-probs, with the bounds for both."""
+"""Check that engine and trainer hold the same version of the weights and compute the same log-probs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from vlmrl.types import Experience, Floats, Group, Metrics
 
 
 def check_versions(groups: Sequence[Group], *, version: int) -> None:
-    """Check that every response comes from the newest weights, as synchronous training demands.
+    """Check that every response was sampled from the newest weights, as synchronous training requires.
 
     Raises:
-        SyncError: one does not.
+        SyncError: one was not.
     """
     for group in groups:
         stale = {rollout.version for rollout in group.rollouts} - {version}
         if stale:
             raise SyncError(
                 f"a response to {group.prompt.source} comes from weights of version {sorted(stale)[0]}, the trainer is "
-                f"at version {version}: an engine missed a publish, restart the run with --ckpt.load_enable"
+                f"at version {version}: an engine missed a weight sync, restart the run with --ckpt.load_enable"
             )
 
 
@@ -43,9 +43,9 @@ def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
 
 
 def largest_gap(config: RlConfig) -> float:
-    """The largest mean difference, over sampled tokens, that the log-probs of engine and trainer may have.
+    """The bound on the mean difference between log-probs of engine and trainer over the sampled tokens.
 
-    Infinity where the user chose that they are not the same function, and set no bound.
+    Infinity if the settings make them compute differently, and set no bound.
     """
     if not are_alike(config):
         return config.vllm.max_logprob_diff or math.inf
@@ -53,13 +53,15 @@ def largest_gap(config: RlConfig) -> float:
 
 
 def rounding(config: RlConfig) -> float:
-    """The mean difference that rounding alone may cause between two sound implementations of one model: in fp32 a
-    millionth, in bf16 a quarter of the bound."""
+    """The mean difference of log-probs that rounding may cause between correct implementations of one model.
+
+    In fp32 it is 1e-6, in bf16 a quarter of the bound.
+    """
     return 1e-6 if config.ds.param_dtype == "fp32" else 0.25 * min(largest_gap(config), 0.1)
 
 
 def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
-    """The least mean effect of rounding on a log-prob: no difference below it counts as a fault."""
+    """The smallest mean effect of rounding on a log-prob to assume: no difference below it counts as a fault."""
     if config.ds.param_dtype == "bf16":
         return 1e-3
     # On GPUs vLLM's attention multiplies fp32 in TF32, which has ten bits.
@@ -67,12 +69,12 @@ def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
 
 
 def are_alike(config: RlConfig) -> bool:
-    """Engine and trainer are meant to be the same function."""
+    """Whether engine and trainer are expected to compute the same."""
     return not (config.ds.load_in_4bit and config.vllm.qlora_base == "original")
 
 
 def check_agreement(config: RlConfig, agreement: Metrics) -> None:
-    """Check that engine and trainer compute the same function.
+    """Check the metrics of `compare_engine` against the bound.
 
     Raises:
         SyncError: the mean difference of log-probabilities is above `vllm.max_logprob_diff`.

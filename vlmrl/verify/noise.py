@@ -1,9 +1,9 @@
-"""Compare engine and trainer on a few responses of a step, by a bound that is measured in the run.
+"""Compare engine and trainer on a few responses of a step, with a bound that is measured in the run.
 
-Two sound implementations differ by rounding, which depends on data type, model and policy. So rounding is measured
-within one side, where no fault of the other can hide in it: the trainer's `padded` pass against the same in a wider
-type, and the engine's log-probs of tokens when it sampled them (decode) against those when it reads them (prefill).
-What is checked never enters the measurement: engine against trainer, and the run's layout against `padded`.
+Correct implementations differ by rounding, which depends on data type, model and policy. Rounding is measured within
+one side, where a fault of the other side has no effect: the trainer's `padded` pass against the same in a wider type,
+and the engine's decode against its prefill of the same tokens. The comparisons that are checked are others: engine
+against trainer, and the run's layout against `padded`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vlmrl.data.responses import truncate
 from vlmrl.errors import SyncError
-from vlmrl.parallel import together
+from vlmrl.parallel import run_parallel
 from vlmrl.types import Floats, Group, Metrics
 
 Path = Callable[[Sequence[Group]], list[Floats]]
@@ -25,40 +25,40 @@ Path = Callable[[Sequence[Group]], list[Floats]]
 
 _NUM_GROUPS = 2
 _NUM_RESPONSES = 2
-"""Of a group, so that they share a prompt where the layout shares any."""
+"""Responses of a group. Two share a prompt, in layouts that share prompts."""
 _NUM_TOKENS = 256
-"""Of a response, at most."""
-_FEWEST_TOKENS = 64
-_MOST_GROUPS = 4
-"""Short responses come from more groups, until they have so many tokens."""
-_NUM_AGAIN = 3
-"""How often a suspicion is measured again, with other responses each time. One token may hold most of the difference of
-a few responses, and by chance be hardly rounded in the pass that measures rounding. Several small measurements in a row
-are hardly ever all that unlucky; one large measurement may be.
+"""Tokens of a response, at most."""
+_MIN_TOKENS = 64
+_MAX_GROUPS = 4
+"""If responses are short, more groups are used, until they have `_MIN_TOKENS` together."""
+_NUM_RETRIES = 3
+"""Repeated measurements of a suspected fault, each with other responses. A single token may cause most of a difference,
+and by chance have little rounding in the pass that measures it. That is unlikely to happen in several small
+measurements in a row, but may happen in one large measurement.
 """
 
 _WARN, _STOP = 5.0, 20.0
 """Multiples of the noise."""
 _REFRESH = 10
-"""Steps between two measurements of the noise: it follows a policy that sharpens, but slowly."""
-_TRUST = 4.0
-"""The engine's own noise counts up to this many times the trainer's: else a stale prefix cache would pass for noise."""
+"""Steps between measurements of the noise, which changes slowly as the policy's distribution sharpens."""
+_MAX_DECODE_NOISE = 4.0
+"""The engine's noise counts up to this multiple of the trainer's: else a stale prefix cache would count as noise."""
 
 
 class Paths(NamedTuple):
     """The computations that are compared."""
 
     prefill: Path
-    """The engine, reading tokens that are given."""
+    """The engine, on given tokens."""
     padded: Path
-    """The trainer, one sample to a row."""
+    """The trainer, one sample per row."""
     exact: Path | None
     """The same in a wider type; None where there is none."""
     layout: Path | None
     """The trainer in the run's layout; None where that is `padded`."""
 
 
-class Measured(NamedTuple):
+class Gaps(NamedTuple):
     """Mean absolute differences of log-probs over the same tokens."""
 
     num_tokens: int
@@ -71,15 +71,15 @@ class Measured(NamedTuple):
     layout: float
     """Trainer: the run's layout against `padded`."""
     run: float
-    """Engine's decode against the trainer in the run's layout: any fault shows in it."""
+    """Engine's decode against the trainer in the run's layout, which shows every fault."""
 
 
 class NoiseCheck:
     """Compares engine and trainer on a few responses of each step.
 
-    In most steps the trainer alone computes, in the run's layout, and is compared with the engine's log-probs at
-    sampling. Noise is measured in the first step, in every tenth, and as soon as that gap is more than the last noise
-    explains: only then do engines that sleep have to wake.
+    In most steps only the trainer computes, in the run's layout, and is compared with the engine's log-probs from
+    sampling. Noise is measured in the first step, in every tenth, and when that gap is larger than the last noise
+    explains. Only then do sleeping engines have to wake.
     """
 
     def __init__(
@@ -92,13 +92,19 @@ class NoiseCheck:
         seed: int,
         say: Callable[[str], None],
     ) -> None:
-        """`floor` is the least noise that is assumed. Unless it `stops`, the check only warns. `in_turn`: engine and
-        trainer cannot compute at the same time. `seed` is that of the choice of responses.
+        """Create the check.
+
+        Args:
+            floor: the smallest noise to assume.
+            stops: raise SyncError on a fault; otherwise only warn.
+            in_turn: engine and trainer cannot compute at the same time.
+            seed: for the choice of responses.
+            say: shows a warning.
         """
         self._paths, self._floor, self._stops = paths, floor, stops
         self._in_turn, self._seed, self._say = in_turn, seed, say
-        self._worst = _WARN
-        self._noise_before: float | None = None
+        self._largest_ratio = _WARN
+        self._last_noise: float | None = None
 
     def check(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Compare engine and trainer on a few responses.
@@ -114,42 +120,42 @@ class NoiseCheck:
         first, others = _choose(groups, rng)
         if not first:
             return {}
-        if self._noise_before is not None and step % _REFRESH:
+        if self._last_noise is not None and step % _REFRESH:
             gap = self._gap_of_run(first)
-            if gap <= _WARN * self._noise_before:
+            if gap <= _WARN * self._last_noise:
                 return {"verify/noise/gap": gap}
-        measured = self._measure(first)
-        self._noise_before = self._noise(measured)
-        name, ratio = self._largest(measured)
+        gaps = self._measure(first)
+        self._last_noise = self._noise(gaps)
+        name, ratio = self._largest(gaps)
         if not ratio <= _STOP and self._stops:
             self._measure_again(others)
-        if not ratio <= self._worst:
-            self._worst = ratio
-            self._say(f"step {step}: {self._disagreement(name, measured)}")
+        if not ratio <= self._largest_ratio:
+            self._largest_ratio = ratio
+            self._say(f"step {step}: {self._disagreement(name, gaps)}")
         return {
-            "verify/noise/level": self._noise(measured),
-            "verify/noise/gap": measured.run,
-            "verify/noise/decode_gap": measured.decode,
-        } | ({} if self._paths.layout is None else {"verify/noise/layout_gap": measured.layout})
+            "verify/noise/level": self._noise(gaps),
+            "verify/noise/gap": gaps.run,
+            "verify/noise/decode_gap": gaps.decode,
+        } | ({} if self._paths.layout is None else {"verify/noise/layout_gap": gaps.layout})
 
     def _measure_again(self, others: Sequence[Sequence[Group]]) -> None:
-        """Raise SyncError if every one of these looks wrong."""
+        """Raise SyncError if the fault shows in each of these lists of groups."""
         for groups in others:
-            measured = self._measure(groups)
-            name, ratio = self._largest(measured)
+            gaps = self._measure(groups)
+            name, ratio = self._largest(gaps)
             if ratio <= _STOP:
                 return
-        raise SyncError(self._disagreement(name, measured))
+        raise SyncError(self._disagreement(name, gaps))
 
     def _gap_of_run(self, groups: Sequence[Group]) -> float:
         trainer = self._paths.layout or self._paths.padded
         return _gap(_decoded(groups), _sampled(groups, trainer(groups)))
 
-    def _measure(self, groups: Sequence[Group]) -> Measured:
+    def _measure(self, groups: Sequence[Group]) -> Gaps:
         calls: list[Callable[[], Any]] = [partial(self._paths.prefill, groups), partial(self._trainer, groups)]
-        prefill, (padded, exact, layout) = [call() for call in calls] if self._in_turn else together(*calls)
+        prefill, (padded, exact, layout) = [call() for call in calls] if self._in_turn else run_parallel(*calls)
         decode = _decoded(groups)
-        return Measured(
+        return Gaps(
             num_tokens=len(decode),
             rounding=_gap(padded, exact),
             decode=_gap(decode, _sampled(groups, prefill)),
@@ -166,34 +172,34 @@ class NoiseCheck:
         )
         return padded, exact, layout
 
-    def _trainer_noise(self, measured: Measured) -> float:
-        return max(measured.rounding, self._floor)
+    def _trainer_noise(self, gaps: Gaps) -> float:
+        return max(gaps.rounding, self._floor)
 
-    def _noise(self, measured: Measured) -> float:
-        trainer = self._trainer_noise(measured)
-        return max(trainer, min(measured.decode, _TRUST * trainer))
+    def _noise(self, gaps: Gaps) -> float:
+        trainer = self._trainer_noise(gaps)
+        return max(trainer, min(gaps.decode, _MAX_DECODE_NOISE * trainer))
 
-    def _largest(self, measured: Measured) -> tuple[str, float]:
-        """The difference that is the largest multiple of its noise, and that multiple."""
-        noise = self._noise(measured)
+    def _largest(self, gaps: Gaps) -> tuple[str, float]:
+        """The name of the gap that is the largest multiple of its noise, and that multiple."""
+        noise = self._noise(gaps)
         ratios = {
-            "layout": measured.layout / noise,
-            "decode": measured.decode / self._trainer_noise(measured),
-            "engine": measured.engine / noise,
+            "layout": gaps.layout / noise,
+            "decode": gaps.decode / self._trainer_noise(gaps),
+            "engine": gaps.engine / noise,
         }
         if not all(np.isfinite(ratio) for ratio in ratios.values()):
             return next(name for name, ratio in ratios.items() if not np.isfinite(ratio)), np.inf
-        # A fault in one place shows in others, above all in `engine`.
+        # A fault in one gap shows in others too, above all in `engine`: prefer the more specific ones.
         largest = max(ratios.values())
         return next((name, ratio) for name, ratio in ratios.items() if ratio >= largest / 2)
 
-    def _disagreement(self, name: str, measured: Measured) -> str:
+    def _disagreement(self, name: str, gaps: Gaps) -> str:
         subject, hint = _MEANING[name]
-        gap, noise = getattr(measured, name), self._noise(measured)
+        gap, noise = getattr(gaps, name), self._noise(gaps)
         if name == "decode":
-            noise = self._trainer_noise(measured)
+            noise = self._trainer_noise(gaps)
         return (
-            f"{subject} differ by {gap:.2g} on average over {measured.num_tokens} sampled tokens, {gap / noise:.3g} "
+            f"{subject} differ by {gap:.2g} on average over {gaps.num_tokens} sampled tokens, {gap / noise:.3g} "
             f"times the rounding measured here ({noise:.2g}; a run stops at {_STOP:g} times): {hint}; "
             "--vllm.max_logprob_diff sets a fixed bound instead"
         )
@@ -218,39 +224,39 @@ _Values = NDArray[np.float64]
 
 
 def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
-    """A few responses, and for each repeated measurement others of the same groups and engines, where there are any."""
+    """Choose a few responses, and for each repeated measurement others of the same groups, where there are any."""
     first: list[Group] = []
-    others: list[list[Group]] = [[] for _ in range(_NUM_AGAIN)]
+    others: list[list[Group]] = [[] for _ in range(_NUM_RETRIES)]
     num_tokens = 0
     for place in rng.permutation(len(groups)):
         group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
-        # A single token cannot be shortened, and behind a prompt of the greatest length no engine has room to read it.
+        # A single token cannot be shortened, and after a prompt of the greatest length the engine has no room for one.
         rollouts = [truncate(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
         if not rollouts:
             continue
         chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES:]
         first.append(Group(group.prompt, tuple(chosen)))
         for number, others_of_group in enumerate(others):
-            unused = rest[number::_NUM_AGAIN][:_NUM_RESPONSES]
+            unused = rest[number::_NUM_RETRIES][:_NUM_RESPONSES]
             others_of_group.append(Group(group.prompt, tuple(unused or rest[:_NUM_RESPONSES] or chosen)))
         num_tokens += sum(rollout.num_sampled for rollout in chosen)
-        if len(first) >= _NUM_GROUPS and (num_tokens >= _FEWEST_TOKENS or len(first) == _MOST_GROUPS):
+        if len(first) >= _NUM_GROUPS and (num_tokens >= _MIN_TOKENS or len(first) == _MAX_GROUPS):
             break
     return first, others
 
 
 def _decoded(groups: Sequence[Group]) -> _Values:
-    """The engine's log-probs of the tokens when it sampled them, end to end."""
+    """The engine's log-probs of the tokens when it sampled them, concatenated."""
     return _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:
-    """The values at sampled tokens, end to end; `rows` holds one [T] per response."""
+    """The values at sampled tokens, concatenated; `rows` holds one [T] per response."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
     values: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
     return values
 
 
-def _gap(one: _Values, two: _Values) -> float:
-    return float(np.abs(one - two).mean())
+def _gap(first: _Values, second: _Values) -> float:
+    return float(np.abs(first - second).mean())

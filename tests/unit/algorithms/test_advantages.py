@@ -268,7 +268,7 @@ def test_a_critic_that_the_users_estimator_never_asks_is_refused() -> None:
         (lambda rewards: rewards.tolist(), "returned a list; a tensor"),
         (lambda rewards: rewards / 0 * 0, "not a finite number"),
         (lambda rewards: rewards.no_such_thing(), r"failed: AttributeError: .*test_advantages.py:\d+"),
-        (lambda scores: scores, "asks for scores; it is given, by name, what it declares of: rewards, sampled"),
+        (lambda scores: scores, "requires scores, which vlmrl does not pass; it may declare: rewards, sampled"),
     ],
 )
 def test_a_users_estimator_that_is_wrong_is_one_line(mine, message: str) -> None:  # type: ignore[no-untyped-def]

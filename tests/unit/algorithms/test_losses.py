@@ -230,7 +230,7 @@ def test_a_users_loss_is_corrected_like_any_other() -> None:
         (lambda logprobs: logprobs.sum(), r"returned float32 \[\]; numbers \[2, 5\] are wanted"),
         (lambda logprobs: logprobs.detach(), "have no gradient: do not detach logprobs"),
         (lambda logprobs: None, "returned a NoneType"),
-        (lambda logprobs, rewards: logprobs, "asks for rewards"),
+        (lambda logprobs, rewards: logprobs, "requires rewards"),
         (lambda logprobs: 1 / 0, "failed: ZeroDivisionError: division by zero"),
     ],
 )

@@ -21,7 +21,7 @@ from vlmrl.cluster.build import (
 from vlmrl.cluster.models import PackingPlan, PassMetrics, PolicyWithoutAdapter, Ranks, RemotePolicy, Steps
 from vlmrl.cluster.session import Session
 from vlmrl.config.train import Loop
-from vlmrl.parallel import together
+from vlmrl.parallel import run_parallel
 
 
 def test_a_role_that_starts_while_everything_ends_is_ended_at_once() -> None:
@@ -47,7 +47,7 @@ def test_the_builder_ends_when_nothing_waits_for_its_roles_any_more() -> None:
             builder = RoleBuilder(Session(()), {}, stack)
             with builder.ending():
                 builder._at_end(is_ended.set)
-                together(wait, fail)
+                run_parallel(wait, fail)
 
     def fail() -> None:
         raise ValueError("too few rows")

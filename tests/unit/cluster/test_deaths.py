@@ -82,7 +82,7 @@ def roster(code: int | None = -9, *, role: str = "data", size: int = 1, log: Pat
             "vllm",
             2,
             None,
-            f"vllm 1 of 2 on 10.0.0.2 ended without a word, as a killed process does; {MEMORY}{OF_ENGINES}",
+            f"vllm 1 of 2 on 10.0.0.2 ended without a message, as a killed process does; {MEMORY}{OF_ENGINES}",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from vlmrl.system.stops import Stopped
 
 
 def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = Finding("shared memory", ok=False, essential=True, detail="none", mend="get some")
+    lacking = Finding("shared memory", ok=False, essential=True, detail="none", fix="get some")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
     with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
@@ -115,7 +115,7 @@ def test_a_stop_while_ray_starts_leaves_nothing_behind(tmp_path: Path, monkeypat
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("ray.init", init)
-    with pytest.raises(Stopped), stops.heeded(60), session():
+    with pytest.raises(Stopped), stops.handle_signals(60), session():
         pytest.fail("it has begun")
     assert started[0].wait(10) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())

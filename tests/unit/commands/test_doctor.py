@@ -1,4 +1,4 @@
-"""The report survives whatever it examines."""
+"""The report of `vlmrl doctor` survives probes that fail, crash or hang."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("isolated", [True, False])
 @pytest.mark.parametrize(
-    ("probe", "ok", "detail", "mend"),
+    ("probe", "ok", "detail", "fix"),
     [
         ("works", True, "fine", ""),
         ("raises", False, "ValueError: first line second line", "buy a new one"),
@@ -42,64 +42,64 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("missing", False, "no_such_library_at_all is not installed", "buy a new one"),
     ],
 )
-def test_a_probe_answers_or_is_explained(
-    probes: str, probe: str, ok: bool, detail: str, mend: str, isolated: bool
+def test_a_probe_returns_a_detail_or_an_explained_failure(
+    probes: str, probe: str, ok: bool, detail: str, fix: str, isolated: bool
 ) -> None:
-    found = doctor.ask(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
-    assert (found.name, found.ok, found.detail, found.mend) == ("part", ok, detail, mend)
+    found = doctor.run_check(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
+    assert (found.name, found.ok, found.detail, found.fix) == ("part", ok, detail, fix)
 
 
 def test_a_library_that_kills_its_process_costs_one_line(probes: str) -> None:
-    found = doctor.ask(Check("part", f"{probes}:crashes", "mend it"))
+    found = doctor.run_check(Check("part", f"{probes}:crashes", "fix it"))
     assert (found.ok, found.detail) == (False, "its process ended with code 4: Illegal instruction")
 
 
 def test_a_library_that_hangs_costs_one_line(probes: str) -> None:
-    found = doctor.ask(Check("part", f"{probes}:hangs", "mend it"), timeout_s=3)
-    assert (found.ok, found.detail, found.mend) == (False, "no answer within 3 s", "mend it")
+    found = doctor.run_check(Check("part", f"{probes}:hangs", "fix it"), timeout_s=3)
+    assert (found.ok, found.detail, found.fix) == (False, "no result within 3 s", "fix it")
 
 
-def test_a_folder_where_the_user_stands_is_not_taken_for_a_library(
+def test_a_folder_in_the_working_directory_is_not_imported(
     probes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here" / "no_such_library_at_all").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    found = doctor.ask(Check("part", f"{probes}:missing", ""))
+    found = doctor.run_check(Check("part", f"{probes}:missing", ""))
     assert (found.ok, found.detail) == (False, "no_such_library_at_all is not installed")
 
 
-def test_only_what_is_essential_decides_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_essential_checks_decide_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
     works = Check("a", f"{probes}:works", "", isolated=False)
-    optional = Check("b", f"{probes}:raises", "mend b", essential=False, isolated=False)
-    essential = Check("c", f"{probes}:raises", "mend c", isolated=False)
+    optional = Check("b", f"{probes}:raises", "fix b", essential=False, isolated=False)
+    essential = Check("c", f"{probes}:raises", "fix c", isolated=False)
     assert doctor.main(checks=[works, optional]) == 0
     assert "warn" in capsys.readouterr().out
     assert doctor.main(checks=[works, optional, essential]) == 1
     printed = capsys.readouterr().out
     assert "FAIL" in printed
-    assert "mend c" in printed
+    assert "fix c" in printed
 
 
-def test_json_says_the_same(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_contents(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = doctor.main(as_json=True, checks=[Check("c", f"{probes}:knows_better", "", isolated=False)])
     report = json.loads(capsys.readouterr().out)
     assert (code, report["ok"]) == (1, False)
     assert report["checks"] == [
-        {"name": "c", "ok": False, "essential": True, "detail": "half broken", "mend": "turn it around"}
+        {"name": "c", "ok": False, "essential": True, "detail": "half broken", "fix": "turn it around"}
     ]
 
 
-def test_the_machine_is_described_without_any_library() -> None:
+def test_machine_checks_import_no_library() -> None:
     for check in machine.CHECKS:
         assert check in doctor.CHECKS
-        assert doctor.ask(check).detail
+        assert doctor.run_check(check).detail
 
 
-def test_a_machines_check_that_cannot_look_costs_one_line() -> None:
+def test_a_machine_check_that_raises_is_a_warning() -> None:
     def no_such_file() -> Finding:
         raise FileNotFoundError(2, "No such file or directory")
 
-    found = doctor.ask(no_such_file)
+    found = doctor.run_check(no_such_file)
     assert (found.name, found.ok, found.essential) == ("no such file", False, False)
     assert found.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
 
@@ -130,7 +130,7 @@ def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: p
     ]
 
 
-def test_an_old_driver_is_named_with_the_one_that_torch_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_is_named_with_the_one_that_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "installed_driver", lambda: "535.161.08")

@@ -1,4 +1,4 @@
-"""A run says beforehand how many steps it takes, what trains, what memory that needs, and what rewards give."""
+"""The description of a run before it starts: steps, trained parts, memory, rows and rewards."""
 
 from __future__ import annotations
 
@@ -65,84 +65,84 @@ STEP = "--rollout.batch_size 16 --rollout.n_samples_per_prompt 4"
     ],
 )
 def test_steps_samples_and_updates_are_counted(line: str, said: str) -> None:
-    assert re.match(said, forecast.of_steps(rl(f"{STEP} {line}"), 200))
+    assert re.match(said, forecast.format_steps(rl(f"{STEP} {line}"), 200))
 
 
 def test_supervised_steps_are_counted() -> None:
-    said = forecast.of_steps(sft("--train.batch_size 32 --train.max_epochs 2"), 100)
+    said = forecast.format_steps(sft("--train.batch_size 32 --train.max_epochs 2"), 100)
     assert said == "plan: 6 steps of 32 samples; 2 passes over 100 rows"
 
 
 def test_rows_that_do_not_fill_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"200 rows, 1 times over, do not fill one batch of 256: lower --rollout"):
-        forecast.of_steps(rl("--rollout.batch_size 256"), 200)
+        forecast.format_steps(rl("--rollout.batch_size 256"), 200)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("", "trains: language model and vision tower and projector"),
-        ("--actor.freeze_visual_encoder", "trains: language model and projector; stays as it is: vision tower"),
+        ("--actor.freeze_visual_encoder", "trains: language model and projector; frozen: vision tower"),
         (
             "--ds.lora.rank 8",
-            "trains: adapters of rank 8 in language model; stays as it is: vision tower and projector",
+            "trains: adapters of rank 8 in language model; frozen: vision tower and projector",
         ),
         (
             "--ds.lora.rank 4 --ds.lora.target_modules all --actor.freeze_projector",
-            "trains: adapters of rank 4 in language model and vision tower; stays as it is: projector",
+            "trains: adapters of rank 4 in language model and vision tower; frozen: projector",
         ),
     ],
 )
 def test_the_parts_that_train_are_named(line: str, said: str, model: str, tools: Processor) -> None:
-    assert forecast.of_training(rl(line, model=model), tools) == said
+    assert forecast.format_trained_parts(rl(line, model=model), tools) == said
 
 
-def test_memory_is_told_and_too_little_is_a_warning(model: str) -> None:
+def test_memory_is_shown_and_too_little_is_a_warning(model: str) -> None:
     config = rl("--rollout.batch_size 4 --train.batch_size 32", model=model)
-    (line,) = forecast.of_memory(config, Machine("cpu", 64 * GIB, 64 * GIB))
+    (line,) = forecast.format_memory(config, Machine("cpu", 64 * GIB, 64 * GIB))
     assert re.match(r"memory .*: main memory about \d+\.\d of 64\.0 GiB$", line)
-    _, warning = forecast.of_memory(config, Machine("cpu", 0.5 * GIB, 0.5 * GIB))
+    _, warning = forecast.format_memory(config, Machine("cpu", 0.5 * GIB, 0.5 * GIB))
     assert warning.startswith("warning: memory: main memory: ")
 
 
 def test_dropped_rows_are_counted_by_reason() -> None:
     prompts = [prompt(length=3), prompt(length=40)]
-    assert forecast.of_rows(9, {}, prompts, max_len=64) == (
+    assert forecast.format_rows(9, {}, prompts, max_len=64) == (
         "rows: of the first 2, none is dropped; the longest prompt has 40 tokens, data.max_len is 64"
     )
-    said = forecast.of_rows(9, {"too long": 2, "no question": 1}, prompts, max_len=64)
+    said = forecast.format_rows(9, {"too long": 2, "no question": 1}, prompts, max_len=64)
     assert said.startswith("rows: of the first 5, 3 are dropped (2 too long, 1 no question); ")
 
 
 def test_rows_beyond_the_models_positions_are_a_warning() -> None:
     samples = [Sample(tokens=np.arange(n), sampled=np.arange(n) > 1) for n in (5, 9)]
-    assert forecast.of_samples(samples, 9) == ["the longest of 2 rows with its response has 9 tokens"]
-    assert forecast.of_samples(samples, 8)[1] == "warning: the model has 8 positions, and the longest row 9 tokens"
+    assert forecast.format_samples(samples, 9) == ["the longest of 2 rows with its response has 9 tokens"]
+    assert forecast.format_samples(samples, 8)[1] == "warning: the model has 8 positions, and the longest row 9 tokens"
 
 
-def test_each_reward_source_is_asked_about_one_example(tmp_path: Path) -> None:
+def test_each_reward_source_scores_one_example(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def length(response):\n    return len(response)\n")
     config = rl(f"--reward.functions math format --reward.remote_url {tmp_path}/mine.py:length")
-    (line,) = forecast.of_rewards(config, prompt())
+    (line,) = forecast.format_rewards(config, prompt())
     # The box has nine characters: \\boxed{4}.
     assert line == (
-        "rewards on toy:7: '\\\\boxed{4}' -> math 1, format 1, length 9, in all 11; "
-        "an empty response -> math 0, format 0, length 0, in all 0"
+        "rewards on toy:7: '\\\\boxed{4}' -> math 1, format 1, length 9, total 11; "
+        "an empty response -> math 0, format 0, length 0, total 0"
     )
 
 
-def test_what_a_dry_run_does_not_ask_is_said() -> None:
+def test_reward_sources_that_a_dry_run_skips_are_named() -> None:
     config = rl("--reward.remote_url http://127.0.0.1:1 --reward.model_name_or_path r")
-    assert forecast.of_rewards(config, prompt()) == [
-        "rewards: servers are not asked by a dry run",
-        "rewards: reward models are not asked by a dry run",
+    assert forecast.format_rewards(config, prompt()) == [
+        "rewards: a dry run does not contact reward servers",
+        "rewards: a dry run does not run reward models",
     ]
 
 
 def test_a_function_that_fails_at_every_response_is_a_warning_and_a_missing_label_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(response):\n    raise KeyError('gold')\n")
-    (line,) = forecast.of_rewards(rl(f"--reward.remote_url {tmp_path}/mine.py:bad"), prompt())
+    (line,) = forecast.format_rewards(rl(f"--reward.remote_url {tmp_path}/mine.py:bad"), prompt())
     assert line.startswith("warning: rewards on toy:7: bad of reward.remote_url scored none")
     assert "gold" in line
     with pytest.raises(RewardError, match="toy:7 has no label, and the reward function math compares with one"):
-        forecast.of_rewards(rl(), prompt(label=None))
+        forecast.format_rewards(rl(), prompt(label=None))

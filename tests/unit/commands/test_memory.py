@@ -1,4 +1,4 @@
-"""Which roles a run has, what they share, and what is said when it does not fit."""
+"""The memory plan: roles, shared memory, and the error when a run does not fit."""
 
 import json
 from collections.abc import Callable
@@ -77,14 +77,17 @@ def test_the_largest_pack_is_bounded_by_the_budget_and_by_the_step(folder: Calla
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--vllm.cpu_kv_cache_gib 100", r"most are KV cache of vllm, 100\.0 GiB: lower vllm\.cpu_kv_cache_gib"),
+        (
+            "--vllm.cpu_kv_cache_gib 100",
+            r"largest part is KV cache of vllm, 100\.0 GiB: lower vllm\.cpu_kv_cache_gib",
+        ),
         (
             "--vision.cache_gib 100 --ds.lora.rank 4",
-            r"most are vision cache of actor, 100\.0 GiB: lower vision\.cache_gib",
+            r"largest part is vision cache of actor, 100\.0 GiB: lower vision\.cache_gib",
         ),
         (
             "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000",
-            r"most are activations of actor.*gradient_checkpointing_enable, or lower train\.max_tokens_per_gpu",
+            r"largest part is activations of actor.*gradient_checkpointing_enable, or lower train\.max_tokens_per_gpu",
         ),
     ],
 )
@@ -92,7 +95,7 @@ def test_what_does_not_fit_is_refused_with_the_flag_to_change(
     line: str, said: str, folder: Callable[..., Path]
 ) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), line), HOST)
-    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* and there are 64\.0; {said}$"):
+    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* of 64\.0; the {said}$"):
         plan.check()
 
 
@@ -110,16 +113,16 @@ def test_what_fits_passes(folder: Callable[..., Path]) -> None:
     memory_plan(rl(folder("qwen3")), GPU).check()
 
 
-def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callable[..., Path]) -> None:
+def test_on_gpus_each_role_has_its_own_memory_unless_colocated(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     alone = memory_plan(rl(model), GPU)
     assert [share.name for share in alone.shares] == ["a GPU of actor", "a GPU of vllm", "main memory"]
-    together = "--train.colocate_all --vllm.gpu_memory_utilization 1.0"
+    colocated = "--train.colocate_all --vllm.gpu_memory_utilization 1.0"
     with pytest.raises(ClusterError, match=r"a GPU of actor and vllm: .* lower vllm\.gpu_memory_utilization"):
-        memory_plan(rl(model, together), GPU).check()
+        memory_plan(rl(model, colocated), GPU).check()
     with pytest.raises(ClusterError, match=r"a GPU of actor and vllm"):
         # The actor gives back what its passes take, and keeps its weights beside the engine.
-        memory_plan(rl(model, f"{together} --vllm.enable_sleep"), GPU).check()
+        memory_plan(rl(model, f"{colocated} --vllm.enable_sleep"), GPU).check()
     # They take turns.
     passes = "--train.colocate_all --vllm.gpu_memory_utilization 0.95 --train.max_tokens_per_gpu 4000000"
     long = "--data.max_len 4000000 --actor.gradient_checkpointing_enable"
@@ -128,10 +131,10 @@ def test_on_gpus_each_role_is_alone_unless_they_are_put_together(folder: Callabl
     memory_plan(rl(model, f"{passes} {long} --vllm.enable_sleep"), GPU).check()
 
 
-def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[..., Path]) -> None:
+def test_sleeping_roles_move_from_the_gpu_to_main_memory(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
-    together = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
-    awake, asleep = (memory_plan(rl(model, f"{together} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
+    colocated = "--train.colocate_all --vllm.enable_sleep --vllm.gpu_memory_utilization 0.5"
+    awake, asleep = (memory_plan(rl(model, f"{colocated} {more}"), GPU) for more in ("", "--ds.enable_sleep"))
     weights, optimizer = part(awake, "actor", "weights"), part(awake, "actor", "optimizer")
     # While the engine is awake the actor keeps its weights, and with them an optimizer that does not sleep.
     assert awake.shares[0].needed == 40 * GIB + weights + optimizer
@@ -144,7 +147,7 @@ def test_what_sleeps_leaves_the_gpu_and_lies_in_main_memory(folder: Callable[...
     assert awake.shares[-1].needed - alone.shares[-1].needed == pinned
 
 
-def test_main_memory_beside_gpus_holds_the_image_features(folder: Callable[..., Path]) -> None:
+def test_on_gpu_machines_main_memory_holds_the_image_features(folder: Callable[..., Path]) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), "--vision.cache_gib 300 --ds.lora.rank 4"), GPU)
     with pytest.raises(ClusterError, match=r"^main memory: .*vision cache of actor"):
         plan.check()
@@ -160,7 +163,7 @@ def test_the_plan_is_printed_before_it_is_refused(
     assert "KV cache" in capsys.readouterr().out
 
 
-def test_a_program_gets_the_bytes(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_bytes(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     show(rl(folder("qwen3")), as_json=True)
     found = json.loads(capsys.readouterr().out)
     (cache,) = (part for part in found["roles"][1]["parts"] if part["name"] == "KV cache")
@@ -218,7 +221,7 @@ def test_a_critic_in_the_actors_processes_takes_turns_with_it(folder: Callable[.
         assert part(apart, "critic", name) == part(within, "critic", name) > 0, name
 
 
-def test_on_gpus_who_shares_them_is_counted_together(folder: Callable[..., Path]) -> None:
+def test_on_gpus_roles_that_share_them_are_added_up(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     judge = f"--reward.model_name_or_path {model}"
 
@@ -239,7 +242,7 @@ def test_on_gpus_who_shares_them_is_counted_together(folder: Callable[..., Path]
     ]
 
 
-def test_a_reward_model_is_in_main_memory_when_it_is_to_be(folder: Callable[..., Path]) -> None:
+def test_an_offloaded_reward_model_is_in_main_memory(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
     line = f"--reward.model_name_or_path {model}"
     stays, goes = (memory_plan(rl(model, f"{line} {more}"), GPU) for more in ("", "--reward.offload"))
@@ -260,7 +263,7 @@ def test_a_moving_average_takes_its_place(folder: Callable[..., Path]) -> None:
     assert part(two, "actor", "moving average") == 2 * numbers
 
 
-def test_what_the_critic_takes_is_told_with_the_critics_flags(folder: Callable[..., Path]) -> None:
+def test_the_critics_memory_is_shown_with_its_flags(folder: Callable[..., Path]) -> None:
     wide = "--train.max_tokens_per_gpu 100000000 --train.batch_size 100000 --rollout.batch_size 25000"
     line = f"{GAE} {wide} --actor.gradient_checkpointing_enable --critic.gradient_checkpointing_enable false"
     with pytest.raises(ClusterError, match=r"activations of critic.*set critic\.gradient_checkpointing_enable"):

@@ -1,4 +1,4 @@
-"""Adapter and base, merged, are the model with its adapter on."""
+"""A merged model computes what the base with its adapter computes."""
 
 import io
 import json
@@ -127,7 +127,7 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
 ) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from vlmrl.commands.merge import write_out
+    from vlmrl.commands.merge import dequantize
     from vlmrl.models.quantize import quantization, settle
 
     base = folder("qwen3")
@@ -141,7 +141,7 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
     net = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1, **more)
     if in_4bit:
         settle(net)
-        write_out(net)
+        dequantize(net)
     config = LoraConfig(
         task_type="SEQ_CLS", r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["score"], lora_alpha=16
     )
@@ -166,19 +166,19 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
 
 
 @pytest.mark.parametrize("in_4bit", [False, True])
-def test_an_adapter_of_a_reward_model_that_sees_is_merged_with_its_score_layer(
+def test_an_adapter_of_a_vision_reward_model_is_merged_with_its_score_layer(
     in_4bit: bool, folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     from peft import LoraConfig, get_peft_model
 
-    from vlmrl.commands.merge import write_out
+    from vlmrl.commands.merge import dequantize
 
     base = folder("qwen2_5_vl", tied=True)
     reader = processor(str(base), min_pixels=3136, max_pixels=100_000)
     bits = four_bit(Ds(param_dtype="fp32", load_in_4bit=in_4bit, lora=Lora(rank=4)), reader)
     net = value_net(str(base), dtype=torch.float32, attn_implementation=None, four_bit=bits, head_seed=1)
     if in_4bit:
-        write_out(net)
+        dequantize(net)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["score"], lora_alpha=16)
     peft: Any = get_peft_model(net, config)
     torch.manual_seed(5)
@@ -260,7 +260,7 @@ def test_another_base_is_refused(plain: Trained, tmp_path: Path) -> None:
         merged(plain, tmp_path / "merged", "--merge.model_name_or_path", str(other))
 
 
-def test_a_base_that_is_gone_is_asked_for(plain: Trained, tmp_path: Path) -> None:
+def test_a_missing_base_has_to_be_given(plain: Trained, tmp_path: Path) -> None:
     moved = copied(plain, tmp_path / "a", lambda tensors: None)
     file = moved.adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "/no/such/folder"}))
@@ -276,7 +276,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_base_that_an_adapter_names_is_read_after_a_yes_alone(
+def test_the_base_that_an_adapter_names_is_read_only_after_confirmation(
     plain: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
@@ -294,31 +294,31 @@ def test_the_base_that_an_adapter_names_is_read_after_a_yes_alone(
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
-def test_an_adapter_of_another_shape_is_refused_where_no_fingerprint_tells(plain: Trained, tmp_path: Path) -> None:
+def test_an_adapter_of_another_shape_is_refused_without_a_fingerprint(plain: Trained, tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
     odd = copied(plain, tmp_path / "a", lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj is .* give it its own base"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj is .* give the base"):
         merged(odd, tmp_path / "merged")
 
 
-def test_a_tensor_that_nobody_would_take_is_refused(plain: Trained, tmp_path: Path) -> None:
+def test_a_tensor_without_a_layer_is_refused(plain: Trained, tmp_path: Path) -> None:
     odd = copied(plain, tmp_path / "a", lambda tensors: tensors.update({"base_model.model.extra": torch.ones(2)}))
     with pytest.raises(ConfigError, match="it holds extra, which Qwen3ForCausalLM does not have"):
         merged(odd, tmp_path / "merged")
 
 
 def test_4_bits_are_refused_for_an_adapter_that_was_trained_without(plain: Trained, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="was trained on its base as it is"):
+    with pytest.raises(ConfigError, match="was trained on a base that is not in 4 bits"):
         merged(plain, tmp_path / "merged", "--ds.load_in_4bit")
 
 
-def test_what_is_in_the_output_folder_is_not_written_over(plain: Trained, tmp_path: Path) -> None:
+def test_an_output_folder_with_files_is_refused(plain: Trained, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"merge\.output: there is something in"):
+    with pytest.raises(ConfigError, match=r"merge\.output: .* is not empty"):
         merged(plain, tmp_path)
 
 
-def test_a_base_that_is_no_model_is_refused_under_the_name_of_its_setting(plain: Trained, tmp_path: Path) -> None:
+def test_an_invalid_base_is_refused_with_its_setting(plain: Trained, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"merge\.model_name_or_path: .* is not a model that can be read"):
         merged(plain, tmp_path / "merged", "--merge.model_name_or_path", str(tmp_path))
     with pytest.raises(ConfigError, match=r"merge\.model_name_or_path: .* holds an adapter and no model"):
@@ -330,7 +330,7 @@ def test_a_folder_without_an_adapter_is_refused(plain: Trained, tmp_path: Path) 
         merged(replace(plain, adapter=plain.base), tmp_path / "merged")
 
 
-def test_the_folder_of_a_run_is_told_where_its_adapter_is(plain: Trained, tmp_path: Path) -> None:
+def test_for_the_folder_of_a_run_the_error_names_its_adapter(plain: Trained, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "adapter").symlink_to(plain.adapter)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""How a run ends where nobody knew its last step beforehand: what is evaluated, saved and said."""
+"""Ends of a run: evaluation, checkpoints and messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from vlmrl.errors import ConfigError, DataError, RewardError, StorageError, Vlmr
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
+from vlmrl.trainer.collect import Ending, ExhaustedError
 from vlmrl.trainer.evaluation import Evaluations
-from vlmrl.trainer.rl import Carried, Ending, ExhaustedError
+from vlmrl.trainer.rl import LoopState
 from vlmrl.types import Metrics
 
 
 class Log:
-    """A run's report and its saves, which write down what they are asked for."""
+    """Stands for a run's report and its checkpoints, and records the calls."""
 
     def __init__(self, saved: Path | None = None) -> None:
         self.lines: list[Any] = []
@@ -41,14 +42,14 @@ class Log:
     def evaluation(self, step: int, metrics: Metrics) -> None:
         self.lines.append((step, metrics))
 
-    def save_finished(self) -> Path | None:
+    def save_last_step(self) -> Path | None:
         self.lines.append("checkpoint")
         if self.is_full:
             raise StorageError("the disk is full")
         return self.saved
 
-    def save(self, step: int, carried: Carried, *, must: bool) -> None:
-        self.lines.append(("save", step, must))
+    def save(self, step: int, state: LoopState, *, force: bool) -> None:
+        self.lines.append(("save", step, force))
         if self.is_full:
             raise StorageError("the disk is full")
 
@@ -57,14 +58,14 @@ class Log:
 
 
 class Evaluated(Evaluations):
-    """Evaluations whose sets are answered at once, or fail."""
+    """Evaluations that return at once, or fail."""
 
-    error: VlmrlError | None = None
+    failure: VlmrlError | None = None
 
-    def at(self, step: int) -> Metrics:
-        if self.error is not None:
-            raise self.error
-        self.evaluated = step
+    def run(self, step: int) -> Metrics:
+        if self.failure is not None:
+            raise self.failure
+        self.last_evaluated = step
         return {"eval/toy/pass@1": 1.0}
 
 
@@ -73,63 +74,67 @@ def evaluations(log: Log, **changes: Any) -> Evaluated:
     return Evaluated(config(**changes), {}, nothing, nothing, nothing, nothing, log, log, last=50)  # type: ignore[arg-type]
 
 
-SOLVED = Ending(7, why="the run ends after step 7, its prompts are solved", is_solved=True)
+SOLVED = Ending(7, reason="the run ends after step 7, its prompts are solved", is_solved=True)
 
 
-def test_a_solved_run_is_evaluated_and_saved_as_one_that_ran_to_its_end() -> None:
+def test_a_solved_run_is_evaluated_and_saved() -> None:
     log = Log()
-    evaluations(log, ckpt={"save_steps": 5}).end(SOLVED, has_adapter=False)
-    assert log.lines == [SOLVED.why, (7, {"eval/toy/pass@1": 1.0}), "checkpoint"]
+    evaluations(log, ckpt={"save_steps": 5}).finish_early(SOLVED, has_adapter=False)
+    assert log.lines == [SOLVED.reason, (7, {"eval/toy/pass@1": 1.0}), "checkpoint"]
 
 
 def test_a_solved_run_without_checkpoints_writes_none() -> None:
     log = Log()
-    evaluations(log).end(SOLVED, has_adapter=False)
+    evaluations(log).finish_early(SOLVED, has_adapter=False)
     assert "checkpoint" not in log.lines
 
 
 def test_a_step_is_not_evaluated_twice() -> None:
     log = Log()
     ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
-    assert ends.after(7) == {"eval/toy/pass@1": 1.0}
-    ends.end(Ending(7, why="the data are drawn", left_out=3), has_adapter=False)
+    assert ends.after_step(7) == {"eval/toy/pass@1": 1.0}
+    ends.finish_early(Ending(7, reason="the data are drawn", left_out=3), has_adapter=False)
     assert log.lines == ["the data are drawn", (7, {"data/left_out": 3.0})]
 
 
-def test_a_run_to_its_last_step_needs_nothing_more() -> None:
+def test_a_run_that_made_its_last_step_is_not_evaluated_again() -> None:
     log = Log()
-    evaluations(log).end(Ending(50), has_adapter=False)
+    evaluations(log).finish_early(Ending(50), has_adapter=False)
     assert log.lines == []
 
 
-def test_an_evaluation_that_fails_at_the_end_loses_no_model() -> None:
+def test_the_model_is_saved_when_the_last_evaluation_fails() -> None:
     log = Log()
     ends = evaluations(log)
-    ends.error = RewardError("no server answers")
+    ends.failure = RewardError("no server answers")
     with pytest.raises(RewardError, match="evaluation after step 7, whose model is saved: no server answers"):
-        ends.end(SOLVED, has_adapter=False)
+        ends.finish_early(SOLVED, has_adapter=False)
     assert log.lines[-1] == "models"
 
 
-def test_an_exhausted_run_names_the_checkpoint_that_it_leaves(tmp_path: Path) -> None:
+def test_an_exhausted_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     error = ExhaustedError("kept 0 of 60 groups")
-    assert evaluations(Log()).stopped(error) is error, "nothing was learnt"
+    assert evaluations(Log()).save_on_error(error) is error, "nothing was learnt"
     folder = tmp_path / "checkpoints/step_000007"
-    found = evaluations(Log(folder)).stopped(error)
-    assert str(found) == f"kept 0 of 60 groups; all before it is in {folder}: go on from there with --ckpt.load_enable"
+    found = evaluations(Log(folder)).save_on_error(error)
+    assert (
+        str(found)
+        == f"kept 0 of 60 groups; the steps before it are saved: resume from {folder} with --ckpt.load_enable"
+    )
     assert isinstance(found, ExhaustedError)
 
 
-def test_a_run_whose_rewards_fail_names_the_checkpoint_that_it_leaves_too(tmp_path: Path) -> None:
+def test_a_run_whose_rewards_fail_names_its_last_checkpoint(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    found = evaluations(log).stopped(RewardError("7 of 64 answers could not be scored"))
+    found = evaluations(log).save_on_error(RewardError("7 of 64 answers could not be scored"))
     assert type(found) is RewardError
     assert str(found) == (
-        f"7 of 64 answers could not be scored; all before it is in {tmp_path}: go on from there with --ckpt.load_enable"
+        f"7 of 64 answers could not be scored; the steps before it are saved: resume from {tmp_path} with "
+        "--ckpt.load_enable"
     )
     run = evaluations(log)
-    run.failed = RewardError("evaluation after step 7, which is saved for --ckpt.load_enable: nobody listens")
-    assert run.stopped(run.failed) is run.failed
+    run.error = RewardError("evaluation after step 7, which is saved for --ckpt.load_enable: nobody listens")
+    assert run.save_on_error(run.error) is run.error
     assert log.lines == ["checkpoint"]
 
 
@@ -137,40 +142,38 @@ def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
     log = Log()
     log.is_full = True
     run = evaluations(log)
-    found = run.stopped(RewardError("7 of 64 answers could not be scored"))
+    found = run.save_on_error(RewardError("7 of 64 answers could not be scored"))
     assert type(found) is RewardError
     assert str(found) == "7 of 64 answers could not be scored; its last step is not saved: the disk is full"
     with pytest.raises(StorageError, match=r"^the disk is full$"):
-        run.save(7, Carried(0.0), has_adapter=False)
-    run.failed = RewardError("evaluation after step 7: nobody listens")
+        run.save(7, LoopState(0.0), has_adapter=False)
+    run.error = RewardError("evaluation after step 7: nobody listens")
     with pytest.raises(RewardError, match=r"^evaluation after step 7: nobody listens; but the disk is full$"):
-        run.save(7, Carried(0.0), has_adapter=False)
+        run.save(7, LoopState(0.0), has_adapter=False)
 
 
-def test_an_evaluation_that_a_stop_abandons_is_owed_and_its_step_goes_on() -> None:
+def test_a_stop_interrupts_an_evaluation_but_not_its_step() -> None:
     log = Log()
     ends = evaluations(log, eval={"dataset": "toy", "steps": 7})
 
     def at(step: int) -> Metrics:
-        with stops.waiting():
+        with stops.interruptible_wait():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
         return {}
 
-    ends.at = at  # type: ignore[method-assign]
-    with stops.heeded(60), stops.only_in_waits():
-        with stops.finishing():
-            assert ends.after(7) == {}
-            ends.save(7, Carried(0.0), has_adapter=False)
+    ends.run = at  # type: ignore[method-assign]
+    with stops.handle_signals(60), stops.only_in_waits():
+        with stops.uninterrupted():
+            assert ends.after_step(7) == {}
+            ends.save(7, LoopState(0.0), has_adapter=False)
         with pytest.raises(Stopped):
-            stops.check()
-    assert log.owes_evaluation  # type: ignore[attr-defined]
+            stops.raise_if_requested()
+    assert log.evaluation_is_pending  # type: ignore[attr-defined]
     assert log.lines == [("save", 7, False)]
 
 
-def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_checked_again_once_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
 
     @contextmanager
@@ -181,20 +184,18 @@ def test_what_another_run_has_written_until_the_lock_was_had_is_seen(
 
     monkeypatch.setattr(run_module, "run_lock", waited_for)
     monkeypatch.setattr(run_module, "session", lambda: pytest.fail("it has begun"))
-    with pytest.raises(ConfigError, match="holds another run"), run_module.started(config(), folder, []):
+    with pytest.raises(ConfigError, match="holds another run"), run_module.run_session(config(), folder, []):
         pytest.fail("it has begun")
 
 
 class Table:
-    """A policy that tells what trains."""
+    """A policy with a parameter table."""
 
     def table(self) -> list[tuple[str, int, int]]:
         return [("language", 1, 1)]
 
 
-def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def machines() -> Any:
         yield Session((Node(id="", num_cpus=8, num_gpus=0),))
@@ -204,9 +205,9 @@ def test_a_run_that_is_refused_when_it_would_go_on_leaves_the_settings_of_the_ot
     folder.checkpoint(4).mkdir(parents=True)
     folder.config.write_text("# vlmrl rl of theirs\n")
     mine = config(ckpt={"load_enable": True})
-    with pytest.raises(DataError), run_module.started(mine, folder, []):
+    with pytest.raises(DataError), run_module.run_session(mine, folder, []):
         raise DataError("the checkpoint was made with other data")
     assert "theirs" in folder.config.read_text()
-    with run_module.started(mine, folder, []) as (_, report):
-        run_module.begin(mine, report, folder, Table(), last=5, done=4)  # type: ignore[arg-type]
+    with run_module.run_session(mine, folder, []) as (_, report):
+        run_module.begin_report(mine, report, folder, Table(), last=5, done=4)  # type: ignore[arg-type]
     assert "theirs" not in folder.config.read_text()

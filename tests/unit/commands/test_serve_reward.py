@@ -1,4 +1,4 @@
-"""A served reward model gives the scores that it gives in the process."""
+"""A served reward model gives the same scores as one in the run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_it_reads_prompt_images_response_and_end(scorer: ModelScorer, folder: Pa
     assert len({round(value, 4) for value in expected}) == 5
 
 
-def test_what_it_cannot_read_fails_alone(scorer: ModelScorer, folder: Path) -> None:
+def test_an_unreadable_request_fails_alone(scorer: ModelScorer, folder: Path) -> None:
     sight = f"{read(folder).image_text()}how many?"  # type: ignore[attr-defined]
     asked = [RewardRequest("a", sight, "2"), RewardRequest("b", "x", "y"), RewardRequest("c", "x", "y " * 3000)]
     blind, fine, long = asyncio.run(scorer.score(asked))
@@ -127,14 +127,14 @@ def test_a_run_gets_its_scores_over_http(scorer: ModelScorer, folder: Path) -> N
     assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
 
 
-def test_mistakes_are_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_setting_errors_are_raised_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.delenv("VLMRL_RM_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="set the environment variable VLMRL_RM_TOKEN"):
         serve_rm(config(folder / "nowhere", "--serve.host", "0.0.0.0"))
 
 
-def test_what_is_no_text_fails_alone(scorer: ModelScorer) -> None:
-    asked = [RewardRequest("a", "how many?", "two"), RewardRequest("b", "how many?", "\ud800")]
-    good, bad = asyncio.run(scorer.score(asked))
+def test_text_that_cannot_be_encoded_fails_alone(scorer: ModelScorer) -> None:
+    requests = [RewardRequest("a", "how many?", "two"), RewardRequest("b", "how many?", "\ud800")]
+    good, bad = asyncio.run(scorer.score(requests))
     assert good.problem is None
     assert bad.problem == "prompt and response are not text: surrogates not allowed"

@@ -37,7 +37,7 @@ def test_a_loss_of_ones_own_is_read_where_the_policy_is(file: Path) -> None:
     ("kind", "words"),
     [
         ("{file}:unlikely", "has no function unlikely; it has: likely, odd"),
-        ("{file}:odd", "odd asks for weather"),
+        ("{file}:odd", "odd requires weather"),
         ("nowhere.py:f", "there is no file nowhere.py"),
     ],
 )

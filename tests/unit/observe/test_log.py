@@ -84,7 +84,7 @@ def test_an_empty_log_is_not_named(tmp_path: Path) -> None:
 def test_the_message_of_an_immediate_end_reaches_the_terminal(tmp_path: Path) -> None:
     output = stderr_of(
         f"log.move_to(Path({str(tmp_path / 'run.log')!r}))",
-        "from vlmrl.system import stops; stops.end_at_once('over', 2)",
+        "from vlmrl.system import stops; stops.kill_and_exit('over', 2)",
     )
     assert output.splitlines() == ["for people", "vlmrl: over"]
 

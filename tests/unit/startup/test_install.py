@@ -1,4 +1,4 @@
-"""The set-up: what it would run, when it runs nothing, and how it fails. Nothing is installed here."""
+"""The set-up: its commands, when it runs none, and how it fails. Nothing is installed here."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-def test_the_second_time_does_nothing(tmp_path: Path, ran: list[str]) -> None:
+def test_running_again_does_nothing(tmp_path: Path, ran: list[str]) -> None:
     install.install(tmp_path, "cpu")
     assert ran[:2] == ["virtual environment", "torch for CPU"]
     ran.clear()
@@ -56,12 +56,12 @@ def test_a_machine_that_does_not_pass_the_doctor_is_not_stamped(
     tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install, "_succeeds", lambda command, show=False: False)
-    with pytest.raises(install.InstallError, match="how to mend it"):
+    with pytest.raises(install.InstallError, match="how to fix it"):
         install.install(tmp_path, "cpu")
     assert not (tmp_path / ".vlmrl-setup").exists()
 
 
-def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
+def test_torchs_own_index_is_used_only_after_the_plain_install_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails, writes = [sys.executable, "-c", "raise SystemExit(1)"], tmp_path / "second"
@@ -75,7 +75,7 @@ def test_torchs_own_index_is_asked_only_after_the_plain_install_failed(
     assert capsys.readouterr().out.startswith("  torch ...")
 
 
-def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
+def test_without_the_lock_packages_are_installed_within_the_pins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps: list[str] = []
@@ -88,10 +88,10 @@ def test_what_the_lock_cannot_bring_is_installed_within_the_pins(
     monkeypatch.setattr(install, "_step", step)
     install._install_packages("gpu", Path("python"))
     assert steps == ["the engine and tools of the lock", "vlmrl, its engine and its tools"]
-    assert "The lock cannot be had here" in capsys.readouterr().out
+    assert "Packages of the lock are missing" in capsys.readouterr().out
 
 
-def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_that_differs_from_the_locks_stops_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     says = "raise SystemExit('ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE')"
     ran: list[str] = []
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_the_locks_stops_the_set_up(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(install, "locked_commands", commands)
     monkeypatch.setattr(install, "commands", lambda kind, python: ran.append(kind))
-    with pytest.raises(install.MismatchError, match="not the file that the lock names"):
+    with pytest.raises(install.MismatchError, match="the hash of a package differs from the lock's"):
         install._install_packages("cpu", Path("python"))
     assert ran == []
 
@@ -112,7 +112,7 @@ def test_another_machine_has_no_lock(machine: str, monkeypatch: pytest.MonkeyPat
     assert ran == ["vlmrl, its engine and its tools"]
 
 
-def test_a_command_that_fails_is_shown_with_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_command_is_shown_with_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(install.InstallError, match="this command failed"):
         install._step("nothing", [[sys.executable, "-c", "raise SystemExit('no room left')"]])
     assert "no room left" in capsys.readouterr().err
@@ -179,5 +179,5 @@ def test_plain_python_imports_vision_models_in_this_environment(tmp_path: Path) 
 def test_a_python_that_is_too_old_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.sys, "version_info", (3, 9, 1))
     monkeypatch.setattr(install.sys, "version", "3.9.1 (main)")
-    with pytest.raises(install.InstallError, match=r"Python 3\.9\.1 will not do"):
+    with pytest.raises(install.InstallError, match=r"Python 3\.9\.1 is not supported"):
         install.install(tmp_path, "cpu")

@@ -1,4 +1,4 @@
-"""The locks hold what pyproject.toml asks for and what it needs in turn, each file by its hash, and name no index."""
+"""The lock files have all dependencies of pyproject.toml, with hashes, and name no index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process inherits, and what it keeps."""
+"""The environment of processes and their children."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from vlmrl import startup
 
 
-def test_the_folder_comes_first_on_pythonpath_once_however_often_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_comes_first_on_pythonpath_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"/somewhere{os.pathsep}{startup.FOLDER}")
     for _ in range(2):
         path = startup.environment()["PYTHONPATH"]
@@ -17,7 +17,7 @@ def test_the_folder_comes_first_on_pythonpath_once_however_often_it_is_asked(mon
         monkeypatch.setenv("PYTHONPATH", path)
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert startup.environment()["VLLM_LOGGING_LEVEL"] == "DEBUG"
 

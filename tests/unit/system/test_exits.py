@@ -1,4 +1,4 @@
-"""How a process ended that is not a child of the one that asks."""
+"""Exit codes of processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.system import exits as endings
-from vlmrl.system.exits import Pidfd, described, fatal_signal, may_be_memory, oom_kills
+from vlmrl.system.exits import Pidfd, fatal_signal, format_exit, may_be_out_of_memory, oom_kills
 
 
 def tells_exit_codes() -> bool:
@@ -30,7 +30,7 @@ def tells_exit_codes() -> bool:
         ("import os; os.abort()", -signal.SIGABRT),
     ],
 )
-def test_the_kernel_tells_how_a_process_of_this_machine_ended(body: str, code: int) -> None:
+def test_the_kernel_reports_the_exit_code_of_a_process(body: str, code: int) -> None:
     if not tells_exit_codes():
         pytest.skip("Linux before 6.15 tells parents alone")
     with subprocess.Popen([sys.executable, "-c", f"input(); {body}"], stdin=subprocess.PIPE) as child:
@@ -43,13 +43,13 @@ def test_the_kernel_tells_how_a_process_of_this_machine_ended(body: str, code: i
     process.close()
 
 
-def test_of_a_process_that_was_gone_nothing_is_known() -> None:
+def test_the_exit_code_of_a_process_that_was_gone_is_unknown() -> None:
     child = subprocess.Popen(["true"])
     child.wait()
     assert Pidfd(child.pid).returncode() is None
 
 
-def test_a_signal_is_found_in_the_words_of_the_fault_handler(tmp_path: Path) -> None:
+def test_a_signal_is_read_from_the_output_of_the_fault_handler(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
     body = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"
     with log.open("wb") as file:
@@ -60,9 +60,7 @@ def test_a_signal_is_found_in_the_words_of_the_fault_handler(tmp_path: Path) -> 
     assert fatal_signal(tmp_path / "none") is None
 
 
-def test_the_kernels_own_kills_are_counted_in_the_container_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oom_kills_are_read_from_the_container_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     container, machine = tmp_path / "memory.events", tmp_path / "vmstat"
     machine.write_text("nr_free_pages 5\noom_kill 7\n")
     monkeypatch.setattr(endings, "_COUNTERS", (container, machine))
@@ -78,16 +76,16 @@ def test_the_kernels_own_kills_are_counted_in_the_container_first(
         (-11, False, "was killed by signal 11 (SIGSEGV)", False),
         (-9, False, "was killed by signal 9 (SIGKILL)", True),
         (-9, True, "was killed by the kernel: out of memory", True),
-        (None, False, "ended without a word, as a killed process does", True),
+        (None, False, "ended without a message, as a killed process does", True),
         (-40, False, "was killed by signal 40 (no name)", False),
     ],
 )
-def test_an_ending_is_told_in_words(code: int | None, out_of_memory: bool, said: str, memory: bool) -> None:
-    assert described(code, is_out_of_memory=out_of_memory) == said
-    assert may_be_memory(code) == memory
+def test_an_exit_is_formatted(code: int | None, out_of_memory: bool, said: str, memory: bool) -> None:
+    assert format_exit(code, is_out_of_memory=out_of_memory) == said
+    assert may_be_out_of_memory(code) == memory
 
 
-def test_no_descriptor_is_left() -> None:
+def test_descriptors_are_closed() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     process = Pidfd(os.getpid())
     process.close()

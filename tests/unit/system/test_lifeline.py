@@ -1,4 +1,4 @@
-"""A child that has a lifeline dies with its parent; without, it would not."""
+"""A child with a lifeline dies with its parent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_child_with_a_lifeline_dies_with_its_killed_parent_and_not_before(tmp_
     assert survived == (armed == "not armed")
 
 
-def test_the_parent_itself_and_strangers_are_left_alone() -> None:
+def test_the_parent_and_unrelated_processes_are_not_armed() -> None:
     assert isinstance(pickle.loads(pickle.dumps(Lifeline())), Lifeline)
     with subprocess.Popen(["sleep", "5"]) as stranger:
         arm(stranger.pid)
@@ -68,7 +68,7 @@ def test_the_parent_itself_and_strangers_are_left_alone() -> None:
     time.sleep(0.5)
 
 
-def test_an_orphan_that_learns_of_it_late_dies_at_once() -> None:
+def test_an_orphan_that_is_armed_late_dies_immediately() -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
         script = f"from vlmrl.system.lifeline import arm; arm({gone.pid}); print('alive')"

@@ -1,4 +1,4 @@
-"""What a machine must have: what is found, how to mend it, and what a run refuses."""
+"""Checks of a machine: findings, fixes, and refused runs."""
 
 import sys
 from collections import namedtuple
@@ -20,49 +20,51 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("free", "ok", "essential"), [(8.0, True, True), (0.5, False, False), (0.2, False, True)], ids=str
 )
-def test_shared_memory_that_is_short_is_a_warning_and_too_little_is_a_failure(
+def test_low_shared_memory_is_a_warning_and_too_little_a_failure(
     free: float, ok: bool, essential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(8 * GIB, 0, free * GIB))
     found = machine.shared_memory(tmp_path)
     assert (found.ok, found.essential) == (ok, essential)
     assert found.detail == f"{free:.2f} GiB free of 8.00 in {tmp_path}"
-    assert ok or "--shm-size=8g" in found.mend
+    assert ok or "--shm-size=8g" in found.fix
 
 
 def test_missing_shared_memory_says_what_to_do(tmp_path: Path) -> None:
     found = machine.shared_memory(tmp_path / "nowhere")
     assert (found.ok, found.essential) == (False, True)
     assert found.detail.endswith("nowhere is not there")
-    assert "--shm-size" in found.mend
+    assert "--shm-size" in found.fix
 
 
 @pytest.mark.parametrize(("soft", "ok", "essential"), [(4096, True, True), (512, False, False), (128, False, True)])
-def test_too_few_open_files_say_how_many(soft: int, ok: bool, essential: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_open_files_are_reported_with_a_fix(
+    soft: int, ok: bool, essential: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (soft, 8192))
     found = machine.open_files()
     assert (found.ok, found.essential, found.detail) == (ok, essential, f"at most {soft} open files")
-    assert ok or found.mend == "run `ulimit -n 8192` first"
+    assert ok or found.fix == "run `ulimit -n 8192` first"
 
 
-def test_the_disk_is_that_of_the_folder_that_a_run_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_that_of_the_folder_that_a_run_creates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: asked.append(path) or Usage(GIB, 0, 2**20))
     found = machine.disk(tmp_path / "runs" / "one")
     assert asked == [tmp_path]
     assert (found.ok, found.essential, found.detail) == (False, True, f"0.0 GiB free in {tmp_path}")
     (tmp_path / "file").touch()
-    assert machine.disk(tmp_path / "file" / "run").detail == f"{tmp_path / 'file'} is no folder"
+    assert machine.disk(tmp_path / "file" / "run").detail == f"{tmp_path / 'file'} is not a folder"
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
     found = machine.disk(tmp_path)
-    assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} cannot be written to")
+    assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} is not writable")
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
-def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
+def test_a_run_into_another_users_folder_is_refused_in_one_line(
     way: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exists = Path.exists
@@ -80,13 +82,13 @@ def test_a_run_into_somebody_elses_folder_is_refused_in_one_line(
     assert said.count("\n") == 1
     assert "Permission denied" in said
     found = machine.disk(tmp_path / "theirs" / "out")
-    assert (found.ok, found.detail) == (False, f"{tmp_path} cannot be written to")
+    assert (found.ok, found.detail) == (False, f"{tmp_path} is not writable")
 
 
-def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_folder_of_an_unknown_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
     assert cli.main(["rl", *words, "~no-such-user/out"]) == 2
-    assert "Give its full path" in capsys.readouterr().err
+    assert "give the full path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_the_home_of_nobody_is_no_output_folder(capsys: pytest.CaptureFixture[st
         ("580.65.06", "13.0", True),
     ],
 )
-def test_an_old_driver_is_told_which_driver_is_wanted(
+def test_an_old_driver_is_reported_with_the_required_one(
     version: str, cuda: str, ok: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
@@ -106,7 +108,7 @@ def test_an_old_driver_is_told_which_driver_is_wanted(
     monkeypatch.setattr(machine, "_cuda_of_torch", lambda: cuda)
     found = machine.driver()
     assert (found.ok, found.essential) == (ok, True)
-    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.mend
+    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.fix
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,17 +134,17 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure_unless_it_was_hidden(monkeyp
     assert machine.devices().ok
 
 
-def test_all_that_is_lacking_is_told_at_once_and_what_will_do_is_not_refused() -> None:
+def test_all_problems_are_reported_together_and_warnings_are_not_refused() -> None:
     fine = Finding("a", ok=True, essential=True, detail="there")
-    short = Finding("b", ok=False, essential=False, detail="little", mend="get more")
-    gone = Finding("c", ok=False, essential=True, detail="nothing", mend="get some")
+    short = Finding("b", ok=False, essential=False, detail="little", fix="get more")
+    gone = Finding("c", ok=False, essential=True, detail="nothing", fix="get some")
     assert machine.require([fine, short]) == ["b: little: get more"]
     with pytest.raises(ClusterError, match=r"^b: little: get more; c: nothing: get some$"):
         machine.require([fine, short, gone])
 
 
-def test_where_a_run_joins_a_cluster_this_machine_needs_no_devices(tmp_path: Path) -> None:
-    alone, joining = (machine.examine(tmp_path, joins=joins) for joins in (False, True))
+def test_a_run_that_joins_a_cluster_does_not_check_local_devices(tmp_path: Path) -> None:
+    alone, joining = (machine.run_checks(tmp_path, joins_cluster=joins) for joins in (False, True))
     assert {found.name for found in joining} == {"open files", "disk"}
     assert {found.name for found in alone} >= {"shared memory", "driver", "devices", "disk", "open files"}
 
@@ -159,10 +161,12 @@ def test_a_run_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_asks_about_its_own_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_checks_its_own_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(machine, "examine", lambda output, *, joins: asked.append((output, joins)) or [])
+    monkeypatch.setattr(
+        machine, "run_checks", lambda output, *, joins_cluster: asked.append((output, joins_cluster)) or []
+    )
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", str(tmp_path)]
     assert preflight.check_machine(load(RlConfig, words)) == []
     assert asked == [(tmp_path, True)]

@@ -1,4 +1,4 @@
-"""What malloc is told, where it can be told."""
+"""Options of malloc, where the C library has them."""
 
 import ctypes
 import subprocess
@@ -12,7 +12,7 @@ has_mallopt = hasattr(ctypes.CDLL(None), "mallopt")
 
 
 @pytest.mark.skipif(not has_mallopt, reason="the C library of this machine has no mallopt")
-def test_memory_that_was_freed_stays_with_the_process() -> None:
+def test_freed_memory_stays_with_the_process() -> None:
     # 64 MiB, twice the largest bound that glibc takes, come and go; the kernel is asked for pages the first time alone.
     program = """
 import ctypes, resource, sys
@@ -34,19 +34,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert int(done.stdout) < 1000  # ten times 16384 pages otherwise
 
 
-def test_another_c_library_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_c_libraries_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert keep_memory() is False
 
 
 @pytest.mark.skipif(not has_mallopt, reason="the C library of this machine has no mallopt")
-def test_memory_that_is_given_back_leaves_the_process_with_its_owner() -> None:
+def test_released_memory_leaves_the_process() -> None:
     # 64 blocks of a megabyte, of which every second is freed: those that stay would hold a heap up.
     program = """
 import ctypes, os
-from vlmrl.system.memory import give_back_memory, keep_memory
+from vlmrl.system.memory import release_memory, keep_memory
 keep_memory()
-assert give_back_memory()
+assert release_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def resident():

@@ -30,16 +30,16 @@ def test_a_long_text_is_cut() -> None:
     assert one_line("x" * 10_000_000, most=5) == "xxxxx..."
 
 
-def test_an_error_is_plain_whatever_it_quotes_and_survives_its_way() -> None:
+def test_errors_are_plain_text_and_can_be_pickled() -> None:
     error = DataError("row a\n\x1b[31m")
     assert str(error) == str(pickle.loads(pickle.dumps(error))) == "row a\\n\\x1b[31m"
 
 
-def test_mistakes_in_settings_are_a_line_each() -> None:
+def test_setting_errors_are_a_line_each() -> None:
     assert str(ConfigError("2 mistakes\n  a\x07\n  b")) == "2 mistakes\n  a\\x07\n  b"
 
 
-def test_a_line_is_printed_as_it_is() -> None:
+def test_a_line_is_printed_verbatim() -> None:
     text = "row img[/x].png [bold]b[/bold] :warning: 17 " + "y" * 200
     for terminal in (False, True):
         out = io.StringIO()

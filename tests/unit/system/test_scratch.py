@@ -1,4 +1,4 @@
-"""The temporary files of a run lie where this user alone may look, and go when the run has gone, however it went."""
+"""The private folder of a run's temporary files, which is removed at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.system import scratch as module
-from vlmrl.system.scratch import VARIABLE, enter_that_of_the_run, remove_here, scratch, sweep
+from vlmrl.system.scratch import VARIABLE, enter_from_environment, remove_here, scratch, sweep
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def test_it_is_gone_after_an_error_too(parent: Path) -> None:
     assert not list(parent.iterdir())
 
 
-def test_the_end_waits_for_who_still_uses_it(parent: Path) -> None:
-    code = "import time; from vlmrl.system.scratch import enter_that_of_the_run as e; e(); print(1, flush=True)"
+def test_removal_waits_for_processes_that_use_the_folder(parent: Path) -> None:
+    code = "import time; from vlmrl.system.scratch import enter_from_environment as e; e(); print(1, flush=True)"
     with scratch() as folder:
         worker = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(0.5)"], stdout=subprocess.PIPE)
         assert worker.stdout is not None
@@ -76,7 +76,7 @@ def test_the_end_waits_for_who_still_uses_it(parent: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start_and_that_of_a_living_one_stays(
+def test_folders_of_killed_runs_are_removed_and_of_running_ones_kept(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import time; from vlmrl.system.scratch import *\nwith scratch() as f: print(f, flush=True); time.sleep(60)"
@@ -98,9 +98,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start_and_that_of_a_living_one_
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_a_folder_that_somebody_else_has_put_there_is_not_used(
-    is_link: bool, parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_user_is_not_used(is_link: bool, parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_held", {})
     planted, target = parent / "planted", parent / "target"
     target.mkdir(mode=0o700)
@@ -109,21 +107,21 @@ def test_a_folder_that_somebody_else_has_put_there_is_not_used(
     else:
         planted.mkdir()
         planted.chmod(0o755)
-    with pytest.raises(PermissionError, match="belongs to this user alone"):
+    with pytest.raises(PermissionError, match="is not a private folder of this user"):
         module.enter(planted)
     monkeypatch.setenv(VARIABLE, str(planted))
-    enter_that_of_the_run()
+    enter_from_environment()
     own = Path(tempfile.gettempdir())
     assert own not in (planted, target)
     assert own.stat().st_mode & 0o777 == 0o700
     assert not list(target.iterdir())
 
 
-def test_another_machine_makes_it_in_its_own_temporary_folder(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_create_it_in_their_own_temporary_folder(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_held", {})
     folder = Path("/no/such/place/vlmrl-run-abc")
     monkeypatch.setenv(VARIABLE, str(folder))
-    enter_that_of_the_run()
+    enter_from_environment()
     here = parent / "vlmrl-run-abc"
     assert tempfile.gettempdir() == str(here)
     assert here.stat().st_mode & 0o777 == 0o700
@@ -155,14 +153,12 @@ def test_a_path_in_which_ray_does_not_start_is_left(monkeypatch: pytest.MonkeyPa
         parent.rmdir()
 
 
-def test_what_killed_runs_left_on_another_machine_goes_when_the_next_one_comes(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_killed_runs_on_other_machines_are_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = parent / "vlmrl-run-left"
     left.mkdir(mode=0o700)
     (left / "lock").touch()
     os.utime(left, (0, 0))
     monkeypatch.setenv(VARIABLE, str(parent / "vlmrl-run-mine"))
-    enter_that_of_the_run()
+    enter_from_environment()
     assert [path.name for path in parent.iterdir()] == ["vlmrl-run-mine"]
     os.close(module._held.pop(parent / "vlmrl-run-mine"))

@@ -1,4 +1,4 @@
-"""Signals: what they interrupt, what they wait for, and that a run that goes on lacks nothing."""
+"""Signals: what they interrupt, what they wait for, and that a resumed run lacks nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from vlmrl.errors import ClusterError
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
-from vlmrl.trainer.rl import Carried, Course
+from vlmrl.trainer.collect import PromptBudget
+from vlmrl.trainer.rl import LoopState
 from vlmrl.types import Experience, Group, Metrics, Prompt, Sample, Score
 
 GRACE_S = 60.0
@@ -40,7 +41,7 @@ def stopped_run() -> Iterator[list[Stopped]]:
     """What is inside heeds signals, and is stopped by one: the list holds how."""
     found: list[Stopped] = []
     try:
-        with stops.heeded(GRACE_S):
+        with stops.handle_signals(GRACE_S):
             yield found
     except Stopped as stopped:
         found.append(stopped)
@@ -71,40 +72,40 @@ def test_a_signal_stops_with_the_exit_code_that_others_expect(number: int, code:
     assert not stops.is_stopping(), "the next run starts anew"
 
 
-def test_what_has_begun_is_finished_and_nothing_else_is_begun() -> None:
+def test_a_step_that_has_begun_is_finished_and_no_other_begins() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
-        with stops.finishing():
+        with stops.uninterrupted():
             ask()
-            with stops.waiting():
+            with stops.interruptible_wait():
                 done.append("a wait inside")
         done.append("what comes after, up to the next wait")
-        with stops.waiting():
+        with stops.interruptible_wait():
             done.append("never")
     assert done == ["a wait inside", "what comes after, up to the next wait"]
 
 
-def test_calls_that_belong_together_are_not_torn_apart() -> None:
+def test_related_calls_are_not_interrupted_between_waits() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
         ask()
         done += ["rank 0", "rank 1"]
-        with stops.waiting():
+        with stops.interruptible_wait():
             done.append("never")
     assert done == ["rank 0", "rank 1"]
 
 
-def test_on_the_way_out_waits_are_not_interrupted_again() -> None:
+def test_waits_during_shutdown_are_not_interrupted() -> None:
     with stopped_run():
         try:
             ask()
             time.sleep(30)
         finally:
-            with stops.waiting():
+            with stops.interruptible_wait():
                 time.sleep(0.01)
 
 
-def test_a_request_on_the_way_out_does_not_hide_why_the_run_ends() -> None:
+def test_a_request_during_shutdown_does_not_hide_the_error() -> None:
     with stopped_run() as found:
         try:
             raise ClusterError("an engine has died")
@@ -117,7 +118,7 @@ def test_a_request_on_the_way_out_does_not_hide_why_the_run_ends() -> None:
 
 def test_rays_own_interrupt_counts_as_ours() -> None:
     # Ray's waits catch what a handler raises, and raise a plain KeyboardInterrupt in its place.
-    with stopped_run() as found, stops.waiting():
+    with stopped_run() as found, stops.interruptible_wait():
         try:
             ask()
             time.sleep(30)
@@ -126,24 +127,24 @@ def test_rays_own_interrupt_counts_as_ours() -> None:
     assert found[0].exit_code == 143
 
 
-def test_a_part_of_what_is_finished_may_be_abandoned() -> None:
+def test_interruptible_parts_may_be_interrupted_inside_uninterrupted() -> None:
     done = []
     with stopped_run(), stops.only_in_waits():
-        with stops.finishing():
+        with stops.uninterrupted():
             try:
-                with stops.abandonable(), stops.waiting():
+                with stops.interruptible(), stops.interruptible_wait():
                     ask()
                     time.sleep(30)
             except Stopped:
                 done.append("no evaluation")
-            with stops.waiting():
+            with stops.interruptible_wait():
                 done.append("a checkpoint")
-        stops.check()
+        stops.raise_if_requested()
     assert done == ["no evaluation", "a checkpoint"]
 
 
-def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
-    with stops.heeded(GRACE_S):
+def test_each_sigusr1_requests_one_checkpoint() -> None:
+    with stops.handle_signals(GRACE_S):
         assert not stops.take_checkpoint_request()
         ask(signal.SIGUSR1)
         assert stops.take_checkpoint_request()
@@ -151,13 +152,13 @@ def test_a_checkpoint_is_asked_for_once_per_signal() -> None:
     assert not stops.take_checkpoint_request()
 
 
-def test_on_the_way_out_of_what_is_done_a_request_changes_nothing() -> None:
+def test_a_request_after_the_work_is_done_changes_nothing() -> None:
     left = []
-    with stops.heeded(GRACE_S):
-        stops.done()
+    with stops.handle_signals(GRACE_S):
+        stops.mark_done()
         ask()
         left.append("Ray")
-        with stops.waiting():
+        with stops.interruptible_wait():
             left.append("engines")
     assert left == ["Ray", "engines"]
 
@@ -165,34 +166,40 @@ def test_on_the_way_out_of_what_is_done_a_request_changes_nothing() -> None:
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stops.heeded(GRACE_S):
+        with stops.handle_signals(GRACE_S):
             ask(signal.SIGHUP)
             assert not stops.is_stopping()
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_another_thread_neither_takes_signals_nor_is_interrupted() -> None:
+def test_other_threads_neither_handle_signals_nor_are_interrupted() -> None:
     done = []
 
     def wait() -> None:
-        with stops.heeded(GRACE_S), stops.waiting(), stops.finishing(), stops.abandonable(), stops.only_in_waits():
-            stops.check()
+        with (
+            stops.handle_signals(GRACE_S),
+            stops.interruptible_wait(),
+            stops.uninterrupted(),
+            stops.interruptible(),
+            stops.only_in_waits(),
+        ):
+            stops.raise_if_requested()
             done.append("other")
 
-    with stopped_run(), stops.finishing():
+    with stopped_run(), stops.uninterrupted():
         ask()
         thread = threading.Thread(target=wait)
         thread.start()
         thread.join()
-        stops.check()
+        stops.raise_if_requested()
     assert done == ["other"]
 
 
 def test_outside_of_its_context_everything_does_nothing() -> None:
-    stops.attend()
-    stops.check()
-    with stops.waiting(), stops.finishing(), stops.abandonable(), stops.only_in_waits():
+    stops.install_handlers()
+    stops.raise_if_requested()
+    with stops.interruptible_wait(), stops.uninterrupted(), stops.interruptible(), stops.only_in_waits():
         pass
 
 
@@ -201,7 +208,7 @@ import signal, subprocess, sys, time
 from vlmrl.system import stops
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-with stops.heeded(float(sys.argv[1])), stops.finishing():
+with stops.handle_signals(float(sys.argv[1])), stops.uninterrupted():
     print(child.pid, flush=True)
     time.sleep(60)
 """
@@ -223,7 +230,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> None:
+def test_a_second_signal_kills_the_run_but_an_echo_does_not() -> None:
     process, child = start(60)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)  # as `timeout` does: to the process, and to its group
@@ -232,21 +239,21 @@ def test_the_second_signal_ends_everything_at_once_but_its_echo_does_not() -> No
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 143
-    assert said == "vlmrl: ended at once: SIGTERM came after SIGTERM\n"
+    assert said == "vlmrl: ended immediately: SIGTERM came after SIGTERM\n"
     assert not is_there(child)
 
 
-def test_what_takes_longer_than_the_grace_is_ended() -> None:
+def test_a_stop_that_exceeds_the_grace_period_is_killed() -> None:
     process, child = start(0.5)
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 143
-    assert said == "vlmrl: ended at once: stopping took longer than train.stop_grace_s 0.5\n"
+    assert said == "vlmrl: ended immediately: stopping took longer than train.stop_grace_s 0.5\n"
     assert not is_there(child)
 
 
-def test_what_starts_with_signals_withheld_lives_on() -> None:
-    with stops.withheld():
+def test_processes_with_blocked_signals_survive() -> None:
+    with stops.signals_blocked():
         child = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
     assert child.stdout is not None
     child.stdout.readline()
@@ -269,7 +276,7 @@ class Asked:
         self.step, self.place, self.now = step, place, 0
 
     def at(self, place: str) -> None:
-        with stops.waiting():
+        with stops.interruptible_wait():
             if (self.now, place) == (self.step, self.place):
                 ask()
                 time.sleep(0.001)
@@ -345,12 +352,12 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
     policy = Policy(Engine(asked, done))
     finished = [saved]
 
-    def save(step: int, carried: Carried) -> None:
+    def save(step: int, state: LoopState) -> None:
         asked.at("save")
         finished.append((step, prompts.position))
 
     try:
-        with stops.heeded(GRACE_S), stops.only_in_waits():
+        with stops.handle_signals(GRACE_S), stops.only_in_waits():
             run(
                 config(train={"batch_size": 2}),  # two updates per step: old log-probs are asked for
                 policy,
@@ -359,7 +366,7 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
                 notebook=notebook,
                 prompts=prompts,
                 weight_sync=WeightSync(policy.engine),
-                course=Course(1000, drawn=position),
+                budget=PromptBudget(1000, drawn=position),
                 first_step=done + 1,
                 save=save,
             )
@@ -373,7 +380,7 @@ def train(asked: Asked, saved: tuple[int, int], notebook: Notebook) -> tuple[int
 
 
 @pytest.mark.parametrize("place", ["data", "rollout", "reward", "logprob", "update", "sync", "save"])
-def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -> None:
+def test_a_stopped_run_resumes_with_the_metrics_of_an_uninterrupted_one(place: str) -> None:
     whole = Notebook()
     train(Asked(-1, ""), (0, 0), whole)
     broken = Notebook()
@@ -387,9 +394,9 @@ def test_a_stopped_run_goes_on_with_the_numbers_of_an_unbroken_one(place: str) -
     assert broken.indices == whole.indices, "a prompt was lost or trained on twice"  # type: ignore[attr-defined]
 
 
-def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() -> None:
+def test_a_role_that_the_same_signal_ended_does_not_turn_a_stop_into_an_error() -> None:
     def run() -> None:
-        with stops.heeded(GRACE_S), stops.finishing():
+        with stops.handle_signals(GRACE_S), stops.uninterrupted():
             ask()
             raise ClusterError("actor 1 of 4 was killed by signal 15 (SIGTERM)")
 
@@ -397,7 +404,7 @@ def test_a_role_that_the_same_signal_has_ended_does_not_make_a_stop_a_mistake() 
         run()
     assert stopped.value.exit_code == 143
     assert str(stopped.value) == (
-        "stopped by SIGTERM: what had begun was not finished: actor 1 of 4 was killed by signal 15 (SIGTERM)"
+        "stopped by SIGTERM: the current step was not finished: actor 1 of 4 was killed by signal 15 (SIGTERM)"
     )
-    with pytest.raises(ClusterError), stops.heeded(GRACE_S):
+    with pytest.raises(ClusterError), stops.handle_signals(GRACE_S):
         raise ClusterError("nobody has asked for a stop")

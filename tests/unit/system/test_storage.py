@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import StorageError
-from vlmrl.system.storage import amount, check_room, size_of, writing
+from vlmrl.system.storage import check_room, format_bytes, size_of, writing
 from vlmrl.trainer.checkpoints import naming_checkpoint
 
 BIG = torch.zeros(2_000_000)
@@ -78,7 +78,7 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, name: str) -> None:
             WRITERS[name](tmp_path / "gone")
 
 
-def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
+def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
     with pytest.raises(KeyError), writing("the model", tmp_path):
         raise KeyError("weight")
     with pytest.raises(RuntimeError, match="size mismatch"), writing("the model", tmp_path):
@@ -92,16 +92,16 @@ def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES])
-def test_what_a_disk_or_its_server_refuses_is_named(tmp_path: Path, number: int) -> None:
+def test_errors_of_disks_and_file_servers_are_explained(tmp_path: Path, number: int) -> None:
     with pytest.raises(StorageError, match=os.strerror(number)), writing("the model", tmp_path):
         raise OSError(number, os.strerror(number))
 
 
-def test_room_is_asked_of_the_folder_that_is_there(tmp_path: Path) -> None:
+def test_room_is_checked_in_the_nearest_existing_folder(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check_room(free // 2, "the checkpoint", tmp_path / "checkpoints" / "not yet")
     with pytest.raises(StorageError) as caught:
-        check_room(2**60, "the checkpoint of step 4", tmp_path / "checkpoints", cure="lower --ckpt.max_num")
+        check_room(2**60, "the checkpoint of step 4", tmp_path / "checkpoints", hint="lower --ckpt.max_num")
     line = str(caught.value)
     assert line.startswith(f"the checkpoint of step 4 takes about {2**30}.0 GiB, for which {tmp_path} has no room (")
     assert line.endswith("free): lower --ckpt.max_num")
@@ -112,12 +112,10 @@ def test_sizes(tmp_path: Path) -> None:
     (tmp_path / "a/b").write_bytes(bytes(1000))
     (tmp_path / "c").write_bytes(bytes(24))
     assert size_of(tmp_path) == 1024
-    assert [amount(n) for n in (2**19, 2**30, 5 * 2**29)] == ["0.5 MiB", "1.0 GiB", "2.5 GiB"]
+    assert [format_bytes(n) for n in (2**19, 2**30, 5 * 2**29)] == ["0.5 MiB", "1.0 GiB", "2.5 GiB"]
 
 
-def test_a_disk_that_does_not_even_tell_its_free_space_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_a_free_space_report_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(*_: object, **__: object) -> object:
         raise OSError(errno.ESTALE, "Stale file handle")
 

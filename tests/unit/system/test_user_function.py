@@ -25,7 +25,7 @@ def test_a_setting_is_a_name_or_a_users_function_that_is_loaded_once(tmp_path: P
         assert found() == expected
 
 
-def test_a_setting_whose_file_is_mended_loads_then(tmp_path: Path) -> None:
+def test_a_corrected_file_is_loaded_again(tmp_path: Path) -> None:
     spec = f"{tmp_path}/mine.py:f"
     with pytest.raises(ConfigError, match=r"^algo.advantage.estimator: there is no file"):
         name_or_function(spec, "algo.advantage.estimator")
@@ -64,17 +64,20 @@ def takes_no_names(rewards: Any, /) -> Any:
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (lambda rewards, answers: rewards, r"asks for answers; it is given, by name, .* of: rewards, sampled, values"),
-        (takes_no_names, "asks for rewards; it is given, by name"),
-        (dict.fromkeys, "asks for iterable"),
+        (
+            lambda rewards, answers: rewards,
+            r"requires answers, which vlmrl does not pass; it may declare: rewards, sampled, values",
+        ),
+        (takes_no_names, "requires rewards, which vlmrl does not pass"),
+        (dict.fromkeys, "requires iterable"),
     ],
 )
-def test_a_function_that_asks_for_something_else_is_refused(mine: Any, message: str) -> None:
+def test_a_function_with_unknown_parameters_is_refused(mine: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^a.b: .*{message}"):
         declared(mine, OFFERED, flag="a.b")
 
 
-def test_parameters_are_what_can_be_given_by_name_what_must_be_and_what_cannot() -> None:
+def test_parameters_are_optional_required_or_positional_only() -> None:
     def mine(first: int, second: int = 2, /, third: int = 3, *rest: int, fourth: int, **others: int) -> None: ...
 
     found = parameters_of(mine, flag="a.b")

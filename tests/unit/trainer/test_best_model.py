@@ -1,4 +1,4 @@
-"""The best model of a run: kept until a better one is whole."""
+"""The best model of a run: kept until a better one is complete."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def kept(folder: Path, value: float, step: int) -> bool:
     return keep_best(folder, {PASS: value}, metric=PASS, step=step, save=model(f"of {step}"))[1]
 
 
-def test_a_better_model_takes_the_place_of_the_best_and_an_equal_or_worse_one_does_not(tmp_path: Path) -> None:
+def test_only_a_better_model_replaces_the_best(tmp_path: Path) -> None:
     best = tmp_path / "best"
     assert [kept(best, value, step) for step, value in enumerate([0.5, 0.4, 0.5, 0.75])] == [True, False, False, True]
     assert (best / "model").read_text() == "of 3"
@@ -43,14 +43,14 @@ def test_nothing_is_written_for_a_model_that_is_not_better(tmp_path: Path) -> No
     assert (best, is_new) == (Best(PASS, 0.5, 1), False)
 
 
-def test_a_number_that_is_none_is_better_than_nothing_alone(tmp_path: Path) -> None:
+def test_nan_is_better_than_no_model_only(tmp_path: Path) -> None:
     assert kept(tmp_path / "best", math.nan, 1)
     assert not kept(tmp_path / "best", math.nan, 2)
     assert kept(tmp_path / "best", 0.0, 3)
     assert read_best(tmp_path / "best", metric=PASS) == Best(PASS, 0.0, 3)
 
 
-def test_rotation_of_checkpoints_leaves_the_best_alone(tmp_path: Path) -> None:
+def test_pruning_checkpoints_keeps_the_best_model(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / f"step_{step:06d}").mkdir()
     assert kept(tmp_path / "best", 0.5, 1)
@@ -60,7 +60,7 @@ def test_rotation_of_checkpoints_leaves_the_best_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the model is whole", "before the model has its record"])
-def test_a_run_killed_while_it_writes_leaves_the_older_best_and_can_go_on(when: str, tmp_path: Path) -> None:
+def test_a_run_killed_while_writing_leaves_the_older_best(when: str, tmp_path: Path) -> None:
     best = tmp_path / "best"
     assert kept(best, 0.5, 1)
 
@@ -81,7 +81,7 @@ def test_a_run_killed_while_it_writes_leaves_the_older_best_and_can_go_on(when: 
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_a_run_that_goes_on_compares_with_what_lies_there(tmp_path: Path) -> None:
+def test_a_resumed_run_compares_with_the_existing_best(tmp_path: Path) -> None:
     assert kept(tmp_path / "best", 0.75, 30)
     assert not kept(tmp_path / "best", 0.75, 20)
 
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_compares_with_what_lies_there(tmp_path: Path) -> Non
     ("metric", "message"),
     [
         ("eval/toy/tokens_mean", "more of it is not better; name a pass@k or a reward"),
-        ("eval/other/pass@1", "is not what the evaluation measures: eval/toy/pass@1, eval/toy/reward"),
+        ("eval/other/pass@1", "is not measured by the evaluation, which has: eval/toy/pass@1, eval/toy/reward"),
     ],
 )
 def test_a_metric_that_cannot_choose_is_refused_in_one_line(metric: str, message: str, tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_best_by_another_metric_is_not_compared_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{torn", json.dumps({"metric": PASS}), json.dumps([1])])
-def test_a_record_that_cannot_be_read_says_which(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_record_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"best.json cannot be read: .*; delete .* to choose anew") as caught:
+    with pytest.raises(ConfigError, match=r"best.json cannot be read: .*; delete .* to choose again") as caught:
         read_best(tmp_path, metric=PASS)
     assert "\n" not in str(caught.value)

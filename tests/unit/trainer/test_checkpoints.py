@@ -1,85 +1,20 @@
-"""Which part of a run's state is written when, and what it goes on from."""
+"""Saving and restoring the state of a run."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_roles import ADAPTIVE, RecordingReport, RecordingRole, run_checkpoints
 from scripted_loop import config
 from small_disk import small_disk
 
-from vlmrl.config.run import SftConfig
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.system import stops
-from vlmrl.system.stops import Stopped
-from vlmrl.trainer.checkpoints import Saves, naming_checkpoint
-from vlmrl.trainer.filtering import Seen
-from vlmrl.trainer.rl import Carried
-
-
-class Remembering:
-    """A role that notes what it is asked to write, and writes a folder."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-        self.extra: dict[Path, dict[str, Any]] = {}
-        self.damage: dict[str, list[str]] = {}
-        """Of a checkpoint: what is wrong with its files."""
-        self.size = 1
-        """Parameters."""
-
-    def save_checkpoint(self, folder: Path, extra: dict[str, Any] | None = None) -> None:
-        self.log.append(f"{self.name} {folder.name}")
-        folder.mkdir(parents=True)
-        self.extra[folder] = extra or {}
-
-    def checkpoint_damage(self, folder: Path) -> list[str]:
-        return self.damage.get(folder.name, [])
-
-    def table(self) -> list[tuple[str, int, int]]:
-        return [("language", self.size, self.size)]
-
-    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        self.log.append(f"{self.name} from {folder.name}")
-        return self.extra[folder]
-
-    def save_model(self, folder: Path) -> None:
-        self.log.append(f"{self.name} model {folder.name}")
-        folder.mkdir(parents=True, exist_ok=True)
-
-    save_average = save_model
-
-    def state(self) -> dict[str, int]:
-        return {"position": 7}
-
-    num_rows = 28
-
-    def follow(self, share: float) -> None:
-        self.log.append(f"{self.name} at {share}")
-
-    def load_state(self, state: dict[str, int]) -> None:
-        self.log.append(f"{self.name} {state}")
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Any:
-        yield
-
-    def say(self, what: object) -> None:
-        self.told.append(str(what))
-
-
-ADAPTIVE = {"target": 0.1, "horizon": 1000}
+from vlmrl.trainer.checkpoints import RunCheckpoints, naming_checkpoint
+from vlmrl.trainer.filtering import RewardRange
+from vlmrl.trainer.rl import LoopState
 
 
 @pytest.fixture
@@ -87,16 +22,7 @@ def log() -> list[str]:
     return []
 
 
-def saves(root: Path, log: list[str], *, kl: dict[str, Any] = ADAPTIVE, **changes: Any) -> Saves:
-    settings = config(
-        algo={"advantage": {"estimator": "gae"}, "kl": {"init_coef": 0.5} | kl},
-        ckpt={"save_steps": 2, "max_num": 1, "load_enable": True} | changes,
-    )
-    prompts, policy, critic = (Remembering(name, log) for name in ("prompts", "policy", "critic"))
-    return Saves(settings, RunFolder(root), prompts, policy, Silent(), critic)  # type: ignore[arg-type]
-
-
-def test_an_error_of_the_disk_names_the_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_a_disk_error_names_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     error = StorageError("metrics.jsonl cannot be written to /run: No space left on device")
     with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
         raise error
@@ -105,58 +31,58 @@ def test_an_error_of_the_disk_names_the_checkpoint_that_is_whole(tmp_path: Path)
         (tmp_path / name).mkdir()
     with pytest.raises(StorageError) as caught, naming_checkpoint(tmp_path):
         raise error
-    assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is whole: go on from it with --ckpt.load_enable"
+    assert str(caught.value) == f"{error}; {tmp_path}/step_000010 is complete: resume from it with --ckpt.load_enable"
 
 
-def test_the_policys_checkpoint_is_last_so_that_where_it_is_everything_is(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+def test_the_policys_checkpoint_is_written_last(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log)
     for step in range(1, 5):
-        run.save(step, Carried(0.5))
+        run.save(step, LoopState(0.5))
     assert log == [f"{role} step_00000{step}" for step in (2, 4) for role in ("critic", "policy")]
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step_*"))
     assert left == ["checkpoints/critic/step_000004", "checkpoints/step_000004"], "both are pruned alike"
 
 
-def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+def test_a_run_resumes_from_its_newest_complete_checkpoint(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log)
     assert run.restore() == (0, None)
-    run.save(2, Carried(0.25))
+    run.save(2, LoopState(0.25))
     # Killed between the two: a critic without its policy counts for nothing.
     (tmp_path / "checkpoints/critic/step_000004").mkdir()
     log.clear()
-    assert run.restore() == (2, Carried(0.25))
+    assert run.restore() == (2, LoopState(0.25))
     assert log == ["policy from step_000002", "critic from step_000002", "prompts {'position': 7}"]
 
 
-def test_a_critic_whose_policy_never_came_does_not_outlive_one_that_is_whole(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.save(2, Carried(0.25))
+def test_a_critic_checkpoint_without_its_policy_is_removed(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log)
+    run.save(2, LoopState(0.25))
     (tmp_path / "checkpoints/critic/step_000010").mkdir()
     run.restore()
-    run.save(4, Carried(0.25))
+    run.save(4, LoopState(0.25))
     assert [path.name for path in (tmp_path / "checkpoints/critic").iterdir()] == ["step_000004"]
 
 
-def test_a_weight_of_the_kl_that_does_not_adapt_is_the_settings_on_resume_too(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, kl={})
-    run.save(2, Carried(0.25))
-    assert run.restore() == (2, Carried(0.5))
+def test_a_fixed_kl_coefficient_follows_the_settings_after_resuming(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log, kl={})
+    run.save(2, LoopState(0.25))
+    assert run.restore() == (2, LoopState(0.5))
 
 
-def test_the_best_model_is_kept_by_its_metric_and_never_replaced_by_its_equal(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
+def test_the_best_model_is_replaced_only_by_a_better_one(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log)
     run.keep_best(0, {"eval/toy/pass@1": 0.5})
     assert log == [], "nobody asked"
     settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
-    policy = Remembering("policy", log)
-    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    policy = RecordingRole("policy", log)
+    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, RecordingReport())  # type: ignore[arg-type]
     for step, value in enumerate((0.5, 0.75, 0.75, 0.25)):
         run.keep_best(step, {"eval/toy/pass@1": value})
     assert len(log) == 2
     assert '"step": 1' in (tmp_path / "best" / "best.json").read_text()
 
 
-def test_what_a_run_did_not_write_itself_stays(tmp_path: Path, log: list[str]) -> None:
+def test_files_of_others_are_not_removed(tmp_path: Path, log: list[str]) -> None:
     for name in (
         "mine.tmp",
         "best.tmp",
@@ -166,164 +92,160 @@ def test_what_a_run_did_not_write_itself_stays(tmp_path: Path, log: list[str]) -
         "checkpoints/mine.tmp",
     ):
         (tmp_path / name).mkdir(parents=True)
-    saves(tmp_path, log).restore()
+    run_checkpoints(tmp_path, log).restore()
     left = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.tmp"))
     assert left == ["checkpoints/mine.tmp", "mine.tmp"]
 
 
-def test_a_checkpoint_that_has_to_be_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.save(3, Carried(0.5))
+def test_a_forced_checkpoint_is_written_when_none_is_due(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log)
+    run.save(3, LoopState(0.5))
     assert log == []
-    run.save(3, Carried(0.5), must=True)
+    run.save(3, LoopState(0.5), force=True)
     assert log == ["critic step_000003", "policy step_000003"]
 
 
-def filtering(root: Path, log: list[str], **changes: Any) -> Saves:
+def filtering(root: Path, log: list[str], **changes: Any) -> RunCheckpoints:
     settings = config(algo={"dynamic_filtering_enable": True}, ckpt={"load_enable": True} | changes)
-    prompts, policy = (Remembering(name, log) for name in ("prompts", "policy"))
-    return Saves(settings, RunFolder(root), prompts, policy, Silent())  # type: ignore[arg-type]
+    prompts, policy = (RecordingRole(name, log) for name in ("prompts", "policy"))
+    return RunCheckpoints(settings, RunFolder(root), prompts, policy, RecordingReport())  # type: ignore[arg-type]
 
 
 def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_path: Path, log: list[str]) -> None:
     run = filtering(tmp_path, log)
-    assert run.save_finished() is None, "nothing is finished yet"
-    run.save(1, Carried(0.0, Seen(-1.0, 2.0)))
+    assert run.save_last_step() is None, "nothing is finished yet"
+    run.save(1, LoopState(0.0, RewardRange(-1.0, 2.0)))
     assert log == [], "ckpt.save_steps is -1"
     run.prompts.state = lambda: {"position": 99}  # type: ignore[method-assign,assignment]
-    assert run.save_finished() == tmp_path / "checkpoints/step_000001"
-    assert run.restore() == (1, Carried(0.0, Seen(-1.0, 2.0)))
+    assert run.save_last_step() == tmp_path / "checkpoints/step_000001"
+    assert run.restore() == (1, LoopState(0.0, RewardRange(-1.0, 2.0)))
     assert log == ["policy step_000001", "policy from step_000001", "prompts {'position': 7}"]
-    run.save_finished()
+    run.save_last_step()
     assert log.count("policy step_000001") == 1, "it is there already"
 
 
 def test_without_filtering_too_the_last_step_can_be_saved_when_rewards_fail(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.save(1, Carried(0.5))
+    run = run_checkpoints(tmp_path, log)
+    run.save(1, LoopState(0.5))
     assert log == [], "ckpt.save_steps is 2"
-    assert run.save_finished() == tmp_path / "checkpoints/step_000001"
+    assert run.save_last_step() == tmp_path / "checkpoints/step_000001"
     assert log == ["critic step_000001", "policy step_000001"]
 
 
-def test_a_metric_that_nobody_could_score_leaves_the_best_model_alone(tmp_path: Path, log: list[str]) -> None:
+def test_an_evaluation_without_scores_keeps_the_best_model(tmp_path: Path, log: list[str]) -> None:
     settings = config(eval={"dataset": "toy", "steps": 1}, ckpt={"best_metric_key": "eval/toy/pass@1"})
-    policy = Remembering("policy", log)
-    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
+    policy = RecordingRole("policy", log)
+    run = RunCheckpoints(settings, RunFolder(tmp_path), policy, policy, RecordingReport())  # type: ignore[arg-type]
     run.keep_best(1, {"eval/toy/failed": 4.0})
     assert log == []
-    with pytest.raises(ConfigError, match="is not what the evaluation measures"):
+    with pytest.raises(ConfigError, match="is not measured by the evaluation"):
         run.keep_best(1, {"eval/toy/failed": 0.0})
 
 
-def told(run: Saves) -> list[str]:
-    """What a run said, of checkpoints without checksums aside: the roles of these tests write empty folders."""
-    lines: list[str] = run.report.told  # type: ignore[attr-defined]
-    return [line for line in lines if "without checksums" not in line]
+def lines(run: RunCheckpoints) -> list[str]:
+    """Lines of a run's report, except on missing checksums: the roles of these tests write empty folders."""
+    printed: list[str] = run.report.lines  # type: ignore[attr-defined]
+    return [line for line in printed if "without checksums" not in line]
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step_*"))
 
 
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_names_the_damaged_file(
-    tmp_path: Path, log: list[str]
-) -> None:
-    run = saves(tmp_path, log, max_num=5)
+def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log, max_num=5)
     for step in (2, 4, 6, 8):
-        run.save(step, Carried(step / 10))
+        run.save(step, LoopState(step / 10))
     files = ["deepspeed/mp_rank_00_model_states.pt: its checksum differs", "random_rank_1.pt: it is gone"]
     run.policy.damage = {"step_000008": files, "step_000002": files}  # type: ignore[attr-defined]
     assert run.critic is not None
     run.critic.damage = {"step_000006": ["extra.json: it is gone"]}  # type: ignore[attr-defined]
     log.clear()
-    assert run.restore() == (4, Carried(0.4))
+    assert run.restore() == (4, LoopState(0.4))
     assert log[:2] == ["policy from step_000004", "critic from step_000004"]
     for line, step, why in zip(
-        told(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is gone"), strict=True
+        lines(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is gone"), strict=True
     ):
         assert line == (
-            f"checkpoint step_00000{step} is damaged: {why}; it is step_00000{step}.damaged now, and the run goes on "
-            "from step_000004"
+            f"checkpoint step_00000{step} is damaged: {why}; it is renamed to step_00000{step}.damaged, and the run "
+            "resumes from step_000004"
         )
     kept = ["step_000002", "step_000004", "step_000006.damaged", "step_000008.damaged"]
     assert names(tmp_path / "checkpoints") == names(tmp_path / "checkpoints/critic") == kept
     # Made again, the step is whole, and what is damaged is not in the way of what comes after.
-    run.save(6, Carried(0.6))
+    run.save(6, LoopState(0.6))
     run.policy.damage = {}  # type: ignore[attr-defined]
     run.critic.damage = {}  # type: ignore[attr-defined]
-    assert run.restore() == (6, Carried(0.6))
+    assert run.restore() == (6, LoopState(0.6))
 
 
 def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
+    run = run_checkpoints(tmp_path, log, max_num=5)
     run.policy.damage = {"step_000004": ["extra.json: it is gone"]}  # type: ignore[attr-defined]
-    run.save(2, Carried(0.2))
+    run.save(2, LoopState(0.2))
     for _ in range(2):
-        run.save(4, Carried(0.4))
+        run.save(4, LoopState(0.4))
         run.restore()
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000004.damaged", "step_000004.damaged1"]
 
 
-def test_a_critic_that_is_gone_makes_a_checkpoint_damaged(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
-    run.save(2, Carried(0.2))
-    run.save(4, Carried(0.4))
+def test_a_missing_critic_makes_a_checkpoint_damaged(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log, max_num=5)
+    run.save(2, LoopState(0.2))
+    run.save(4, LoopState(0.4))
     (tmp_path / "checkpoints/critic/step_000004").rmdir()
-    assert run.restore() == (2, Carried(0.2))
-    assert "critic/step_000004: its folder is gone" in told(run)[0]
+    assert run.restore() == (2, LoopState(0.2))
+    assert "critic/step_000004: its folder is gone" in lines(run)[0]
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused_and_touches_none(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log, max_num=5)
-    run.save(2, Carried(0.2))
-    run.save(4, Carried(0.4))
+def test_a_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path, log: list[str]) -> None:
+    run = run_checkpoints(tmp_path, log, max_num=5)
+    run.save(2, LoopState(0.2))
+    run.save(4, LoopState(0.4))
     run.policy.damage = {  # type: ignore[attr-defined]
         f"step_00000{step}": ["latest: it is gone"] for step in (2, 4)
     }
     with pytest.raises(ConfigError) as caught:
         run.restore()
     assert str(caught.value) == (
-        f"none of the 2 checkpoints in {tmp_path}/checkpoints is whole; the newest, step_000004: latest: it is gone: "
-        "bring the file back, or start anew with another --ckpt.output_dir"
+        f"all 2 checkpoints in {tmp_path}/checkpoints are damaged; the newest, step_000004: latest: it is gone: "
+        "bring the file back, or start a new run with another --ckpt.output_dir"
     )
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000004"]
 
 
-def test_room_for_the_next_checkpoint_is_asked_for_before_it_is_begun(tmp_path: Path, log: list[str]) -> None:
+def test_room_for_the_next_checkpoint_is_checked_ahead(tmp_path: Path, log: list[str]) -> None:
     with small_disk(tmp_path / "disk", mib=4) as disk:
-        run = saves(disk, log, max_num=5)
+        run = run_checkpoints(disk, log, max_num=5)
         run.policy.size = 2**20  # type: ignore[attr-defined]
         with pytest.raises(StorageError, match=r"the checkpoint of step 2 takes about 16\.0 MiB, for which .* no room"):
-            run.look_ahead(done=0, last=2)
-        run.look_ahead(done=0, last=1)
+            run.check_room_ahead(done=0, last=2)
+        run.check_room_ahead(done=0, last=1)
         run.policy.size = 1  # type: ignore[attr-defined]
-        run.look_ahead(done=0, last=2)
-        run.save(2, Carried(0.2))
+        run.check_room_ahead(done=0, last=2)
+        run.save(2, LoopState(0.2))
         (disk / "checkpoints/step_000002/weights").write_bytes(bytes(2 << 20))
         (disk / "checkpoints/critic/step_000002/weights").write_bytes(bytes(1 << 20))
         log.clear()
         with pytest.raises(StorageError) as caught:
-            run.save(4, Carried(0.4))
+            run.save(4, LoopState(0.4))
         assert str(caught.value) == (
             f"the checkpoint of step 4 takes about 3.0 MiB, for which {disk}/checkpoints has no room (1.0 MiB of 4.0 "
             "MiB free): free some space there"
         )
         assert log == [], "nothing was begun"
         (disk / "checkpoints/step_000001").mkdir()
-        with pytest.raises(StorageError, match=r"or lower --ckpt\.max_num: 2 checkpoints lie there"):
-            run.save(4, Carried(0.4))
+        with pytest.raises(StorageError, match=r"or lower --ckpt\.max_num: it holds 2 checkpoints"):
+            run.save(4, LoopState(0.4))
         with pytest.raises(StorageError, match="the checkpoint of step 6 takes about"):
-            run.look_ahead(done=4, last=6)
+            run.check_room_ahead(done=4, last=6)
 
 
-def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule(
-    tmp_path: Path, log: list[str]
-) -> None:
-    before = saves(tmp_path, log)
-    before.save(2, Carried(0.5))
+def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: Path, log: list[str]) -> None:
+    before = run_checkpoints(tmp_path, log)
+    before.save(2, LoopState(0.5))
     before.restore()
-    assert told(before) == [], "nothing changed"
+    assert lines(before) == [], "nothing changed"
     assert not [line for line in log if " at " in line]
 
     changed = {
@@ -332,12 +254,13 @@ def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule
         "rollout": {"batch_size": 4, "n_samples_per_prompt": 8, "max_new_tokens": 4},
         "train": {"batch_size": 32},
     }
-    run = Saves(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    report: Any = RecordingReport()
+    run = RunCheckpoints(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, report, before.critic)
     log.clear()
     assert run.restore()[0] == 2
-    (line,) = told(run)
+    (line,) = lines(run)
     start, _, settings = line.partition(": ")
-    assert start == "going on from step 2 with other settings"
+    assert start == "resuming after step 2 with other settings"
     assert set(settings.split(", ")) == {
         "rollout.batch_size 2 -> 4",
         "rollout.n_samples_per_prompt 2 -> 8",
@@ -349,130 +272,12 @@ def test_a_run_that_goes_on_says_which_settings_changed_and_follows_its_schedule
     assert log[-2:] == ["policy at 0.25", "critic at 0.25"]
 
 
-def test_another_learning_rate_is_told_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
-    before = saves(tmp_path, log)
-    before.save(2, Carried(0.5))
+def test_a_changed_learning_rate_is_shown_and_moves_no_schedule(tmp_path: Path, log: list[str]) -> None:
+    before = run_checkpoints(tmp_path, log)
+    before.save(2, LoopState(0.5))
     actor = {"model_name_or_path": "model", "adam": {"lr": 1e-4}}
     settings = before.config.model_copy(update={"actor": before.config.actor.model_validate(actor)})
-    run = Saves(settings, RunFolder(tmp_path), before.prompts, before.policy, Silent(), before.critic)  # type: ignore[arg-type]
+    run = RunCheckpoints(settings, RunFolder(tmp_path), before.prompts, before.policy, RecordingReport(), before.critic)  # type: ignore[arg-type]
     run.restore()
-    assert told(run) == ["going on from step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
+    assert lines(run) == ["resuming after step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
     assert not [line for line in log if " at " in line]
-
-
-def stop() -> Stopped:
-    return Stopped(signal.SIGTERM)
-
-
-def test_a_stopped_run_saves_the_last_step_and_says_where_to_go_on(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.save(1, Carried(0.5))
-
-    def step() -> None:
-        with stops.waiting():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(30)
-
-    with pytest.raises(Stopped) as stopped, stops.heeded(60), run.kept():
-        step()
-    folder = tmp_path / "checkpoints/step_000001"
-    assert log == ["critic step_000001", "policy step_000001"], "ckpt.save_steps is 2"
-    assert str(stopped.value) == f"stopped by SIGTERM: after step 1; go on from {folder} with --ckpt.load_enable"
-
-
-def stopped_after(step: int, root: Path, log: list[str], **ckpt: Any) -> str:
-    """What a run says that is stopped after a step."""
-    policy = Remembering("policy", log)
-    run = Saves(config(ckpt=ckpt), RunFolder(root), policy, policy, Silent())  # type: ignore[arg-type]
-    for number in range(1, step + 1):
-        run.save(number, Carried(0.0))
-    return str(run.stopped(stop()))
-
-
-def test_a_run_without_checkpoints_saves_none_at_a_stop_unless_it_is_asked_to(tmp_path: Path, log: list[str]) -> None:
-    assert stopped_after(0, tmp_path, log) == "stopped by SIGTERM: before its first step was done"
-    lost = "stopped by SIGTERM: after step 1, and nothing of it is saved (ckpt.save_on_stop)"
-    assert stopped_after(1, tmp_path, log) == lost
-    assert log == []
-    assert "go on from" in stopped_after(1, tmp_path, log, save_on_stop=True)
-    assert log == ["policy step_000001"]
-
-
-@pytest.mark.parametrize("save_steps", [-1, 2])
-def test_the_model_of_a_run_without_checkpoints_is_saved_though_a_stop_comes(
-    tmp_path: Path, log: list[str], save_steps: int
-) -> None:
-    policy = Remembering("policy", log)
-    ckpt = {"save_steps": save_steps}
-    run = Saves(config(ckpt=ckpt), RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
-
-    def save_model(folder: Path) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with stops.waiting():
-            Remembering.save_model(policy, folder)
-
-    policy.save_model = save_model  # type: ignore[method-assign]
-    run.save(1, Carried(0.0))
-    if save_steps > 0:
-        with pytest.raises(Stopped, match="after step 1; go on from"), stops.heeded(60), run.kept():
-            run.finish(has_adapter=False)
-        assert log == ["policy step_000001"]
-        return
-    with stops.heeded(60), run.kept():
-        run.finish(has_adapter=False)
-        with stops.waiting():
-            log.append("roles end")
-    assert log == ["policy model model", "roles end"]
-
-
-def test_a_run_may_do_without_a_checkpoint_at_a_stop(tmp_path: Path, log: list[str]) -> None:
-    said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
-    assert said.startswith(f"stopped by SIGTERM: after step 3; go on from {tmp_path / 'checkpoints/step_000002'} with")
-    assert log == ["policy step_000002"]
-
-
-def test_supervised_training_too_is_saved_at_a_stop(tmp_path: Path, log: list[str]) -> None:
-    settings = SftConfig.model_validate(
-        {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "ckpt": {"save_steps": 5}}
-    )
-    policy = Remembering("policy", log)
-    run = Saves(settings, RunFolder(tmp_path), policy, policy, Silent())  # type: ignore[arg-type]
-    run.save(3)
-    run.stopped(stop())
-    assert log == ["policy step_000003"]
-
-
-def test_sigusr1_saves_the_step_and_the_run_goes_on(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    with stops.heeded(60):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        run.save(1, Carried(0.5))
-        run.save(3, Carried(0.5))
-    assert log == ["critic step_000001", "policy step_000001"]
-
-
-def test_an_evaluation_that_a_stop_abandoned_is_owed(tmp_path: Path, log: list[str]) -> None:
-    run = saves(tmp_path, log)
-    run.owes_evaluation = True
-    run.save(2, Carried(0.5))
-    run = Saves(run.config, run.folder, run.prompts, run.policy, run.report, run.critic)
-    assert not run.owes_evaluation
-    run.restore()
-    assert run.owes_evaluation
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_a_stop_whose_checkpoint_cannot_be_written_stays_a_stop(tmp_path: Path, log: list[str], older: bool) -> None:
-    run = saves(tmp_path, log)
-    if older:
-        run.save(2, Carried(0.5))
-    run.save(3, Carried(0.5))
-
-    def full(folder: Path, extra: dict[str, Any]) -> None:
-        raise StorageError("the disk is full")
-
-    run.policy.save_checkpoint = full  # type: ignore[method-assign]
-    said = "stopped by SIGTERM: after step 3, which is not saved (the disk is full)"
-    if older:
-        said += f"; go on from {tmp_path / 'checkpoints/step_000002'} with --ckpt.load_enable"
-    assert str(run.stopped(stop())) == said

@@ -6,7 +6,14 @@ import pytest
 
 from vlmrl.observe.metrics import check_name, evaluated_sets
 from vlmrl.rollout.sampling import Sampling
-from vlmrl.trainer.evaluation import break_down, evaluate, is_right, named, pass_at_k, summarise
+from vlmrl.trainer.evaluation import (
+    evaluate,
+    is_correct,
+    pass_at_k,
+    pass_rate_by_value,
+    set_metrics,
+    with_metric_names,
+)
 from vlmrl.types import Group, Prompt, Rollout, Score
 
 
@@ -28,34 +35,34 @@ def test_pass_at_k_is_the_unbiased_estimate() -> None:
     assert pass_at_k(4, 0, 4) == 0.0
 
 
-def test_pass_at_more_than_was_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@8 cannot be told from 4"):
+def test_pass_at_more_than_the_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="pass@8 cannot be computed from 4"):
         pass_at_k(4, 1, 8)
 
 
 def test_a_checking_reward_decides_before_the_total_does() -> None:
-    assert is_right(Score(0.2, {"exact": 1.0, "format": 0.0}))
-    assert not is_right(Score(0.9, {"math": 0.0, "format": 1.0}))
-    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
-    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
-    assert is_right(Score(0.9, {"mine": 0.9}))
-    assert is_right(Score(1.0, {"exact": 0.0, "math": 1.0})), "of both verdicts math decides"
-    assert not is_right(Score(1.0, {"exact": 1.0, "math": 0.0}))
+    assert is_correct(Score(0.2, {"exact": 1.0, "format": 0.0}))
+    assert not is_correct(Score(0.9, {"math": 0.0, "format": 1.0}))
+    assert is_correct(Score(1.0, {"exact": 0.0, "math": 1.0})), "0.5 for a label of 1/2 is right"
+    assert not is_correct(Score(1.0, {"exact": 1.0, "math": 0.0}))
+    assert is_correct(Score(0.9, {"mine": 0.9}))
+    assert is_correct(Score(1.0, {"exact": 0.0, "math": 1.0})), "of both verdicts math decides"
+    assert not is_correct(Score(1.0, {"exact": 1.0, "math": 0.0}))
     steps = np.array([0.0, 0.25, 0.5], np.float32)
-    assert is_right(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
+    assert is_correct(Score(0.0, {"process": 0.75}, token_rewards=steps)), "what its steps earned counts"
 
 
-def test_sets_get_names_that_metrics_can_have_and_stay_apart() -> None:
+def test_set_names_are_made_valid_and_stay_distinct() -> None:
     sets = {"my set": 1, "my_set": 2, "org/hübsch (v2)": 3, "/": 4}
-    found = named(sets)
+    found = with_metric_names(sets)
     assert found == {"my_set": 1, "my_set-2": 2, "org/h_bsch_v2_": 3, "_": 4}
     for name in found:
         check_name(f"eval/{name}/pass@1")
 
 
-def test_a_set_is_summarised_for_every_power_of_two() -> None:
+def test_pass_rates_are_computed_for_every_power_of_two() -> None:
     scores = [[Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})], [Score(0.0, {"exact": 0.0})] * 2]
-    metrics = summarise("toy", [group(2), group(2)], scores)
+    metrics = set_metrics("toy", [group(2), group(2)], scores)
     assert metrics["eval/toy/pass@1"] == 0.25
     assert metrics["eval/toy/pass@2"] == 0.5
     assert metrics["eval/toy/reward"] == 0.25
@@ -66,9 +73,9 @@ def test_a_set_is_summarised_for_every_power_of_two() -> None:
 LOST = Score(0.0, failure="infrastructure")
 
 
-def test_what_could_not_be_scored_is_counted_and_is_in_no_mean() -> None:
+def test_failed_responses_are_counted_and_excluded_from_means() -> None:
     right, wrong, broken = Score(1.0), Score(0.0), Score(0.0, failure="response")
-    metrics = summarise("toy", [group(2)] * 3, [[right, LOST], [right, wrong], [broken, right]])
+    metrics = set_metrics("toy", [group(2)] * 3, [[right, LOST], [right, wrong], [broken, right]])
     assert metrics["eval/toy/failed"] == 1.0, "a response that breaks its scorer has its score"
     # One of one, one of two, one of two.
     assert metrics["eval/toy/pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3)
@@ -76,16 +83,16 @@ def test_what_could_not_be_scored_is_counted_and_is_in_no_mean() -> None:
     assert metrics["eval/toy/reward"] == pytest.approx(3 / 5)
 
 
-def test_a_set_of_which_nothing_was_scored_has_no_pass_rate() -> None:
-    metrics = summarise("toy", [group(2)] * 2, [[LOST, LOST]] * 2)
+def test_a_set_without_scores_has_no_pass_rate() -> None:
+    metrics = set_metrics("toy", [group(2)] * 2, [[LOST, LOST]] * 2)
     assert metrics["eval/toy/failed"] == 4.0
     assert not [name for name in metrics if "pass@" in name or name.endswith("/reward")]
-    assert break_down("toy", [of({"family": "count"}, 2)], [[LOST, LOST]], key="family") == {}
+    assert pass_rate_by_value("toy", [of({"family": "count"}, 2)], [[LOST, LOST]], key="family") == {}
     assert evaluated_sets(metrics) == {}
 
 
-def test_ten_answers_of_a_hundred_without_a_score_are_not_wrong() -> None:
-    metrics = summarise("toy", [group(1)] * 100, [[Score(1.0)]] * 90 + [[LOST]] * 10)
+def test_responses_without_a_score_do_not_count_as_wrong() -> None:
+    metrics = set_metrics("toy", [group(1)] * 100, [[Score(1.0)]] * 90 + [[LOST]] * 10)
     assert (metrics["eval/toy/pass@1"], metrics["eval/toy/failed"]) == (1.0, 10.0)
 
 
@@ -97,17 +104,17 @@ def of(metadata: dict[str, object], size: int) -> Group:
 RIGHT, WRONG = Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})
 
 
-def test_accuracy_is_told_apart_by_what_the_rows_say() -> None:
+def test_accuracy_is_broken_down_by_a_column() -> None:
     families: list[dict[str, object]] = [{"family": "count"}, {"family": "clock"}, {"family": "count"}, {}]
     scores = [[RIGHT, WRONG], [WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, RIGHT]]
-    found = break_down("toy", [of(row, 2) for row in families], scores, key="family")
+    found = pass_rate_by_value("toy", [of(row, 2) for row in families], scores, key="family")
     # count: a half and a whole. The row without a family counts for the set alone.
     assert found == {"eval/toy/clock/pass@1": 0.0, "eval/toy/count/pass@1": 0.75}
 
 
-def test_a_part_may_have_any_value_and_its_metric_has_a_name_that_is_taken() -> None:
+def test_any_value_of_the_column_gives_a_valid_metric_name() -> None:
     rows: list[dict[str, object]] = [{"level": 3}, {"level": "very hard/odd"}, {"level": ""}, {"level": None}]
-    found = break_down("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
+    found = pass_rate_by_value("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
     assert found == {"eval/toy/3/pass@1": 1.0, "eval/toy/very_hard_odd/pass@1": 1.0}
     for name in found:
         check_name(name)
@@ -129,7 +136,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(("key", "parts"), [("family", ["count"]), ("difficulty", []), (None, [])])
-def test_a_set_without_such_a_column_has_its_totals_alone(key: str | None, parts: list[str]) -> None:
+def test_a_set_without_the_column_has_totals_only(key: str | None, parts: list[str]) -> None:
     sampling = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=4, seed=0)
     sets = {"with": [of({"family": "count"}, 1).prompt], "without": [group(1).prompt]}
     metrics, answers = evaluate(sets, engine=Scripted(), rewarder=Scripted(), sampling=sampling, breakdown_key=key)

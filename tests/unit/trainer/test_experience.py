@@ -1,4 +1,4 @@
-"""What becomes of answers and scores before anything is learnt."""
+"""Making experience from responses and scores."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from scripted_loop import config, make_prompt, make_rollout
 from vlmrl.cluster.models import count
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError
-from vlmrl.trainer.experience import Passes, judge, numbers, worth
+from vlmrl.trainer.experience import ModelOutputs, batch_metrics, make_experience, shaped_rewards
 from vlmrl.types import Group, Score, Totals
 
 
-def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
+def test_kl_in_the_reward_penalizes_tokens() -> None:
     settings = config(algo={"kl": {"init_coef": 0.5, "estimator": "k1"}, "advantage": {"estimator": "dr_grpo"}})
     prompt = make_prompt(0)
     groups = [
@@ -22,15 +22,17 @@ def test_kl_in_the_reward_is_charged_to_the_tokens_that_drifted() -> None:
     samples = to_samples(groups)
     old = [rollout.logprobs for rollout in groups[0].rollouts]
     ref = [np.where(s.sampled, row - 0.2, 0).astype(np.float32) for s, row in zip(samples, old, strict=True)]
-    judged, metrics = judge(settings, groups, [[Score(0.0), Score(1.0)]], Passes(samples, old, ref), kl_coef=0.5)
+    batch, metrics = make_experience(
+        settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, ref), kl_coef=0.5
+    )
     # k1 is 0.2 on each sampled token, so 0.1 is charged to it and to those before it.
-    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
+    np.testing.assert_allclose(batch.experience.advantages[0], [0, 0, -0.6], atol=1e-6)
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, 0.3, 0.4], atol=1e-6)
     assert metrics["kl/reference"] == pytest.approx(0.2, abs=1e-6)
-    assert judged.experience.ref_logprobs is None
+    assert batch.experience.ref_logprobs is None
 
 
-def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on() -> None:
+def test_kl_in_the_loss_passes_the_reference_on_and_keeps_advantages() -> None:
     settings = config(
         algo={"kl": {"init_coef": 0.5, "estimator": "k3", "use_loss": True}, "advantage": {"estimator": "rloo"}}
     )
@@ -38,26 +40,28 @@ def test_kl_in_the_loss_leaves_the_advantages_alone_and_hands_the_reference_on()
     groups = [Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0)))]
     samples = to_samples(groups)
     old = [rollout.logprobs for rollout in groups[0].rollouts]
-    judged, _ = judge(settings, groups, [[Score(0.0), Score(1.0)]], Passes(samples, old, old), kl_coef=0.5)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, 1.0])
-    assert judged.experience.ref_logprobs is old
-    assert judged.experience.kl_coef == 0.5
+    batch, _ = make_experience(
+        settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, old), kl_coef=0.5
+    )
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, 1.0])
+    assert batch.experience.ref_logprobs is old
+    assert batch.experience.kl_coef == 0.5
 
 
-def test_a_constant_group_is_counted_and_teaches_nothing() -> None:
+def test_a_constant_group_is_counted_and_has_no_advantages() -> None:
     prompt = make_prompt(0)
     pair = (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))
     groups = [Group(prompt, pair), Group(prompt, pair)]
     samples = to_samples(groups)
     old = [r.logprobs for g in groups for r in g.rollouts]
     scores = [[Score(1.0), Score(1.0)], [Score(0.0), Score(1.0)]]
-    judged, _ = judge(config(), groups, scores, Passes(samples, old), kl_coef=0.0)
-    assert numbers(groups, scores, worth(config(), groups, scores))["group/constant_fraction"] == 0.5
-    assert not any(row.any() for row in judged.experience.advantages[:2])
+    batch, _ = make_experience(config(), groups, scores, ModelOutputs(samples, old), kl_coef=0.0)
+    assert batch_metrics(groups, scores, shaped_rewards(config(), groups, scores))["group/constant_fraction"] == 0.5
+    assert not any(row.any() for row in batch.experience.advantages[:2])
     assert [s.group for s in samples] == [0, 0, 1, 1]
 
 
-def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
+def test_token_rewards_and_values_reach_the_estimator() -> None:
     settings = config(algo={"advantage": {"estimator": "gae", "no_std_norm": True}})
     prompt = make_prompt(0)
     groups = [Group(prompt, (make_rollout(prompt, "a", version=0, length=2), make_rollout(prompt, "b", version=0)))]
@@ -66,17 +70,17 @@ def test_rewards_at_single_tokens_and_values_reach_the_estimator() -> None:
     values = [np.array([0, 0, 0.5, 0.25], np.float32), np.array([0, 0, 0.5], np.float32)]
     paid = np.array([0, 0, 0.5, 0], np.float32)
     scores = [[Score(1.0, token_rewards=paid), Score(0.0)]]
-    judged, metrics = judge(settings, groups, scores, Passes(samples, old, values=values), kl_coef=0.0)
-    assert judged.experience.returns is not None
+    batch, metrics = make_experience(settings, groups, scores, ModelOutputs(samples, old, values=values), kl_coef=0.0)
+    assert batch.experience.returns is not None
     # The first answer is paid 0.5 and then 1, the second nothing; with gamma and lambda 1 returns are sums.
-    assert [row.tolist() for row in judged.experience.returns] == [[0, 0, 1.5, 1.0], [0, 0, 0.0]]
+    assert [row.tolist() for row in batch.experience.returns] == [[0, 0, 1.5, 1.0], [0, 0, 0.0]]
     # Return minus value: 1, 0.75 and -0.5; minus their mean of 0.41667.
-    np.testing.assert_allclose(judged.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
-    np.testing.assert_allclose(judged.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
+    np.testing.assert_allclose(batch.experience.advantages[0], [0, 0, 0.58333, 0.33333], atol=1e-5)
+    np.testing.assert_allclose(batch.experience.advantages[1], [0, 0, -0.91667], atol=1e-5)
     assert metrics["value/mean"] == pytest.approx(1.25 / 3)
 
 
-def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
+def test_a_group_with_different_token_rewards_is_not_constant() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     samples = to_samples([group])
@@ -84,10 +88,10 @@ def test_a_group_whose_steps_differ_in_worth_is_not_constant() -> None:
         np.where(np.arange(len(s.tokens)) == len(s.tokens) - 1, 0.25 * (n + 1), 0.0) for n, s in enumerate(samples)
     ]
     scores = [[Score(0.0, token_rewards=row.astype(np.float32)) for row in steps]]
-    assert numbers([group], scores, worth(config(), [group], scores))["group/constant_fraction"] == 0.0
+    assert batch_metrics([group], scores, shaped_rewards(config(), [group], scores))["group/constant_fraction"] == 0.0
 
 
-def test_what_is_paid_at_single_tokens_is_part_of_the_reward_that_a_run_shows() -> None:
+def test_token_rewards_count_in_reward_metrics() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     samples = to_samples([group])
@@ -98,7 +102,7 @@ def test_what_is_paid_at_single_tokens_is_part_of_the_reward_that_a_run_shows() 
             Score(0.0, {"process": 0.5}, token_rewards=steps[1].astype(np.float32)),
         ]
     ]
-    metrics = numbers([group], scores, worth(config(), [group], scores))
+    metrics = batch_metrics([group], scores, shaped_rewards(config(), [group], scores))
     assert metrics["reward/mean"] == metrics["reward/shaped_mean"] == 0.75
     assert metrics["reward/std"] == 0.25
     # A source that said nothing of an answer did not say 0.
@@ -113,46 +117,46 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     old = [rollout.logprobs for rollout in rollouts]
     scores = [[Score(1.0), Score(0.0), Score(-5.0, {"mine": 0.5}, failure="infrastructure")]]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
-    judged, metrics = judge(settings, [group], scores, Passes(samples, old), kl_coef=0.0)
-    assert [row.tolist() for row in judged.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
-    assert [int(sample.sampled.sum()) for sample in judged.experience.samples] == [1, 2, 0]
-    assert [sample.prompt_length for sample in judged.experience.samples] == [2, 2, 2], "the prompt is still shared"
-    assert count(judged.experience.samples) == Totals(num_tokens=3, num_samples=2)
-    assert judged.rewards[0][:2].tolist() == [1.0, 0.0]
-    assert np.isnan(judged.rewards[0][2])
+    batch, metrics = make_experience(settings, [group], scores, ModelOutputs(samples, old), kl_coef=0.0)
+    assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
+    assert [int(sample.sampled.sum()) for sample in batch.experience.samples] == [1, 2, 0]
+    assert [sample.prompt_length for sample in batch.experience.samples] == [2, 2, 2], "the prompt is still shared"
+    assert count(batch.experience.samples) == Totals(num_tokens=3, num_samples=2)
+    assert batch.rewards[0][:2].tolist() == [1.0, 0.0]
+    assert np.isnan(batch.rewards[0][2])
     assert metrics["sync/logprob_diff_max"] == 0.0
-    shown = numbers([group], scores, worth(settings, [group], scores))
+    shown = batch_metrics([group], scores, shaped_rewards(settings, [group], scores))
     assert (shown["reward/mean"], shown["reward/std"], shown["reward/shaped_mean"]) == (0.5, 0.5, 0.5)
     assert shown["reward/failed_infrastructure"] == 1.0
     assert shown["response/tokens_mean"] == 2.0, "it was written all the same"
 
 
-def test_engine_and_trainer_are_compared_on_what_was_not_scored_too() -> None:
+def test_engine_and_trainer_are_compared_on_unscored_responses_too() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     old = [group.rollouts[0].logprobs, group.rollouts[1].logprobs - np.float32(0.5)]
     scores = [[Score(1.0), Score(0.0, failure="infrastructure")]]
     with pytest.raises(SyncError, match="engine and trainer disagree"):
-        judge(config(), [group], scores, Passes(to_samples([group]), old), kl_coef=0.0)
+        make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
 
 
-def test_a_response_that_failed_by_its_own_doing_is_scored() -> None:
+def test_a_failure_of_the_response_itself_has_a_reward() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     old = [rollout.logprobs for rollout in group.rollouts]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
     scores = [[Score(1.0), Score(0.0, failure="response")]]
-    judged, _ = judge(settings, [group], scores, Passes(to_samples([group]), old), kl_coef=0.0)
-    assert [row.tolist() for row in judged.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5]]
+    batch, _ = make_experience(settings, [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
+    assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5]]
 
 
-def test_nothing_scored_at_all_is_no_number_and_no_crash() -> None:
+def test_a_batch_without_scores_has_no_reward_metrics() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
     scores = [[Score(0.0, failure="infrastructure")] * 2]
-    shown = numbers([group], scores, worth(config(), [group], scores))
+    shown = batch_metrics([group], scores, shaped_rewards(config(), [group], scores))
     assert "reward/mean" not in shown
     assert shown["group/constant_fraction"] == 1.0
     old = [rollout.logprobs for rollout in group.rollouts]
-    judged, _ = judge(config(), [group], scores, Passes(to_samples([group]), old), kl_coef=0.0)
-    assert count(judged.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"
+    batch, _ = make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
+    assert count(batch.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"

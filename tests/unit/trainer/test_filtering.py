@@ -1,4 +1,4 @@
-"""Which groups are trained on, and when a run that finds too few of them has solved its prompts."""
+"""Dynamic filtering: which groups are kept, and when the prompts count as solved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from scripted_loop import config, make_prompt, make_rollout
 
 from vlmrl.config.run import RlConfig
-from vlmrl.trainer.filtering import Seen, Sifted, highest_attainable, is_solved, sift, too_few
+from vlmrl.trainer.filtering import (
+    FilteredGroup,
+    RewardRange,
+    filter_groups,
+    format_shortage,
+    highest_possible_reward,
+    is_solved,
+)
 from vlmrl.types import Group, Score
 
 LOST = Score(0.0, failure="infrastructure")
@@ -20,42 +27,42 @@ def filtering(**changes: Any) -> RlConfig:
     return config(algo={"dynamic_filtering_enable": True} | changes.pop("algo", {}), **changes)
 
 
-def sifted(settings: RlConfig, *worths: tuple[float | Score, ...]) -> list[Sifted]:
-    """A group per argument, of answers that are worth so much."""
+def filtered(settings: RlConfig, *rewards: tuple[float | Score, ...]) -> list[FilteredGroup]:
+    """Filter a group per argument, with responses of these rewards."""
     groups, scores = [], []
-    for number, group_worths in enumerate(worths):
+    for number, group_rewards in enumerate(rewards):
         prompt = make_prompt(number)
-        groups.append(Group(prompt, tuple(make_rollout(prompt, "a", version=0, length=4) for _ in group_worths)))
-        scores.append([each if isinstance(each, Score) else Score(each) for each in group_worths])
-    return sift(settings, groups, scores)
+        groups.append(Group(prompt, tuple(make_rollout(prompt, "a", version=0, length=4) for _ in group_rewards)))
+        scores.append([each if isinstance(each, Score) else Score(each) for each in group_rewards])
+    return filter_groups(settings, groups, scores)
 
 
-def test_each_group_gets_its_verdict() -> None:
+def test_each_group_gets_its_outcome() -> None:
     settings = filtering(algo={"dynamic_filtering_range": [0.0, 1.0]})
-    found = sifted(settings, (0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, LOST), (1.0, Score(0.0, failure="response")))
-    assert [one.verdict for one in found] == ["kept", "constant", "outside", "unscored", "kept"]
+    found = filtered(settings, (0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, LOST), (1.0, Score(0.0, failure="response")))
+    assert [one.outcome for one in found] == ["kept", "constant", "outside", "unscored", "kept"]
     assert math.isnan(found[3].rewards[1])
-    assert found[3].worth.tolist() == [1.0]
+    assert found[3].scored_rewards.tolist() == [1.0]
 
 
 def test_without_filtering_every_group_is_kept() -> None:
-    assert all(one.is_kept for one in sifted(config(), (1.0, 1.0), (LOST, LOST), (0.0, 1.0)))
+    assert all(one.is_kept for one in filtered(config(), (1.0, 1.0), (LOST, LOST), (0.0, 1.0)))
 
 
-def test_a_difference_that_shaping_takes_away_teaches_nothing_and_one_that_it_makes_does() -> None:
+def test_constant_groups_are_those_of_equal_shaped_rewards() -> None:
     clipped = filtering(reward={"clip_range": [-1.0, 1.0]})
-    assert sifted(clipped, (1.0, 3.0))[0].verdict == "constant"
+    assert filtered(clipped, (1.0, 3.0))[0].outcome == "constant"
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0, length=4)))
-    # The limit is 4 tokens: who takes all of them pays.
+    # The limit is 4 tokens: a response of 4 is penalized.
     penalised = filtering(reward={"overlong_buffer_len": 2})
-    assert sift(penalised, [group], [[Score(1.0), Score(1.0)]])[0].verdict == "kept"
+    assert filter_groups(penalised, [group], [[Score(1.0), Score(1.0)]])[0].outcome == "kept"
 
 
-def test_steps_of_different_worth_teach() -> None:
+def test_token_rewards_count_in_filtering() -> None:
     steps = [Score(0.0, token_rewards=np.array([0, 0, 0, 0, 0, paid], np.float32)) for paid in (0.25, 0.5)]
-    found = sifted(filtering(algo={"dynamic_filtering_range": [0.3, 0.4]}), tuple(steps))
-    assert found[0].verdict == "kept", "their mean, 0.375, is asked in the units of the total reward"
+    found = filtered(filtering(algo={"dynamic_filtering_range": [0.3, 0.4]}), tuple(steps))
+    assert found[0].outcome == "kept", "their mean, 0.375, is asked in the units of the total reward"
 
 
 @pytest.mark.parametrize(
@@ -70,36 +77,38 @@ def test_steps_of_different_worth_teach() -> None:
     ],
 )
 def test_the_highest_reward_is_known_of_built_in_functions(reward: dict[str, Any], expected: float | None) -> None:
-    assert highest_attainable(config(reward=reward)) == expected
+    assert highest_possible_reward(config(reward=reward)) == expected
 
 
-def test_more_than_half_of_the_groups_without_a_difference_have_to_be_solved() -> None:
+def test_more_than_half_of_the_constant_groups_have_to_be_solved() -> None:
     settings = filtering()
     solved, hopeless, kept = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
-    assert is_solved(settings, sifted(settings, solved, solved, hopeless, kept), Seen(0, 1))
-    assert not is_solved(settings, sifted(settings, solved, hopeless, kept), Seen(0, 1))
-    assert not is_solved(settings, sifted(settings, kept, (1.0, LOST)), Seen(0, 1)), "there are none"
+    assert is_solved(settings, filtered(settings, solved, solved, hopeless, kept), RewardRange(0, 1))
+    assert not is_solved(settings, filtered(settings, solved, hopeless, kept), RewardRange(0, 1))
+    assert not is_solved(settings, filtered(settings, kept, (1.0, LOST)), RewardRange(0, 1)), "there are none"
 
 
-def test_where_the_highest_is_unknown_it_is_the_highest_seen() -> None:
+def test_an_unknown_limit_is_the_highest_reward_seen() -> None:
     settings = filtering(reward={"remote_url": "mine.py:f"})
-    found = sifted(settings, (0.5, 0.5), (0.5, 0.5))
-    assert is_solved(settings, found, Seen(0.0, 0.5))
-    assert not is_solved(settings, found, Seen(0.0, 0.75))
-    assert not is_solved(settings, found, Seen().joined(found)), "a run that saw one reward cannot tell high from low"
+    found = filtered(settings, (0.5, 0.5), (0.5, 0.5))
+    assert is_solved(settings, found, RewardRange(0.0, 0.5))
+    assert not is_solved(settings, found, RewardRange(0.0, 0.75))
+    assert not is_solved(settings, found, RewardRange().extended(found)), (
+        "a run that saw one reward cannot tell high from low"
+    )
 
 
-def test_what_was_seen_is_after_shaping_and_of_what_was_scored() -> None:
+def test_the_reward_range_is_of_shaped_rewards_of_scored_responses() -> None:
     settings = filtering(reward={"clip_range": [-1.0, 1.0]})
-    found = sifted(settings, (0.25, 3.0), (Score(-9.0, failure="infrastructure"), 0.5))
-    assert Seen().joined(found) == Seen(0.25, 1.0)
-    assert Seen(-2.0, 0.0).joined(found) == Seen(-2.0, 1.0)
+    found = filtered(settings, (0.25, 3.0), (Score(-9.0, failure="infrastructure"), 0.5))
+    assert RewardRange().extended(found) == RewardRange(0.25, 1.0)
+    assert RewardRange(-2.0, 0.0).extended(found) == RewardRange(-2.0, 1.0)
 
 
-def test_what_was_drawn_in_vain_is_one_line() -> None:
+def test_a_shortage_is_explained_in_one_line() -> None:
     settings = filtering(algo={"dynamic_filtering_range": [0.0, 1.0]})
-    line = too_few(settings, sifted(settings, (1.0, 1.0), (0.0, 0.0), (-1.0, 1.0), (LOST, 1.0)))
+    line = format_shortage(settings, filtered(settings, (1.0, 1.0), (0.0, 0.0), (-1.0, 1.0), (LOST, 1.0)))
     assert line == (
         "algo.dynamic_filtering_enable kept 0 of 4 groups in 10 draws, and a step needs 2: 2 had responses of equal "
-        "worth (0 to 1), 1 a mean reward outside algo.dynamic_filtering_range 0 1, 1 fewer than two scored responses"
+        "reward (0 to 1), 1 a mean reward outside algo.dynamic_filtering_range 0 1, 1 fewer than two scored responses"
     )

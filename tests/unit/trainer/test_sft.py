@@ -1,4 +1,4 @@
-"""The loop of supervised training with small honest parts."""
+"""The supervised training loop with small fakes for its parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*, rows_left: int) -> Notebook:
     rows, notebook, saved = Endless(), Notebook(), list[int]()
     fit(
         rows=rows,
-        learner=rows,
+        model=rows,
         report=notebook,
         batch_size=4,
         save=saved.append,
@@ -41,12 +41,12 @@ def run(*, rows_left: int) -> Notebook:
     return notebook
 
 
-def test_rows_at_the_end_that_fill_no_batch_are_counted() -> None:
+def test_last_rows_that_do_not_fill_a_batch_are_counted() -> None:
     notebook = run(rows_left=11)
     assert "data/left_out" not in notebook.steps[2]
     assert notebook.steps[3]["data/left_out"] == 3
 
 
-def test_a_run_that_is_cut_short_has_not_left_rows_out() -> None:
+def test_a_run_with_fewer_steps_leaves_no_rows_out() -> None:
     assert "data/left_out" not in run(rows_left=96).steps[3]
     assert "data/left_out" not in run(rows_left=8).steps[3]

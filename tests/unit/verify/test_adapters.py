@@ -1,4 +1,4 @@
-"""The probe with a small model that has adapters, a prefix cache, and every fault of an engine that it must name."""
+"""The adapter check on a small engine with adapters, a prefix cache, and every fault that the check must name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gap_and_change_by_hand() -> None:
         (1.0, None),
     ],
 )
-def test_how_often_the_adapter_is_applied_is_told_from_the_slope(times: float, cause: str | None) -> None:
+def test_the_slope_is_how_often_the_adapter_is_applied(times: float, cause: str | None) -> None:
     assert fault(seen(times), noise=1e-6, bound=1.0) == cause
 
 
@@ -60,7 +60,7 @@ def test_an_effect_of_another_direction_is_another_adapter() -> None:
         assert "applies another adapter: tensors were lost, or came under other names" in found
 
 
-def test_an_effect_below_the_noise_has_no_name_but_keeps_to_the_bound() -> None:
+def test_an_effect_below_the_noise_is_only_bounded() -> None:
     # The adapter changes 0.1 on average, which ten times the noise hides.
     assert fault(seen(0.0), noise=0.011, bound=0.2) is None
     assert fault(seen(0.0), noise=0.011, bound=0.05) == "differs by more than the bound of 0.05"
@@ -72,7 +72,7 @@ def test_a_constant_difference_is_no_multiple_of_the_adapter() -> None:
     assert fault(seen(1.0, shift=0.02), noise=1e-6, bound=1.0) is None
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_nan_is_a_fault() -> None:
     for values in ({"engine": OFF * np.nan}, {"on": OFF * np.nan}):
         assert fault(seen(1.0)._replace(**values), noise=1.0, bound=np.inf) == "gives log-probs that are not numbers"
 
@@ -231,7 +231,7 @@ def mixed_up(sent: Adapter) -> Adapter:
     return Adapter(sent.mixing.T, sent.head[::-1])
 
 
-def test_sound_engines_are_measured_and_let_pass() -> None:
+def test_correct_engines_pass_with_metrics() -> None:
     run = Run(Engine(), Engine())
     for version in range(4):
         found = run.publish(NONE if version == 0 else drawn(version))
@@ -266,7 +266,7 @@ def test_a_faulty_engine_is_named_with_its_fault(engine: Engine, cause: str) -> 
 
 
 @pytest.mark.parametrize("cause", ["keeps the adapter of version 1", "responds from a stale prefix cache"])
-def test_an_old_adapter_is_found_out_although_the_new_one_is_nearly_the_same(cause: str) -> None:
+def test_an_old_adapter_is_detected_although_the_new_one_is_similar(cause: str) -> None:
     # One step moves the log-probs by a hundredth of what the whole adapter does: inside of the bound.
     run, first, step = Run(Engine()), drawn(1), drawn(2, size=1e-4)
     run.publish(NONE)
@@ -287,12 +287,12 @@ def test_an_adapter_that_did_not_move_is_not_an_old_one() -> None:
     assert 1e-5 < found["verify/adapters/gap"] < BOUND
 
 
-def test_another_base_is_told_from_another_adapter() -> None:
+def test_another_base_is_distinguished_from_another_adapter() -> None:
     with pytest.raises(SyncError, match=r"engine 0 and the trainer differ by .* with adapters off, the bound is 0.001"):
         Run(Engine(base=0.1)).publish(NONE)
 
 
-def test_where_the_base_may_differ_its_gap_is_the_measure_of_the_rest() -> None:
+def test_the_base_gap_is_the_noise_where_the_base_may_differ() -> None:
     run = Run(Engine(base=0.01), bound=np.inf)
     gap = run.publish(NONE)["verify/adapters/base_gap"]
     assert gap > 1e-2
@@ -311,14 +311,14 @@ def test_a_trainer_whose_adapter_stays_on_has_no_base_to_compare_with() -> None:
         run.publish(NONE)
 
 
-def test_merged_weights_are_asked_without_a_base() -> None:
+def test_merged_weights_are_checked_without_a_base() -> None:
     found = Run(Engine(), is_apart=False).publish(drawn(1))
     assert "verify/adapters/base_gap" not in found
     with pytest.raises(SyncError, match="ignores the adapter"):
         Run(Engine(takes=lambda held, sent: NONE), is_apart=False).publish(drawn(1))
 
 
-def test_an_answer_of_another_version_is_refused() -> None:
+def test_a_response_of_another_version_is_refused() -> None:
     run = Run(Engine())
     run.publish(NONE)
     with pytest.raises(SyncError, match="a response to adapter check comes from weights of version 0"):
@@ -337,7 +337,7 @@ class Hiccup(Engine):
         return sound.generate(prompt, sampling, adapter=adapter)
 
 
-def test_one_odd_mean_is_asked_again_before_it_is_an_error() -> None:
+def test_one_odd_mean_is_measured_again_before_it_is_an_error() -> None:
     run = Run(Engine(), Hiccup())
     found = run.publish(drawn(1))
     assert found["verify/adapters/doubts"] == 1.0
@@ -345,7 +345,7 @@ def test_one_odd_mean_is_asked_again_before_it_is_an_error() -> None:
     assert run.publish(drawn(2))["verify/adapters/doubts"] == 0.0
 
 
-def test_what_was_found_is_told_in_one_line() -> None:
+def test_the_result_is_formatted_in_one_line() -> None:
     metrics = {"verify/adapters/gap": 1e-6, "verify/adapters/base_gap": 2e-6, "verify/adapters/effect": 0.0}
     assert format_check(metrics) == (
         "adapter check: log-probs of engines and trainer differ by 1e-06 on average with adapters on, 2e-06 with "
@@ -359,7 +359,7 @@ def test_what_was_found_is_told_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
-def test_a_question_is_long_enough_for_the_prefix_cache_and_fits_the_run(family: Any, tmp_path: Path) -> None:
+def test_the_prompt_is_long_enough_for_the_prefix_cache_and_fits_the_run(family: Any, tmp_path: Path) -> None:
     model = str(tiny.build(family, tmp_path / family, size="micro"))
     tools = processor(model, min_pixels=3136, max_pixels=12544)
 
@@ -374,7 +374,7 @@ def test_a_question_is_long_enough_for_the_prefix_cache_and_fits_the_run(family:
     assert not set(fixed.tokens.tolist()) & {*tools.banned_tokens, *tools.eos_token_ids}
 
 
-def test_a_question_is_answered_as_the_run_answers() -> None:
+def test_sampling_follows_the_run() -> None:
     sampling = sampling_of(RolloutSettings(max_new_tokens=2, temperature=0.7), seed=5)
     assert (sampling.n, sampling.temperature, sampling.max_new_tokens, sampling.seed) == (32, 0.7, 2, 5)
     usual = sampling_of(RolloutSettings(), seed=5)

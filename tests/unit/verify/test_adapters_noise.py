@@ -1,4 +1,4 @@
-"""The probe in half precision: sound engines never raise an alarm, planted faults always do."""
+"""The adapter check in half precision: correct engines always pass, planted faults never do."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def changes(count: int) -> Values:
     return found
 
 
-def test_sound_engines_in_half_precision_raise_no_alarm_in_ten_thousand_publishes() -> None:
+def test_correct_engines_in_half_precision_pass_ten_thousand_syncs() -> None:
     run = HalfPrecision(0)
     found = [run.publish(change) for change in changes(10_000)]
     assert sum(line["verify/adapters/doubts"] for line in found) == 0
@@ -122,7 +122,7 @@ def shuffled(effect: Values, rng: np.random.Generator) -> Values:
         (shuffled, "applies another adapter"),
     ],
 )
-def test_a_planted_fault_in_half_precision_is_found_at_every_publish(
+def test_a_planted_fault_in_half_precision_is_found_at_every_sync(
     fault: Callable[[Values, np.random.Generator], Values], cause: str
 ) -> None:
     run = HalfPrecision(1, fault=fault)

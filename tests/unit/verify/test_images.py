@@ -1,39 +1,23 @@
-"""The image check: by hand on paths of one line, and with the faults of silent blindness planted in real models."""
+"""The image check by hand, on simple paths."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path as FilePath
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vlmrl.config.data import Columns
 from vlmrl.data.media import Blank, InlineMedia, Noise, Resized
-from vlmrl.data.packing import make_pack
-from vlmrl.data.responses import to_samples
-from vlmrl.errors import SyncError, VlmrlError
-from vlmrl.learning import forward
-from vlmrl.learning.forward import Forward
-from vlmrl.models import tiny
-from vlmrl.models.attention import implementation
-from vlmrl.models.load import load_model
-from vlmrl.models.scorer import ImageFeatures, Scorer
-from vlmrl.models.vision_cache import VisionCache
-from vlmrl.plugins import Processor, processor
-from vlmrl.types import Floats, Group, Layout, Media, Pixels, Prompt, Rollout
+from vlmrl.errors import SyncError
+from vlmrl.types import Floats, Group, Media, Prompt, Rollout
 from vlmrl.verify.images import ImageGroundingCheck, Path, check
 
 torch.set_num_threads(1)
 
 BOUND = 1e-3
-
-
-# ---------------------------------------------------------------- paths of one line: by hand
 
 
 def flat(grey: int, size: tuple[int, int] = (4, 2)) -> InlineMedia:
@@ -71,7 +55,7 @@ def seeing(group: Group) -> float:
 PAIR = [group_of(0, [flat(10)]), group_of(1, [flat(20)])]
 
 
-def test_care_and_gap_by_hand() -> None:
+def test_effect_and_gap_by_hand() -> None:
     # Each other's image changes 0.1; a blank one, of 127, changes 1.17 and 1.07.
     found = check(PAIR, paths={"old": path(seeing), "tilted": path(lambda g: seeing(g) - 0.0005)}, bound=BOUND)
     assert found == pytest.approx(
@@ -103,7 +87,7 @@ def test_a_blind_path_is_named_with_its_numbers(blind: Callable[[Group], float])
         check(PAIR, paths={"old": path(seeing), "update": path(blind)}, bound=BOUND, foreign={"update"})
 
 
-def test_rounding_is_not_taken_for_care() -> None:
+def test_rounding_does_not_count_as_an_effect() -> None:
     # Changes by up to 2e-4 whatever is asked, as a kernel may that sums in another order.
     noise = itertools.cycle([-1.5e-4, 0.5e-4, -1e-4])
     with pytest.raises(SyncError, match="path engine ignores the images"):
@@ -117,7 +101,7 @@ def test_large_rewards_are_rounded_like_large_numbers() -> None:
     assert found["verify/images/model_reward_effect"] == pytest.approx(1000, abs=1)
 
 
-def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> None:
+def test_samples_that_attend_to_one_another_are_detected_on_foreign_paths_too() -> None:
     def leaking(groups: Sequence[Group]) -> list[Floats]:
         before = np.cumsum([0, *(brightness(group) for group in groups)])
         return [row - 0.01 * before[n] for n, group in enumerate(groups) for row in path(seeing)([group])]
@@ -128,7 +112,7 @@ def test_samples_that_see_one_another_are_noticed_even_on_a_foreign_path() -> No
         check(PAIR, paths={"reference": leaking}, bound=BOUND, foreign={"reference"})
 
 
-def test_a_path_that_sees_but_is_another_function_is_an_error_unless_it_is_foreign() -> None:
+def test_a_path_with_a_gap_is_an_error_unless_it_is_foreign() -> None:
     paths = {"padded": path(lambda group: seeing(group) + 0.01)}
     with pytest.raises(SyncError, match=r"path padded and the rollouts disagree: .* by 0\.01 on average.*0\.001"):
         check(PAIR, paths=paths, bound=BOUND)
@@ -142,7 +126,7 @@ def swapped(groups: Sequence[Group]) -> list[Floats]:
     return [np.full(len(r.tokens), v, np.float32) for g, v in zip(groups, values, strict=True) for r in g.rollouts]
 
 
-def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> None:
+def test_swapped_images_are_detected_far_below_the_bound() -> None:
     four = [*PAIR, group_of(2, [flat(60)]), group_of(3, [flat(80)])]
     # Off by 0.1 on half of the prompts.
     with pytest.raises(
@@ -151,14 +135,14 @@ def test_images_swapped_between_samples_are_noticed_far_below_the_bound() -> Non
         check(four, paths={"old": swapped}, bound=0.3, foreign=())
 
 
-def test_images_that_explain_the_answers_worse_than_blanks_do_are_noticed_below_the_bound() -> None:
+def test_images_that_explain_responses_worse_than_blanks_are_detected() -> None:
     # Off by 0.12. Blanks are off by 0.09 and 0.11, nowhere twice as near, but nearer on the whole.
     bright = [group_of(0, [flat(130)]), group_of(1, [flat(150)])]
     with pytest.raises(SyncError, match=r"blank images explain the responses as a whole better .* by 0\.1 "):
         check(bright, paths={"old": path(lambda group: seeing(group) - 0.12)}, bound=0.4)
 
 
-def test_log_probs_that_are_not_numbers_are_an_error() -> None:
+def test_log_probs_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(SyncError, match="outputs of path old are not finite"):
         check(PAIR, paths={"old": path(lambda group: float("nan"))}, bound=BOUND)
 
@@ -174,13 +158,13 @@ class Witness:
         return path(seeing)(groups)
 
 
-def test_text_alone_asks_nobody() -> None:
+def test_text_only_groups_run_no_path() -> None:
     witness = Witness()
     assert check([group_of(0, [])], paths={"old": witness}, bound=BOUND) == {}
     assert witness.asked == []
 
 
-def test_a_few_answers_to_prompts_with_different_images_are_asked_about() -> None:
+def test_a_few_responses_to_prompts_with_different_images_are_chosen() -> None:
     greys = [10, 10, 20, 10, 30]
     groups = [group_of(9, []), *(group_of(i, [flat(grey)], lengths=(0, 1, 4, 300, 2)) for i, grey in enumerate(greys))]
     witness = Witness()
@@ -194,7 +178,7 @@ def test_a_few_answers_to_prompts_with_different_images_are_asked_about() -> Non
     assert long.asked[0][0].rollouts[0].num_sampled == 256
 
 
-def test_other_images_fill_the_places_of_the_true_ones() -> None:
+def test_other_images_get_the_size_of_the_true_ones() -> None:
     tall, wide = flat(10, (2, 6)), flat(20, (8, 2))
     witness = Witness()
     check(
@@ -227,7 +211,7 @@ def test_one_image_for_all_prompts_is_compared_with_noise() -> None:
 @pytest.mark.parametrize(
     ("steps", "checked"), [(0, [4]), (-1, []), (1, [4, 5, 6, 7, 8]), (2, [4, 6, 8]), (3, [4, 6])], ids=str
 )
-def test_the_first_update_of_a_run_and_then_every_so_many(steps: int, checked: list[int]) -> None:
+def test_the_check_is_due_first_and_then_at_the_interval(steps: int, checked: list[int]) -> None:
     check_images = ImageGroundingCheck(steps, paths={"old": path(seeing)}, bound=BOUND, foreign=())
     seen = []
     for step in range(4, 9):  # a run that goes on after three steps
@@ -237,235 +221,6 @@ def test_the_first_update_of_a_run_and_then_every_so_many(steps: int, checked: l
     assert seen == checked
 
 
-def test_a_step_of_text_alone_leaves_the_check_to_the_next() -> None:
+def test_a_text_only_step_leaves_the_check_to_the_next() -> None:
     check_images = ImageGroundingCheck(0, paths={}, bound=BOUND, foreign=())
     assert [check_images.is_due(step, groups) for step, groups in [(1, [group_of(0, [])]), (2, PAIR)]] == [False, True]
-
-
-# ---------------------------------------------------------------- faults planted in real models
-
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
-
-
-class Model:
-    """A micro model, and answers to three prompts with the log-probs of one padded pass per answer."""
-
-    def __init__(self, folder: FilePath, attention: str, cache_bytes: int) -> None:
-        where = torch.device("cpu")
-        self.tools: Processor = processor(str(folder), min_pixels=3136, max_pixels=100_000)
-        kind = implementation("auto", where) if attention == "ours" else attention
-        self.net = load_model(str(folder), dtype=torch.float32, attn_implementation=kind)
-        self.net.requires_grad_(cache_bytes == 0)
-        self.forward = Forward(
-            Scorer(self.net).eval(), self.tools, temperature=0.7, bans=True, device=where, cache_bytes=cache_bytes
-        )
-        bare = [self._group(index, images) for index, images in enumerate((1, 1, 2))]
-        values = iter(self.path("padded")(bare))
-        self.groups = [
-            replace(group, rollouts=tuple(replace(rollout, logprobs=next(values)) for rollout in group.rollouts))
-            for group in bare
-        ]
-
-    def _group(self, index: int, images: int) -> Group:
-        assert self.tools.resize_factor is not None
-        rng, side = np.random.default_rng(index), 4 * self.tools.resize_factor
-        pixels: list[Pixels] = [rng.integers(0, 256, (side, side, 3), dtype=np.uint8) for _ in range(images)]
-        media = tuple(InlineMedia(f"{index}.{i}", (side, side), image) for i, image in enumerate(pixels))
-        text = self.tools.render("how many?", num_images=images, columns=Columns())
-        tokens, request = self.tools.encode(text, [item.size for item in media])
-        rollouts = []
-        for length in (5, 9):
-            sampled = np.arange(len(tokens) + length) >= len(tokens)
-            answer = np.append(tokens, rng.integers(0, 256, length))
-            rollouts.append(Rollout(answer, sampled, np.zeros(len(answer), np.float32), "", "stop", 0))
-        return Group(Prompt(index, f"test:{index}", text, tokens, request, None, media), tuple(rollouts))
-
-    def path(self, layout: Layout, *, gradient: bool = False) -> Path:
-        def ask(groups: Sequence[Group]) -> list[Floats]:
-            samples = to_samples(groups)
-            alone = [make_pack([sample], [i], "padded") for i, sample in enumerate(samples)]
-            packs = alone if layout == "padded" else [make_pack(samples, range(len(samples)), layout)]
-            return [row for _, row in sorted(self.forward.logprobs(packs, gradient=gradient), key=lambda pair: pair[0])]
-
-        return ask
-
-    def check(self, layout: Layout) -> dict[str, float]:
-        return check(self.groups, paths={layout: self.path(layout)}, bound=BOUND)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """`model(family, attention, cache_bytes)`, made once. Attention `ours` is what a run takes on CPU; a model with a
-    vision cache is frozen.
-    """
-    made: dict[tuple[str, str, int], Model] = {}
-
-    def make(family: tiny.Family, attention: str = "ours", cache_bytes: int = 0) -> Model:
-        folder = tmp_path_factory.getbasetemp() / f"images-{family}"
-        if not folder.exists():
-            tiny.build(family, folder, size="micro")
-        key = (family, attention, cache_bytes)
-        if key not in made:
-            made[key] = Model(folder, attention, cache_bytes)
-        return made[key]
-
-    return make
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layout_of_a_healthy_model_passes(family: str, model: Callable[..., Model]) -> None:
-    healthy = model(family)
-    layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
-    paths = {name: healthy.path(name) for name in layouts} | {"update": healthy.path("shared", gradient=True)}
-    found = check(healthy.groups, paths=paths, bound=BOUND)
-    assert all(found[f"verify/images/{name}_effect"] > 0.05 for name in paths), found
-    assert all(found[f"verify/images/{name}_gap"] < 1e-5 for name in paths), found
-
-
-def two_dimensional(inputs: dict[str, Any]) -> None:
-    inputs["position_ids"] = inputs["position_ids"][0]
-
-
-def three_rows(inputs: dict[str, Any]) -> None:
-    inputs["position_ids"] = inputs["position_ids"][1:]
-
-
-def no_token_types(inputs: dict[str, Any]) -> None:
-    del inputs["mm_token_type_ids"]
-
-
-def swapped_pixels(inputs: dict[str, Any]) -> None:
-    """The first two images, which belong to different prompts. Blank images are one and the same."""
-    pixels, (first, *others) = inputs["pixel_values"], inputs["image_grid_thw"].prod(-1).tolist()
-    if others:
-        second = first + others[0]
-        inputs["pixel_values"] = torch.cat([pixels[first:second], pixels[:first], pixels[second:]])
-
-
-def no_pixels(inputs: dict[str, Any]) -> None:
-    inputs["pixel_values"] = torch.zeros_like(inputs["pixel_values"])
-
-
-Fault = Callable[[dict[str, Any]], None]
-Plant = Callable[[Fault], None]
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """`plant(fault)` does it to all that models are given from now on."""
-    sound = forward.model_inputs
-
-    def planted(fault: Fault) -> None:
-        def make(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            inputs = sound(*args, **kwargs)
-            fault(inputs)
-            return inputs
-
-        monkeypatch.setattr(forward, "model_inputs", make)
-
-    return planted
-
-
-MIXED = "change by .* when the same responses come in another order"
-APART = "and the rollouts disagree"
-SWAPPED = "other images explain the responses to test:0 better than their own"
-BLIND = "ignores the images: its outputs change by 0 on average with other images and by 0 with blank ones"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("fault", "attention", "layout", "message"),
-    [
-        (two_dimensional, "ours", "padded", APART),
-        (two_dimensional, "ours", "packed", APART),
-        (two_dimensional, "ours", "shared", APART),
-        (two_dimensional, "sdpa", "packed", f"{MIXED}|{APART}"),
-        (three_rows, "sdpa", "packed", MIXED),
-        (swapped_pixels, "ours", "packed", SWAPPED),
-        (swapped_pixels, "ours", "shared", SWAPPED),
-        (no_pixels, "ours", "padded", BLIND),
-        (no_pixels, "ours", "packed", BLIND),
-        (no_pixels, "ours", "shared", BLIND),
-    ],
-)
-def test_a_planted_fault_is_caught(
-    family: str,
-    fault: Fault,
-    attention: str,
-    layout: Layout,
-    message: str,
-    model: Callable[..., Model],
-    plant: Plant,
-) -> None:
-    faulty = model(family, attention)
-    plant(fault)
-    with pytest.raises(SyncError, match=f"path {layout} ({message})|on path {layout}, {message}"):
-        faulty.check(layout)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ["packed", "shared"])
-@pytest.mark.parametrize("fault", [three_rows, no_token_types])
-def test_what_blinds_other_trainers_does_nothing_to_this_one(
-    family: str, layout: Layout, fault: Fault, model: Callable[..., Model], plant: Plant
-) -> None:
-    """Our attention is told where samples end and never reads the first row; with positions given, Transformers finds
-    the places of images by their tokens.
-    """
-    plant(fault)
-    assert model(family).check(layout)[f"verify/images/{layout}_gap"] < 1e-5
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_positions_that_take_images_for_text_are_caught(
-    family: str, model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What dropped token types do where the model makes its own positions."""
-    blinded = model(family)
-    sound = blinded.net.base_model.get_rope_index
-
-    def of_text(tokens: torch.Tensor, types: torch.Tensor, **_: Any) -> Any:
-        return sound(tokens, torch.zeros_like(types))
-
-    monkeypatch.setattr(blinded.net.base_model, "get_rope_index", of_text)
-    with pytest.raises(SyncError, match=f"path shared {APART}"):
-        blinded.check("shared")
-
-
-def test_token_types_that_know_of_no_image_are_refused(
-    model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blinded = model("qwen3_vl")
-    monkeypatch.setattr(blinded.tools, "token_types", np.zeros_like)
-    with pytest.raises((AssertionError, VlmrlError), match="0 image tokens"):
-        blinded.check("shared")
-
-
-def test_an_update_that_alone_is_blind_is_the_path_that_is_named(model: Callable[..., Model], plant: Plant) -> None:
-    faulty = model("qwen2_5_vl")
-
-    def without_pixels(inputs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            no_pixels(inputs)
-
-    plant(without_pixels)
-    paths = {"old": faulty.path("shared"), "update": faulty.path("shared", gradient=True)}
-    with pytest.raises(SyncError, match=f"path update {BLIND}"):
-        check(faulty.groups, paths=paths, bound=BOUND)
-
-
-def test_a_vision_cache_that_mixes_images_up_is_caught(
-    model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen = model("qwen3_vl", cache_bytes=2**24)
-    assert frozen.check("shared")["verify/images/shared_gap"] < 1e-5
-    sound = VisionCache.take
-    frozen.forward.forget()
-
-    def take(self: VisionCache, names: Iterable[str], *, device: torch.device) -> dict[str, ImageFeatures]:
-        first = next(iter(sound(self, list(self._held), device=device).values()), None)
-        return {} if first is None else dict.fromkeys(names, first)
-
-    monkeypatch.setattr(VisionCache, "take", take)
-    with pytest.raises(SyncError, match="path shared"):
-        frozen.check("shared")

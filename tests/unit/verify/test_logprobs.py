@@ -1,4 +1,4 @@
-"""Engine and trainer are one function and one version."""
+"""Engine and trainer compute the same with the same version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_step_without_sampled_tokens_has_no_gap() -> None:
     assert compare_engine(empty, [np.zeros(1, np.float32)])["sync/logprob_diff_max"] == 0.0
 
 
-def test_versions_agree_when_all_answers_are_new() -> None:
+def test_versions_agree_when_all_responses_are_new() -> None:
     prompt = make_prompt(0)
     check_versions([Group(prompt, (make_rollout(prompt, "a", version=3),))], version=3)
 
@@ -34,7 +34,7 @@ def test_engines_on_the_original_base_of_a_4_bit_policy_are_bound_only_on_reques
     assert bound("original", max_logprob_diff=0.2) == 0.2
 
 
-def test_what_rounding_may_do_follows_the_type() -> None:
+def test_the_bound_on_rounding_follows_the_type() -> None:
     assert rounding(config()) == 1e-6
     assert rounding(config(ds={"param_dtype": "bf16"})) == 0.025
     assert rounding(config(ds={"param_dtype": "bf16"}, vllm={"max_logprob_diff": 0.02})) == 0.005

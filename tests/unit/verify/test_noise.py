@@ -1,4 +1,4 @@
-"""The measured bound: sound runs never stop, planted faults do, and no fault hides in the noise."""
+"""The measured bound: correct runs never stop, and planted faults are detected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_figures_by_hand() -> None:
         ({"padded": np.nan}, "engine and trainer disagree|the trainer disagrees"),
     ],
 )
-def test_what_the_old_bound_of_a_thousandth_let_pass_is_found_in_fp32(off: dict[str, float], message: str) -> None:
+def test_faults_below_a_bound_of_a_thousandth_are_found_in_fp32(off: dict[str, float], message: str) -> None:
     with pytest.raises(SyncError, match=message):
         Sides(**off).check(1, responses(40, 40))
     told = Sides(stops=False, **off)
@@ -90,7 +90,7 @@ def test_what_the_old_bound_of_a_thousandth_let_pass_is_found_in_fp32(off: dict[
     assert len(told.said) == 1, "with a bound of the user's own it is only told"
 
 
-def test_a_gap_of_a_few_times_the_noise_is_told_once() -> None:
+def test_a_gap_of_a_few_times_the_noise_is_reported_once() -> None:
     sides = Sides(padded=2e-5, layout=2e-5)
     for step in range(1, 4):
         sides.check(step, responses(40, 40))
@@ -124,7 +124,7 @@ def test_a_fault_of_any_later_step_is_found_in_that_step(off: dict[str, float]) 
         sides.check(4, responses(40, 40))
 
 
-def test_few_responses_are_asked_and_others_of_the_same_prompts_before_a_run_stops() -> None:
+def test_a_fault_is_measured_again_on_other_responses_to_the_same_prompts() -> None:
     sides = Sides()
     sides.check(1, responses(*[400] * 5, number=8))
     assert sides.asked == [4 * 256]
@@ -140,7 +140,7 @@ def test_few_responses_are_asked_and_others_of_the_same_prompts_before_a_run_sto
     assert all(4 * 99 <= asked <= 4 * 106 for asked in sides.asked[1:])
 
 
-def test_without_responses_that_an_engine_has_room_to_read_there_is_nothing_to_say() -> None:
+def test_without_long_enough_responses_there_is_no_metric() -> None:
     prompt = make_prompt(0)
     short = make_rollout(prompt, "?", version=0, length=1)
     empty = replace(short, sampled=np.zeros(3, dtype=np.bool_))
@@ -230,7 +230,7 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
     assert worst.max() < most, "20 times the noise stops a run, and only where other responses say so too"
 
 
-def test_noise_that_was_measured_some_steps_before_stops_no_sound_run_either() -> None:
+def test_noise_of_earlier_steps_stops_no_correct_run() -> None:
     run = Rounding(0, length=30, apart=1)
     told = [
         run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
@@ -253,7 +253,7 @@ def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses
     ("dtype", "on_gpu", "is_measured"),
     [("bf16", False, True), ("bf16", True, True), ("fp32", False, True), ("fp32", True, False)],
 )
-def test_rounding_is_measured_where_a_wider_type_is_at_hand(dtype: str, on_gpu: bool, is_measured: bool) -> None:
+def test_rounding_is_measured_where_a_wider_type_exists(dtype: str, on_gpu: bool, is_measured: bool) -> None:
     asked: list[dict[str, Any]] = []
 
     def logprobs(samples: Sequence[Sample], **how: Any) -> list[Floats]:

@@ -1,4 +1,4 @@
-"""Faults planted in small models, an engine's and a trainer's, that the measured bound must find."""
+"""Faults planted in small models of engine and trainer, which the measured bound must detect."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def make(folder: str) -> Callable[[torch.dtype], Both]:
 
 
 @pytest.mark.parametrize("dtype", FLOORS)
-def test_sound_sides_are_within_a_few_times_the_noise(make: Any, dtype: torch.dtype) -> None:
+def test_correct_sides_differ_by_a_few_times_the_noise(make: Any, dtype: torch.dtype) -> None:
     found = make(dtype).check()
     assert max(found["verify/noise/gap"], found["verify/noise/layout_gap"]) < 3 * found["verify/noise/level"]
     assert (found["verify/noise/level"] == FLOORS[dtype]) == (dtype == torch.float32)
 
 
-def test_a_sound_model_that_rounds_a_lot_is_no_fault_at_a_low_temperature(make: Any) -> None:
+def test_large_rounding_at_a_low_temperature_is_not_a_fault(make: Any) -> None:
     """Keys with large biases, as in Qwen2.5's first layers, and large logits."""
     net = make(torch.float32).net
     draw = torch.Generator().manual_seed(0)

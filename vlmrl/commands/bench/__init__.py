@@ -1,1 +1,1 @@
-"""`vlmrl bench`: measurements that a user can repeat on another machine and compare. One JSON object per line."""
+"""`vlmrl bench`: repeatable measurements, to compare machines and settings. One JSON object per line."""

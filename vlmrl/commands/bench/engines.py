@@ -1,4 +1,4 @@
-"""`vlmrl bench publish` and `vlmrl bench rollout`: weights on their way to the engines, and how fast engines answer."""
+"""`vlmrl bench publish` and `vlmrl bench rollout`: throughput of weight sync and of sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmrl.cluster.role_settings import demand
 from vlmrl.cluster.session import Session, session
 from vlmrl.cluster.sync_plan import check_devices, plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
-from vlmrl.commands.bench.output import say
+from vlmrl.commands.bench.output import print_json
 from vlmrl.config.data import Columns
 from vlmrl.config.run import PublishBench, RolloutBench
 from vlmrl.config.train import Loop
@@ -29,22 +29,22 @@ from vlmrl.types import Metrics, Part
 
 
 def publish(config: PublishBench) -> None:
-    """`vlmrl bench publish`: seconds and bytes of handing weights to all engines; the first time is a warm-up.
+    """Measure seconds and bytes of syncing weights to all engines; the first repeat is a warm-up.
 
-    With `ds.lora.rank` the base and the adapters go in turn.
+    With `ds.lora.rank`, base and adapters are synced in turn.
     """
     roles = [
         Role("actor", config.actor.num_nodes * config.actor.num_gpus_per_node, 1, flag="--actor.num_gpus_per_node"),
         Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"),
     ]
-    with _started(roles, shares=config.vllm.sync_backend != "nccl") as (builder, machines):
+    with _session(roles, shares=config.vllm.sync_backend != "nccl") as (builder, machines):
         check_devices(config.vllm, machines, builder.places)
         columns = Columns()
         actor = config.actor
-        tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
-        adapter = plan_adapter(config.actor, config.ds.lora, tools)
-        travels_alone = adapter is not None and adapter.fits_engine
-        engines = _engines(builder, config, Columns(), max_model_len=256, adapter=adapter if travels_alone else None)
+        processor = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
+        adapter = plan_adapter(config.actor, config.ds.lora, processor)
+        is_separate = adapter is not None and adapter.fits_engine
+        engines = _engines(builder, config, Columns(), max_model_len=256, adapter=adapter if is_separate else None)
         learner = builder.group(
             "actor",
             PolicySettings(
@@ -64,14 +64,14 @@ def publish(config: PublishBench) -> None:
         )
         sync_plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=True)
         weight_sync = WeightSync(learner, engines, sync_plan)
-        parts: tuple[Part, ...] = ("base", "adapter") if travels_alone else ("whole",)
+        parts: tuple[Part, ...] = ("base", "adapter") if is_separate else ("whole",)
         for number in range(config.bench.repeats + 1):
             for part in parts:
                 started = time.perf_counter()
                 readback = sync_plan.readback(number, is_first=False)
                 num_bytes = weight_sync.send(part, version=number, readback=readback)
                 seconds = time.perf_counter() - started
-                _say(
+                _print(
                     machines,
                     bench="publish",
                     model=config.actor.model_name_or_path,
@@ -89,9 +89,9 @@ def publish(config: PublishBench) -> None:
 
 
 def rollout(config: RolloutBench) -> None:
-    """`vlmrl bench rollout`: tokens per second, and bytes put into the object store, for several numbers of answers."""
+    """Measure tokens per second, and bytes put into the object store, for several numbers of responses per prompt."""
     roles = [Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines")]
-    with _started(roles) as (builder, machines):
+    with _session(roles) as (builder, machines):
         prompts = builder.prompts(config)
         max_model_len = config.data.max_len + config.rollout.max_new_tokens
         engines = _engines(builder, config, config.data, max_model_len=max_model_len)
@@ -105,12 +105,12 @@ def rollout(config: RolloutBench) -> None:
                     seed=config.train.seed,
                 )
                 before = created_bytes()
-                drawn, drawing = prompts.draw(config.rollout.batch_size)
+                drawn, draw_metrics = prompts.draw(config.rollout.batch_size)
                 started = time.perf_counter()
                 groups = engines.generate(drawn, sampling)
                 seconds = time.perf_counter() - started
                 tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
-                _say(
+                _print(
                     machines,
                     bench="rollout",
                     model=config.actor.model_name_or_path,
@@ -123,13 +123,13 @@ def rollout(config: RolloutBench) -> None:
                     sampled_tokens=tokens,
                     prompt_tokens=sum(len(prompt.tokens) for prompt in drawn),
                     sampled_tokens_per_s=round(tokens / seconds, 1),
-                    media_bytes=int(drawing["media/bytes_moved"]),
+                    media_bytes=int(draw_metrics["media/bytes_moved"]),
                     object_store_bytes=created_bytes() - before,
                 )
 
 
 @contextmanager
-def _started(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBuilder, Session]]:
+def _session(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBuilder, Session]]:
     with session() as machines, ExitStack() as stack:
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
@@ -167,9 +167,9 @@ def _engines(
 
 
 def _rounded(metrics: Metrics) -> Metrics:
-    """As fields of a line."""
+    """Metrics as fields of a line."""
     return {name.removeprefix("sync/"): round(value, 4) for name, value in metrics.items()}
 
 
-def _say(machines: Session, **fields: Any) -> None:
-    say(**fields, device=f"{sum(machines.slots)} x {machines.unit}")
+def _print(machines: Session, **fields: Any) -> None:
+    print_json(**fields, device=f"{sum(machines.slots)} x {machines.unit}")

@@ -1,9 +1,9 @@
-"""`vlmrl bench logprobs`: what scoring tokens costs with and without the [T, V] logits.
+"""`vlmrl bench logprobs`: time and memory of computing log-probs with and without the [T, V] logits.
 
-`full` is the leanest way with them: one product, its logsumexp, and the logits of the tokens; no entropy, no
-temperature. `chunked` is what training uses (`models.logprobs`), entropy included. Seconds come from calls in turn,
-memory from calls of their own: the most above hidden states, weight and targets. The gradients, which each way has to
-hand out after a backward pass, are part of it, and are told beside it.
+`full` is the cheapest computation with logits: one product, its logsumexp, and the logits of the target tokens, without
+entropy and temperature. `chunked` is the one used in training (`models.logprobs`), with entropy. They are timed in
+alternating calls, and memory is measured in separate calls: the peak above hidden states, weight and targets. It
+includes the gradients that a backward pass returns, whose size is also reported by itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from vlmrl.commands.bench.memory import peak_bytes
-from vlmrl.commands.bench.output import say, table
+from vlmrl.commands.bench.output import print_json, print_table
 from vlmrl.config.bench import Head
 from vlmrl.config.run import LogprobsBench
 from vlmrl.learning.deepspeed_engine import DTYPES, device
 from vlmrl.models.logprobs import token_logprobs
 from vlmrl.system.memory import keep_memory
 
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden [T, D], weight [V, D], targets [T] -> log-probs [T]."""
 
 
 class Layer(NamedTuple):
-    """An output layer, and what it is asked."""
+    """An output layer with its inputs and targets."""
 
     hidden: Tensor
     """[T, D]"""
@@ -41,48 +41,53 @@ class Layer(NamedTuple):
 
 
 def logprobs(config: LogprobsBench) -> None:
-    """`vlmrl bench logprobs`."""
+    """Measure both methods; print a line of JSON for each, and a table."""
     where = device()
     layer = make_layer(config.bench, where)
     diffs = differences(layer)
-    # The first round warms up, and finds the peaks.
-    peaks = {(way, what): peak_bytes(partial(PASSES[what], WAYS[way], layer), where) for way in WAYS for what in PASSES}
+    # The first round warms up, and measures the peaks.
+    peaks = {
+        (method, passes): peak_bytes(partial(PASSES[passes], METHODS[method], layer), where)
+        for method in METHODS
+        for passes in PASSES
+    }
     keep_memory()
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in peaks}
     for _ in range(config.bench.repeats):
-        for (way, what), each in seconds.items():
+        for (method, passes), repeats in seconds.items():
             started = time.perf_counter()
-            PASSES[what](WAYS[way], layer)
-            _wait(where)
-            each.append(time.perf_counter() - started)
+            PASSES[passes](METHODS[method], layer)
+            _synchronize(where)
+            repeats.append(time.perf_counter() - started)
     gradients = (layer.hidden.nbytes + layer.weight.nbytes) / 2**20
     rows = []
-    for (way, what), each in seconds.items():
-        peak, full = peaks[way, what], peaks["full", what]
+    for (method, passes), repeats in seconds.items():
+        peak, full = peaks[method, passes], peaks["full", passes]
         ratio = round(full / peak, 2) if peak and full else None
-        say(
+        print_json(
             bench="logprobs",
-            way=way,
-            passes=what,
+            method=method,
+            passes=passes,
             **config.bench.model_dump(),
-            seconds=round(median(each), 4),
-            seconds_each=[round(value, 4) for value in each],
+            seconds=round(median(repeats), 4),
+            seconds_each=[round(value, 4) for value in repeats],
             peak_mib=None if peak is None else round(peak / 2**20, 1),
-            gradients_mib=round(gradients, 1) if "backward" in what else 0.0,
+            gradients_mib=round(gradients, 1) if "backward" in passes else 0.0,
             full_over_peak=ratio,
             **diffs,
             device=str(where),
             threads=torch.get_num_threads(),
         )
-        shown = "?" if peak is None else f"{peak / 2**20:.0f} MiB"
-        rows.append((way, what, f"{median(each):.3f} s", shown, "?" if ratio is None else f"1/{ratio:.1f}"))
-    table(("way", "passes", "time", "peak", "of full"), rows)
-    worst = [f"{name.removesuffix('_diff_max')} {value:.1e}" for name, value in diffs.items() if "diff" in name]
-    table((f"largest differences: {', '.join(worst)}",), ())
+        peak_cell = "?" if peak is None else f"{peak / 2**20:.0f} MiB"
+        ratio_cell = "?" if ratio is None else f"1/{ratio:.1f}"
+        rows.append((method, passes, f"{median(repeats):.3f} s", peak_cell, ratio_cell))
+    print_table(("method", "passes", "time", "peak", "of full"), rows)
+    largest = [f"{name.removesuffix('_diff_max')} {value:.1e}" for name, value in diffs.items() if "diff" in name]
+    print_table((f"largest differences: {', '.join(largest)}",), ())
 
 
 def make_layer(sizes: Head, where: torch.device) -> Layer:
-    """Random numbers of the size that a trained model has: logits spread over some nats."""
+    """Make a random layer whose logits spread over some nats, like a trained model's."""
     generator = torch.Generator(where).manual_seed(0)
     dtype = DTYPES[sizes.dtype]
     hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator, device=where).to(dtype)
@@ -93,42 +98,44 @@ def make_layer(sizes: Head, where: torch.device) -> Layer:
 
 
 def differences(layer: Layer) -> dict[str, float]:
-    """The largest differences between the two ways: of log-probs, and of the gradients of their sum, whose largest
-    numbers are told too."""
-    found = [PASSES["forward+backward"](way, layer) for way in WAYS.values()]
+    """The largest differences between the two methods, of log-probs and of the gradients of their sum.
+
+    The largest gradients themselves are included for scale.
+    """
+    outputs = [PASSES["forward+backward"](method, layer) for method in METHODS.values()]
     names = ("logprob", "hidden_gradient", "weight_gradient")
-    diffs = {f"{name}_diff_max": float((a - b).abs().max()) for name, a, b in zip(names, *found, strict=True)}
-    return diffs | {f"{name}_max": float(a.abs().max()) for name, a in zip(names[1:], found[0][1:], strict=True)}
+    diffs = {f"{name}_diff_max": float((a - b).abs().max()) for name, a, b in zip(names, *outputs, strict=True)}
+    return diffs | {f"{name}_max": float(a.abs().max()) for name, a in zip(names[1:], outputs[0][1:], strict=True)}
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [T] by way of [T, V] logits in fp32."""
+    """Log-probs [T] from [T, V] logits in fp32."""
     logits = (hidden @ weight.T).float()
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [T] as training computes them; the entropy is computed, and dropped here."""
+    """Log-probs [T] as training computes them. The entropy is computed too, and not used."""
     return token_logprobs(hidden, weight, None, targets).logprobs
 
 
-def _forward(way: Way, layer: Layer) -> tuple[Tensor, ...]:
+def _forward(method: Method, layer: Layer) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        return (way(*layer),)
+        return (method(*layer),)
 
 
-def _forward_backward(way: Way, layer: Layer) -> tuple[Tensor, ...]:
-    found = way(*layer)
-    return (found.detach(), *torch.autograd.grad(found.sum(), [layer.hidden, layer.weight]))
+def _forward_backward(method: Method, layer: Layer) -> tuple[Tensor, ...]:
+    output = method(*layer)
+    return (output.detach(), *torch.autograd.grad(output.sum(), [layer.hidden, layer.weight]))
 
 
-def _wait(where: torch.device) -> None:
+def _synchronize(where: torch.device) -> None:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
 
 
-WAYS: dict[str, Way] = {"full": full_logits, "chunked": chunked}
-PASSES: dict[str, Callable[[Way, Layer], tuple[Tensor, ...]]] = {
+METHODS: dict[str, Method] = {"full": full_logits, "chunked": chunked}
+PASSES: dict[str, Callable[[Method, Layer], tuple[Tensor, ...]]] = {
     "forward": _forward,
     "forward+backward": _forward_backward,
 }

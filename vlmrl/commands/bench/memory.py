@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes above what was held before it."""
+"""Peak memory of a piece of work, above the memory held before it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from vlmrl.system.memory import give_back_memory
+from vlmrl.system.memory import release_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""What Linux takes, written to clear_refs, for an order to forget the peak (proc_pid_clear_refs(5))."""
+"""Written to clear_refs, this makes Linux reset the peak (proc_pid_clear_refs(5))."""
 
 
 def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
-    """Run `work` and return the most bytes that it held at once, above what was held before.
+    """Run `work` and return its peak memory in bytes, above the memory held before.
 
-    On CUDA, PyTorch counts what it allocates. On CPU it is the process's resident memory, which the kernel counts; what
-    `malloc` keeps for later is given back first, and from here on it keeps nothing. Memory is slow to take anew:
-    measure first, and time after `keep_memory()`, as in a worker. None where the kernel does not tell.
+    On CUDA, PyTorch counts its allocations. On CPU the kernel counts the process's resident memory: free memory that
+    `malloc` holds is returned first, and from here on `malloc` keeps none. That makes allocations slow: measure memory
+    first, and time after `keep_memory()`, as in a worker. None where the kernel does not report the peak.
     """
     gc.collect()
     if where.type == "cuda":
@@ -31,8 +31,8 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
         work()
         torch.cuda.synchronize(where)
         return int(torch.cuda.max_memory_allocated(where)) - before
-    give_back_memory()
-    if not _forget_peak():
+    release_memory()
+    if not _reset_peak():
         work()
         return None
     before = _resident("VmRSS")
@@ -40,7 +40,7 @@ def peak_bytes(work: Callable[[], object], where: torch.device) -> int | None:
     return max(0, _resident("VmHWM") - before)
 
 
-def _forget_peak() -> bool:
+def _reset_peak() -> bool:
     try:
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR.write_text(_RESET_PEAK)
@@ -50,6 +50,6 @@ def _forget_peak() -> bool:
 
 
 def _resident(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
-    assert found is not None, f"{_STATUS} has no {field}"
-    return int(found[1]) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert match is not None, f"{_STATUS} has no {field}"
+    return int(match[1]) * 1024

@@ -1,4 +1,4 @@
-"""Made-up samples for a benchmark: random tokens and random pixels, in the shapes that the settings ask for."""
+"""Random samples for benchmarks, tokens and pixels, in the shapes that the settings give."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from vlmrl.types import Experience, Floats, Ints, Sample
 
 
 def make_samples(processor: Processor, vocabulary: int, sizes: Samples, *, seed: int) -> list[Sample]:
-    """G answers to each prompt, group by group. Images come first in a prompt, text fills it up.
+    """Make G responses to each prompt, group by group. A prompt has its images first, then text.
 
-    Raises ConfigError when the images do not fit into the prompt, or when the model takes none.
+    Raises ConfigError when the images do not fit into the prompt, or the model takes no images.
     """
     rng = np.random.default_rng(seed)
-    words = np.setdiff1d(np.arange(vocabulary), processor.banned_tokens)
+    text_tokens = np.setdiff1d(np.arange(vocabulary), processor.banned_tokens)
     lengths = sizes.response_tokens
     samples: list[Sample] = []
     for group in range(sizes.groups):
         media = _images(processor, sizes, rng, group) if sizes.image_size else ()
-        seen = _image_tokens(processor, media)
-        if len(seen) >= sizes.prompt_tokens:
+        image_tokens = _image_tokens(processor, media)
+        if len(image_tokens) >= sizes.prompt_tokens:
             raise ConfigError(
-                f"bench.prompt_tokens {sizes.prompt_tokens} leaves no room for text behind the {len(seen)} tokens of "
-                f"{len(media)} images of bench.image_size {sizes.image_size}: raise it"
+                f"bench.prompt_tokens {sizes.prompt_tokens} leaves no room for text after the {len(image_tokens)} "
+                f"tokens of {len(media)} images of bench.image_size {sizes.image_size}: raise it"
             )
-        prompt = np.concatenate([seen, rng.choice(words, sizes.prompt_tokens - len(seen))])
+        prompt = np.concatenate([image_tokens, rng.choice(text_tokens, sizes.prompt_tokens - len(image_tokens))])
         for _ in range(sizes.n_samples_per_prompt):
-            answer = rng.choice(words, lengths[len(samples) % len(lengths)])
-            tokens = np.concatenate([prompt, answer])
+            response = rng.choice(text_tokens, lengths[len(samples) % len(lengths)])
+            tokens = np.concatenate([prompt, response])
             sampled = np.arange(len(tokens)) >= len(prompt)
             samples.append(Sample(tokens=tokens, sampled=sampled, media=media, group=group, source=f"bench:{group}"))
     return samples
 
 
-def make_experience(samples: list[Sample], old_logprobs: list[Floats], *, seed: int) -> Experience:
-    """The samples with random advantages, as if the policy of now had sampled them."""
+def random_experience(samples: list[Sample], old_logprobs: list[Floats], *, seed: int) -> Experience:
+    """Give the samples random advantages; rollout and old log-probs are both `old_logprobs`."""
     rng = np.random.default_rng(seed)
     advantages = [(rng.standard_normal() * sample.sampled).astype(np.float32) for sample in samples]
     return Experience(samples=samples, advantages=advantages, old_logprobs=old_logprobs, rollout_logprobs=old_logprobs)

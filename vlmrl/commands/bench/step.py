@@ -1,16 +1,14 @@
-"""`vlmrl bench step`: what one optimizer step costs in each layout, on the same model and the same samples.
+"""`vlmrl bench step`: time, FLOPs and memory of one optimizer step in each layout, on the same model and samples.
 
-How its numbers come about:
-
-* **seconds** are those of the update that training makes, optimizer step included. The layouts take turns in one
-  process, and every round begins with another one; the forward pass includes laying out the samples and their pixels.
-* **FLOPs** are what the layout has to multiply, forward and backward. Matrix products and convolutions are counted by
-  PyTorch's FlopCounterMode while a pass runs, so padding counts. Attention is derived from the lengths: 4 H d per layer
-  and pair of a token and one that it may look at, three times that with the backward pass. The attention of the vision
-  tower, which is the same in all layouts, is left out.
-* **memory** is taken in steps of their own, which are not timed: see `bench.memory`. That of the rank is all that it
-  takes from before the model is read to the end of a first step with the first layout.
-* **differences** are those of log-probs and gradients from the first layout's, after those steps. The gradients are of
+* **Seconds** are those of a training update, optimizer step included. The layouts take turns in one process, and every
+  round starts with another one. The forward pass includes packing the samples and processing their pixels.
+* **FLOPs** are those of the forward and backward pass. PyTorch's FlopCounterMode counts matrix products and
+  convolutions while a pass runs, padding included. Attention is derived from the lengths: 4 H d per layer and pair of a
+  token and one that it attends to, three times that with the backward pass. The attention of the vision tower, which is
+  the same in all layouts, is left out.
+* **Memory** is measured in separate steps, which are not timed: see `bench.memory`. The rank's is its peak from before
+  the model is loaded to the end of a first step with the first layout.
+* **Differences** are those of log-probs and gradients from the first layout's, after those steps. The gradients are of
   the sum over tokens of log-prob times advantage, plus entropy, over the number of tokens.
 """
 
@@ -31,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vlmrl.cluster.models import count, experience_of
 from vlmrl.commands.bench.memory import peak_bytes
-from vlmrl.commands.bench.output import say, table
-from vlmrl.commands.bench.samples import make_experience, make_samples
+from vlmrl.commands.bench.output import print_json, print_table
+from vlmrl.commands.bench.samples import make_samples, random_experience
 from vlmrl.config.data import Columns
 from vlmrl.config.run import StepBench
 from vlmrl.config.train import Layout
@@ -53,37 +51,37 @@ from vlmrl.types import Experience, Floats, Totals
 PARTS = ("forward", "backward", "optimizer")
 
 _COUNTED = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
-"""Not `bmm`: where it is attention, it is derived."""
+"""Not `bmm`: it belongs to attention, whose FLOPs are derived."""
 
 
 @dataclass(slots=True)
-class Measured:
-    """What is known of one layout."""
+class Measurement:
+    """The measurements of one layout."""
 
     packs: list[Pack]
     flops: float = 0.0
     logprobs: dict[int, Floats] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
-    """On CPU; empty but for the first layout."""
+    """On CPU; kept for the first layout only."""
     gradient_diff: float = 0.0
     gradient_max: float = 0.0
     seconds: list[dict[str, float]] = field(default_factory=list)
-    """Of each repeat and part."""
+    """Part -> seconds, for each repeat."""
     peak_bytes: int | None = None
     tower_calls: int = 0
 
     @property
     def tokens_computed(self) -> int:
-        """Padding included."""
+        """Tokens of the forward pass, padding included."""
         return sum(rows * columns for rows, columns in (pack.shape for pack in self.packs))
 
     def median(self, *parts: str) -> float:
-        """Seconds of these parts together."""
+        """Median over repeats of the seconds of these parts together."""
         return median(sum(repeat[part] for part in parts) for repeat in self.seconds)
 
 
 class Comparison(NamedTuple):
-    """A layout against the first one."""
+    """A layout compared with the first one."""
 
     flop_ratio: float
     speedup: float
@@ -93,62 +91,62 @@ class Comparison(NamedTuple):
 
 
 def step(config: StepBench) -> None:
-    """`vlmrl bench step`."""
-    made: list[Bench] = []
-    # From before the model is read to after its first step: all that a rank ever holds.
-    rank_peak = peak_bytes(lambda: made.append(_begin(config)), device())
-    policy, experience, found = made[0]
-    first = found[config.bench.layouts[0]]
-    for measured in found.values():
-        measured.peak_bytes = peak_bytes(partial(policy.step, measured, experience), policy.device)
+    """Measure every layout; print a line of JSON for each, and a table."""
+    setups: list[Setup] = []
+    # From before the model is loaded to after its first step: the peak of a rank.
+    rank_peak = peak_bytes(lambda: setups.append(_set_up(config)), device())
+    policy, experience, measurements = setups[0]
+    first = measurements[config.bench.layouts[0]]
+    for measurement in measurements.values():
+        measurement.peak_bytes = peak_bytes(partial(policy.step, measurement, experience), policy.device)
     keep_memory()
-    for measured in found.values():
-        policy.compare(measured, experience, first)
+    for measurement in measurements.values():
+        policy.compare(measurement, experience, first)
     for number in range(config.bench.repeats + 1):
         for layout in _rotated(config.bench.layouts, number):
-            policy.time(found[layout], experience, warms_up=number == 0)
-    _tell(config, found, policy, rank_peak)
+            policy.time(measurements[layout], experience, warms_up=number == 0)
+    _print(config, measurements, policy, rank_peak)
 
 
-class Bench(NamedTuple):
-    """What is measured."""
+class Setup(NamedTuple):
+    """A policy with its data, and a measurement for each layout."""
 
     policy: _TimedPolicy
     experience: Experience
-    found: dict[Layout, Measured]
+    measurements: dict[Layout, Measurement]
 
 
-def _begin(config: StepBench) -> Bench:
-    """The policy, having made its first step, with the first layout."""
+def _set_up(config: StepBench) -> Setup:
+    """Load the policy, and make its first step, with the first layout."""
     policy = _TimedPolicy(config)
     samples = make_samples(policy.processor, policy.vocabulary, config.bench, seed=config.train.seed)
-    found = {layout: Measured(policy.cut(samples, layout, config)) for layout in config.bench.layouts}
-    first = found[config.bench.layouts[0]]
-    old = policy.own_logprobs(first.packs)
-    experience = make_experience(samples, [old[i] for i in range(len(samples))], seed=config.train.seed)
+    measurements = {layout: Measurement(policy.pack(samples, layout, config)) for layout in config.bench.layouts}
+    first = measurements[config.bench.layouts[0]]
+    old = policy.logprobs_by_sample(first.packs)
+    experience = random_experience(samples, [old[i] for i in range(len(samples))], seed=config.train.seed)
     policy.step(first, experience)
-    return Bench(policy, experience, found)
+    return Setup(policy, experience, measurements)
 
 
 class _TimedPolicy(Policy):
-    """The policy that training uses, with a clock in its update, alone in this process."""
+    """The policy of training, in this process, with its update timed by part."""
 
     def __init__(self, config: StepBench) -> None:
         columns = Columns()
         actor = config.actor
-        tools = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
+        processor = processor_of(actor.model_name_or_path, columns, trust_remote_code=actor.trust_remote_code)
         settings = PolicySettings(
             actor=config.actor.model_copy(update={"lr_scheduler": "constant"}),
             ds=config.ds,
             loop=config.train,
             columns=columns,
-            # Every pass is to work through its images.
+            # No cache: every pass runs the vision tower.
             vision=Vision(cache_gib=0.0),
             total_steps=len(config.bench.layouts) * (config.bench.repeats + 2) + 1,
             loss=PolicyLoss(aggregation="token", max_new_tokens=max(config.bench.response_tokens)),
             temperature=1.0,
             bans=True,
-            adapter=plan_adapter(config.actor, config.ds.lora, tools),
+            adapter=plan_adapter(config.actor, config.ds.lora, processor),
         )
         super().__init__(settings)
         self.processor = self._processor
@@ -156,8 +154,8 @@ class _TimedPolicy(Policy):
         self.vocabulary = int(self._net.config.get_text_config().vocab_size)
         self._seconds = dict.fromkeys(PARTS, 0.0)
 
-    def cut(self, samples: Sequence[Any], layout: Layout, config: StepBench) -> list[Pack]:
-        """The packs of one pass over the samples."""
+    def pack(self, samples: Sequence[Any], layout: Layout, config: StepBench) -> list[Pack]:
+        """Pack the samples for one pass."""
         patch = patch_cost(self._net, self._processor)
         return spread(
             samples,
@@ -169,33 +167,33 @@ class _TimedPolicy(Policy):
             filler=self._processor.dummy_sample(),
         )[0]
 
-    def own_logprobs(self, packs: Sequence[Pack]) -> dict[int, Floats]:
-        """[T] of each sample, under the weights of now."""
+    def logprobs_by_sample(self, packs: Sequence[Pack]) -> dict[int, Floats]:
+        """[T] of each sample, by the current weights."""
         return dict(self.logprobs(packs)[0])
 
-    def step(self, measured: Measured, experience: Experience) -> dict[str, float]:
-        """One update, as training makes it."""
-        work = [(pack, experience_of(pack, experience)) for pack in measured.packs]
+    def step(self, measurement: Measurement, experience: Experience) -> dict[str, float]:
+        """Make one training update."""
+        work = [(pack, experience_of(pack, experience)) for pack in measurement.packs]
         return reduce(self.update([work], [count(experience.samples)]))
 
-    def time(self, measured: Measured, experience: Experience, *, warms_up: bool) -> None:
-        """One update, and the seconds of its parts."""
+    def time(self, measurement: Measurement, experience: Experience, *, warms_up: bool) -> None:
+        """Make one update, and record the seconds of its parts unless it is a warm-up."""
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        metrics = self.step(measured, experience)
-        measured.tower_calls = int(metrics["vision/tower_calls"])
+        metrics = self.step(measurement, experience)
+        measurement.tower_calls = int(metrics["vision/tower_calls"])
         if not warms_up:
-            measured.seconds.append(dict(self._seconds))
+            measurement.seconds.append(dict(self._seconds))
 
-    def compare(self, measured: Measured, experience: Experience, first: Measured) -> None:
-        """Log-probs, gradients and FLOPs of the layout; the gradients of `first` stay to be compared with."""
-        measured.logprobs = self.own_logprobs(measured.packs)
-        # Outside of DeepSpeed's engine: it would take the gradients for those of a step.
+    def compare(self, measurement: Measurement, experience: Experience, first: Measurement) -> None:
+        """Record log-probs, gradients and FLOPs of a layout; compare its gradients with those of `first`."""
+        measurement.logprobs = self.logprobs_by_sample(measurement.packs)
+        # Not through DeepSpeed's engine, which would count these gradients as a step's.
         forward = Forward(
             self._engine.module, self._processor, temperature=1.0, bans=True, device=self._device, cache_bytes=0
         )
         trainable = [p for p in self._net.parameters() if p.requires_grad]
         total = [torch.zeros_like(p) for p in trainable]
-        for pack in measured.packs:
+        for pack in measurement.packs:
             part = experience_of(pack, experience)
             with FlopCounterMode(display=False) as counter:
                 output = forward(pack)
@@ -204,18 +202,18 @@ class _TimedPolicy(Policy):
                 terms = torch.where(sampled, advantages * output.logprobs + output.entropy, 0.0)
                 loss = terms.sum() / count(experience.samples).num_tokens
                 gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
-            for held, gradient in zip(total, gradients, strict=True):
+            for accumulated, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:
-                    held.add_(gradient)
+                    accumulated.add_(gradient)
             counts = counter.get_flop_counts()["Global"]
-            measured.flops += sum(counts.get(operator, 0) for operator in _COUNTED)
-            measured.flops += attention_flops(pack, self._net.config.get_text_config())
+            measurement.flops += sum(counts.get(operator, 0) for operator in _COUNTED)
+            measurement.flops += attention_flops(pack, self._net.config.get_text_config())
         on_cpu = [gradient.to("cpu", torch.float32) for gradient in total]
-        if measured is first:
-            measured.gradients = on_cpu
-        measured.gradient_max = max(float(gradient.abs().max()) for gradient in on_cpu)
+        if measurement is first:
+            measurement.gradients = on_cpu
+        measurement.gradient_max = max(float(gradient.abs().max()) for gradient in on_cpu)
         pairs = zip(on_cpu, first.gradients, strict=True)
-        measured.gradient_diff = max(float((gradient - other).abs().max()) for gradient, other in pairs)
+        measurement.gradient_diff = max(float((gradient - other).abs().max()) for gradient, other in pairs)
 
     def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         with self._clock("forward"):
@@ -243,50 +241,52 @@ class _TimedPolicy(Policy):
 
 
 def attention_flops(pack: Pack, text: Any) -> float:
-    """Forward and backward, all layers: 12 H d per pair of a token and one that it may look at."""
+    """FLOPs of attention, forward and backward, in all layers: 12 H d per pair of a token and one it attends to."""
     heads = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 12.0 * heads * dim * text.num_hidden_layers * pairs(pack)
+    return 12.0 * heads * dim * text.num_hidden_layers * attended_pairs(pack)
 
 
-def pairs(pack: Pack) -> int:
-    """Pairs of a token and one that it may look at, itself included. What pads a row looks back too."""
+def attended_pairs(pack: Pack) -> int:
+    """Number of pairs of a token and one that it attends to, itself included. Padding attends too."""
     if pack.is_one_per_row:
         rows, columns = pack.shape
         return rows * _triangle(columns)
-    found = 0
+    num_pairs = 0
     for row in pack.rows:
         for members, prefix in row:
-            found += _triangle(prefix)
+            num_pairs += _triangle(prefix)
             for i in members:
-                own = len(pack.samples[i].tokens) - prefix
-                found += own * prefix + _triangle(own)
-    return found
+                length = len(pack.samples[i].tokens) - prefix
+                num_pairs += length * prefix + _triangle(length)
+    return num_pairs
 
 
 def _triangle(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def against(measured: Measured, first: Measured) -> Comparison:
-    """How a layout compares with the first one."""
-    whole, passes = PARTS, PARTS[:2]
+def compare_layouts(measurement: Measurement, first: Measurement) -> Comparison:
+    """Compare a layout with the first one."""
+    passes = PARTS[:2]
     return Comparison(
-        flop_ratio=first.flops / measured.flops,
-        speedup=first.median(*passes) / measured.median(*passes),
-        step_speedup=first.median(*whole) / measured.median(*whole),
-        logprob_diff=max(float(abs(row - first.logprobs[i]).max()) for i, row in measured.logprobs.items()),
+        flop_ratio=first.flops / measurement.flops,
+        speedup=first.median(*passes) / measurement.median(*passes),
+        step_speedup=first.median(*PARTS) / measurement.median(*PARTS),
+        logprob_diff=max(float(abs(row - first.logprobs[i]).max()) for i, row in measurement.logprobs.items()),
     )
 
 
-def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy, rank_peak: int | None) -> None:
+def _print(
+    config: StepBench, measurements: dict[Layout, Measurement], policy: _TimedPolicy, rank_peak: int | None
+) -> None:
     first = config.bench.layouts[0]
     rank_mib = None if rank_peak is None else round(rank_peak / 2**20, 1)
     rows = []
-    for layout, measured in found.items():
-        ratios = against(measured, found[first])
+    for layout, measured in measurements.items():
+        ratios = compare_layouts(measured, measurements[first])
         peak = None if measured.peak_bytes is None else round(measured.peak_bytes / 2**20, 1)
-        say(
+        print_json(
             bench="step",
             model=config.actor.model_name_or_path,
             layout=layout,
@@ -295,7 +295,7 @@ def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy
             packs=len(measured.packs),
             tokens_useful=sum(pack.num_useful for pack in measured.packs),
             tokens_computed=measured.tokens_computed,
-            token_ratio=round(found[first].tokens_computed / measured.tokens_computed, 3),
+            token_ratio=round(measurements[first].tokens_computed / measured.tokens_computed, 3),
             gflop=round(measured.flops / 1e9, 3),
             flop_ratio=round(ratios.flop_ratio, 3),
             speedup=round(ratios.speedup, 3),
@@ -324,11 +324,9 @@ def _tell(config: StepBench, found: dict[Layout, Measured], policy: _TimedPolicy
         *("layout", "tokens", *PARTS, "speed-up", "FLOP ratio", "reached", "peak", "tower calls"),
         *("log-prob diff", "gradient diff (relative)"),
     )
-    table(header, rows)
+    print_table(header, rows)
     if rank_mib is not None:
-        table(
-            (f"most that the rank held, from before it read the model to its first step's end: {rank_mib:.0f} MiB",), ()
-        )
+        print_table((f"peak of the rank, from loading the model to the end of its first step: {rank_mib:.0f} MiB",), ())
 
 
 def _rotated(layouts: Sequence[Layout], number: int) -> list[Layout]:

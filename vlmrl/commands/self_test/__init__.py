@@ -1,1 +1,1 @@
-"""`vlmrl doctor --self-test`: proves on this machine, with tiny models made on the spot, what a run relies on."""
+"""`vlmrl doctor --self-test`: check on this machine, with tiny models, the capabilities that runs rely on."""

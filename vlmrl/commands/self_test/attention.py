@@ -1,4 +1,4 @@
-"""Packed attention, as this machine's runs would compute it, against a dense mask in fp32, forward and backward."""
+"""Check packed attention, as runs on this machine compute it, against a dense mask in fp32, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmrl.models.attention_plan import Plan, Span, plan, spans_of
 
 HEADS, KEY_HEADS = 8, 2
 HEAD_DIMS = (64, 72, 80, 128)
-"""Of the language models and vision towers of the families that we serve."""
+"""Head dims of the supported families' language models and vision towers."""
 PLANS = {
     "samples": spans_of([5, 130, 1, 64]),
     "a group, a sample, another group": (
@@ -24,15 +24,15 @@ PLANS = {
     ),
 }
 IMAGES = (16, 64, 4, 36)
-"""Patches of the images of a vision tower, which look both ways."""
+"""Patches of each image in a vision tower, where attention is not causal."""
 TOLERANCES = {torch.bfloat16: (2e-2, 2e-2), torch.float32: (1e-5, 1e-4)}
-"""Of a value, and relative to it: bf16 keeps 8 bits of a number's mantissa."""
-_SUMS = 10
-"""A gradient is a sum over the tokens that look at one: its error is so many times that of a value."""
+"""Absolute and relative: the mantissa of bf16 has 8 bits."""
+_GRADIENT_FACTOR = 10
+"""A gradient sums over all tokens that attend to one: its tolerance is this many times a value's."""
 
 
 class Errors(NamedTuple):
-    """How far packed attention is from the yardstick, at most, in tolerances: above 1 it is another function."""
+    """The largest errors of packed attention, as multiples of the tolerance: above 1 the check fails."""
 
     forward: float
     backward: float
@@ -41,54 +41,54 @@ class Errors(NamedTuple):
 def compare(
     dim: int, dtype: torch.dtype, spans: tuple[Span, ...], where: torch.device, *, window: int | None = None
 ) -> Errors:
-    """Attention of a language model with heads of `dim` channels, grouped as in GQA, over the spans of a pack."""
-    over = plan(spans, causal=True)
-    query, key, value = _states(over.length, dim, dtype, where)
-    found, _ = packed_attention(
-        nn.Identity(), query, key, value, None, attention_plan=over, scaling=dim**-0.5, sliding_window=window
+    """Compare attention of a language model, with heads of `dim` channels, grouped as in GQA, over a pack's spans."""
+    layout = plan(spans, causal=True)
+    query, key, value = _states(layout.length, dim, dtype, where)
+    output, _ = packed_attention(
+        nn.Identity(), query, key, value, None, attention_plan=layout, scaling=dim**-0.5, sliding_window=window
     )
-    return _errors(found, dense(query, key, value, allowed(over, window).to(where)), (query, key, value))
+    return _errors(output, dense(query, key, value, allowed(layout, window).to(where)), (query, key, value))
 
 
 def compare_images(dim: int, dtype: torch.dtype, where: torch.device) -> Errors:
-    """Attention of a vision tower, all images at once: as many key heads as heads, no token waits for another."""
+    """Compare attention of a vision tower over all images at once: as many key heads as heads, not causal."""
     query, key, value = _states(sum(IMAGES), dim, dtype, where, key_heads=HEADS)
     starts = torch.tensor([0, *IMAGES], device=where).cumsum(0).int()
-    found, _ = packed_attention(
+    output, _ = packed_attention(
         nn.Identity(), query, key, value, None, is_causal=False, cu_seq_lens_q=starts, max_length_q=max(IMAGES)
     )
-    over = plan(spans_of(list(IMAGES)), causal=False)
-    return _errors(found, dense(query, key, value, allowed(over, None).to(where)), (query, key, value))
+    layout = plan(spans_of(list(IMAGES)), causal=False)
+    return _errors(output, dense(query, key, value, allowed(layout, None).to(where)), (query, key, value))
 
 
 def check(_: object) -> str:
-    """Every head dim and layout, in the types that runs compute in. The first that is off names itself."""
+    """Compare every head dim and layout, in bf16 and fp32. Raise Broken, naming it, at the first that fails."""
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worst = 0.0
     for dtype in (torch.bfloat16, torch.float32):
         for dim in HEAD_DIMS:
             for name, spans in PLANS.items():
-                worst = max(worst, _judged(compare(dim, dtype, spans, where), f"{name}, head dim {dim}, {dtype}"))
-            worst = max(worst, _judged(compare_images(dim, dtype, where), f"images, head dim {dim}, {dtype}"))
+                worst = max(worst, _largest(compare(dim, dtype, spans, where), f"{name}, head dim {dim}, {dtype}"))
+            worst = max(worst, _largest(compare_images(dim, dtype, where), f"images, head dim {dim}, {dtype}"))
     return f"at most {worst:.2f} of the tolerance on {where.type}, head dims {', '.join(map(str, HEAD_DIMS))}"
 
 
-def allowed(over: Plan, window: int | None) -> Tensor:
-    """[T, T] True where a token may look."""
-    number = np.repeat(np.arange(len(over.spans)), [span.length for span in over.spans])
-    parent = np.array([-1 if span.parent is None else span.parent for span in over.spans])[number]
-    before = np.array([0 if span.parent is None else over.spans[span.parent].length for span in over.spans])
-    starts = np.array([span.start for span in over.spans])
-    position = np.arange(over.length) - starts[number] + before[number]
-    is_seen = (number[:, None] == number) | (parent[:, None] == number)
-    if over.causal:
+def allowed(layout: Plan, window: int | None) -> Tensor:
+    """[T, T] mask, True where the token of the row attends to that of the column."""
+    number = np.repeat(np.arange(len(layout.spans)), [span.length for span in layout.spans])
+    parent = np.array([-1 if span.parent is None else span.parent for span in layout.spans])[number]
+    before = np.array([0 if span.parent is None else layout.spans[span.parent].length for span in layout.spans])
+    starts = np.array([span.start for span in layout.spans])
+    position = np.arange(layout.length) - starts[number] + before[number]
+    mask = (number[:, None] == number) | (parent[:, None] == number)
+    if layout.causal:
         distance = position[:, None] - position
-        is_seen &= (distance >= 0) & (distance < (window or over.length))
-    return torch.from_numpy(is_seen)
+        mask &= (distance >= 0) & (distance < (window or layout.length))
+    return torch.from_numpy(mask)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """[1, H, T, d] -> [1, T, H, d], in fp32."""
+    """Attention with a dense mask in fp32, [1, H, T, d] -> [1, T, H, d]."""
     q, k, v = query.float(), key.float(), value.float()
     attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return attended.transpose(1, 2)
@@ -97,36 +97,40 @@ def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 def _states(
     length: int, dim: int, dtype: torch.dtype, where: torch.device, *, key_heads: int = KEY_HEADS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, [1, H, T, d]; the same numbers on every device."""
+    """Random query, key and value, [1, H, T, d], equal on every device."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(heads: int) -> Tensor:
+    def random(heads: int) -> Tensor:
         return torch.randn(1, heads, length, dim, generator=generator).to(where, dtype).requires_grad_()
 
-    return drawn(HEADS), drawn(key_heads), drawn(key_heads)
+    return random(HEADS), random(key_heads), random(key_heads)
 
 
-def _errors(found: Tensor, wanted: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> Errors:
-    absolute, relative = TOLERANCES[found.dtype]
-    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(wanted.device)
-    gradients = torch.autograd.grad((found.float() * weight).sum(), states)
-    expected = torch.autograd.grad((wanted * weight).sum(), states)
+def _errors(output: Tensor, expected: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> Errors:
+    absolute, relative = TOLERANCES[output.dtype]
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.device)
+    gradients = torch.autograd.grad((output.float() * weight).sum(), states)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), states)
     return Errors(
-        _excess(found, wanted, absolute, relative),
-        max(_excess(g, e, _SUMS * absolute, relative) for g, e in zip(gradients, expected, strict=True)),
+        _excess(output, expected, absolute, relative),
+        max(
+            _excess(gradient, reference, _GRADIENT_FACTOR * absolute, relative)
+            for gradient, reference in zip(gradients, expected_gradients, strict=True)
+        ),
     )
 
 
-def _excess(found: Tensor, wanted: Tensor, absolute: float, relative: float) -> float:
-    """The largest difference in units of what is allowed; infinite where it is not a number."""
-    one, other = found.detach().float(), wanted.detach().float()
-    error = (one - other).abs() / (absolute + relative * other.abs())
+def _excess(actual: Tensor, expected: Tensor, absolute: float, relative: float) -> float:
+    """The largest error as a multiple of the tolerance; infinite if any is not finite."""
+    actual, expected = actual.detach().float(), expected.detach().float()
+    error = (actual - expected).abs() / (absolute + relative * expected.abs())
     return float(error.max()) if bool(torch.isfinite(error).all()) else float("inf")
 
 
-def _judged(errors: Errors, what: str) -> float:
+def _largest(errors: Errors, case: str) -> float:
+    """The larger error. Raises Broken when it exceeds the tolerance."""
     worst = max(errors)
     if not worst <= 1:
-        forward = errors.forward > 1
-        raise Broken(f"{what}: {worst:.1f} times the tolerance {'forward' if forward else 'backward'}")
+        direction = "forward" if errors.forward > 1 else "backward"
+        raise Broken(f"{case}: {worst:.1f} times the tolerance {direction}")
     return worst

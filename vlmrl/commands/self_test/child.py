@@ -1,4 +1,4 @@
-"""A theme's process: sets up what its checks share, runs them in order, and says of each what it found.
+"""The process of a theme: set up the checks' common state, run them in order, and send their outcomes to the parent.
 
 python -P -m vlmrl.commands.self_test.child JSON
 with JSON = '{"setup": ..., "functions": [...], "folder": ..., "parent": ..., "pipe": ...}'
@@ -26,64 +26,64 @@ from vlmrl.system.lifeline import arm
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """The set-up of a theme whose checks share nothing but a folder."""
+    """The set-up of a theme whose checks share only a folder."""
     yield folder
 
 
 def resolve(name: str) -> Callable[[Any], Any]:
-    """The function behind `module:function`."""
+    """Import the function that `module:function` names."""
     module, function = name.split(":")
-    found: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
-    return found
+    resolved: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
+    return resolved
 
 
-def resolve_and_call(name: str, held: Any) -> Any:
-    """A check's figure; what does not import is the check's fault too."""
-    return resolve(name)(held)
+def resolve_and_call(name: str, shared: Any) -> Any:
+    """Import a check and run it on the theme's shared state, so that a failed import is its outcome too."""
+    return resolve(name)(shared)
 
 
-def asked(function: Callable[[], Any]) -> dict[str, str]:
-    """What a check, or a set-up, comes to: its state, a figure, and where it says so the settings that avoid it."""
+def outcome_of(function: Callable[[], Any]) -> dict[str, str]:
+    """Run a check or a set-up; return its state, a figure, and the settings that avoid it if it names them."""
     try:
         return {"state": "ok", "figure": str(function() or "")}
     except Skipped as skipped:
         return {"state": "skipped", "figure": str(skipped)}
     except Broken as broken:
         return {"state": "failed", "figure": str(broken.args[0]), "avoid": broken.args[1] if broken.args[1:] else ""}
-    except Exception as error:  # whatever a library raises is this check's answer, and the others go on
+    except Exception as error:  # a library may raise anything: that is this check's outcome, and the others go on
         traceback.print_exc()
         text = " ".join(str(error).split())
         return {"state": "failed", "figure": f"{type(error).__name__}: {text}"[:300]}
 
 
 def main(task: dict[str, Any]) -> int:
-    """Answers over the pipe: one message for the set-up, one per check."""
+    """Run a theme; send one message for the set-up and one per check over the pipe."""
     arm(task["parent"])
-    # So that a stop lets the set-up end what it has started.
+    # An exception instead of sudden death lets the set-up end the processes that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     startup.prepare()
     pipe = Connection(task["pipe"], readable=False)
 
-    def tell(message: dict[str, str]) -> None:
+    def send(message: dict[str, str]) -> None:
         sys.stdout.flush()
         pipe.send_bytes(json.dumps(message).encode())
 
-    held: list[Any] = []
+    shared: list[Any] = []
     with ExitStack() as stack:
 
         def set_up() -> None:
-            held.append(stack.enter_context(resolve(task["setup"])(Path(task["folder"]))))
+            shared.append(stack.enter_context(resolve(task["setup"])(Path(task["folder"]))))
 
-        ready = asked(set_up)
-        tell(ready)
+        ready = outcome_of(set_up)
+        send(ready)
         if ready["state"] == "ok":
             for name in task["functions"]:
-                tell(asked(partial(resolve_and_call, name, held[0])))
+                send(outcome_of(partial(resolve_and_call, name, shared[0])))
     return 0
 
 
 if __name__ == "__main__":
     code = main(json.loads(sys.argv[1]))
-    # Libraries with threads of their own may hang or abort at the end of the interpreter; all is said.
+    # Threads of libraries may hang or abort when the interpreter exits, and all messages are sent.
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Layers and optimizers of other libraries against plain PyTorch: NF4 layers, 8-bit Adam, Liger's fused layers."""
+"""Check NF4 layers, 8-bit Adam and Liger's fused layers against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ from vlmrl.models.load import load_model
 _LIGER_FAMILIES: tuple[tiny.Family, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3")
 _LIGER_TOLERANCE = 1e-3
 _EIGHT_BITS = 0.1
-"""How far parameters may be from those of 32-bit Adam, relative to how far they went."""
+"""The largest distance of parameters from those of 32-bit Adam, relative to the distance that they moved."""
 
 
 def nf4(_: object) -> str:
-    """A 4-bit layer computes with the numbers that its bits stand for, and passes their gradient on to its input."""
+    """Check that a 4-bit layer computes with its dequantized weight, forward and backward."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     plain = nn.Linear(256, 128, bias=False)
     layer = Linear4bit(256, 128, bias=False, compute_dtype=dtype, quant_type="nf4", compress_statistics=True)
     layer.load_state_dict(plain.state_dict())
     # As `models.quantize.settle` does: the first pass would repack the weight on CPUs that can multiply bf16.
     layer.support_avx512bf16_for_cpu = False
-    layer = layer.to(where)
-    numbers = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
-    rounded = float((numbers - plain.weight.detach().to(where)).abs().mean() / plain.weight.detach().abs().mean())
-    # Rounding numbers to the 16 levels of NF4 costs 7 to 9 % of their size.
-    if not rounded < 0.15:
-        raise Broken(f"NF4 on {where.type} is off by {rounded:.0%}")
-    given = torch.randn(64, 256).to(where, dtype).requires_grad_()
-    found = layer(given)
-    wanted = given.float() @ numbers.T
-    weight = torch.randn_like(wanted)
-    (gradient,) = torch.autograd.grad((found.float() * weight).sum(), given)
-    error = max(_relative(found, wanted), _relative(gradient, weight @ numbers))
+    layer = layer.to(device)
+    dequantized = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    original = plain.weight.detach()
+    rounding = float((dequantized - original.to(device)).abs().mean() / original.abs().mean())
+    # Rounding to the 16 levels of NF4 costs 7 to 9 % of the size of the numbers.
+    if not rounding < 0.15:
+        raise Broken(f"NF4 on {device.type} is off by {rounding:.0%}")
+    inputs = torch.randn(64, 256).to(device, dtype).requires_grad_()
+    outputs = layer(inputs)
+    expected = inputs.float() @ dequantized.T
+    weight = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad((outputs.float() * weight).sum(), inputs)
+    error = max(_relative_error(outputs, expected), _relative_error(gradient, weight @ dequantized))
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     if not error <= bound:
-        raise Broken(f"an NF4 layer on {where.type} is off by {error:.2g} of its values, at most {bound:g} is rounding")
-    return f"rounding {rounded:.0%}, forward and backward off by {error:.1g} of the values on {where.type}"
+        raise Broken(f"the relative error of an NF4 layer on {device.type} is {error:.2g}, rounding explains {bound:g}")
+    return f"rounding {rounding:.0%}, forward and backward relative error {error:.1g} on {device.type}"
 
 
 def eight_bit_adam(_: object) -> str:
-    """bitsandbytes' 8-bit Adam goes where PyTorch's goes."""
+    """Check that bitsandbytes' 8-bit Adam moves parameters as PyTorch's 32-bit Adam does."""
     from bitsandbytes.optim import AdamW8bit
 
     torch.manual_seed(0)
     start, goal = torch.randn(2, 64, 4096, device="cuda")
 
-    def walked(make: Any) -> Tensor:
-        at = nn.Parameter(start.clone())
-        optimizer = make([at], lr=1e-2, weight_decay=0.0)
+    def optimize(optimizer_class: Any) -> Tensor:
+        parameter = nn.Parameter(start.clone())
+        optimizer = optimizer_class([parameter], lr=1e-2, weight_decay=0.0)
         for _ in range(20):
-            at.grad = at.detach() - goal
+            parameter.grad = parameter.detach() - goal
             optimizer.step()
-        return at.detach()
+        return parameter.detach()
 
-    far, wanted = walked(AdamW8bit), walked(torch.optim.AdamW)
-    error = float((far - wanted).norm() / (wanted - start).norm())
+    result, expected = optimize(AdamW8bit), optimize(torch.optim.AdamW)
+    error = float((result - expected).norm() / (expected - start).norm())
+    figure = f"after 20 steps it differs from 32-bit Adam by {error:.2%} of the distance moved"
     if not error <= _EIGHT_BITS:
-        raise Broken(
-            f"after 20 steps it is {error:.1%} of the way from where 32-bit Adam is, at most {_EIGHT_BITS:.0%}"
-        )
-    return f"after 20 steps {error:.2%} of the way from where 32-bit Adam is"
+        raise Broken(f"{figure}, the bound is {_EIGHT_BITS:.0%}")
+    return figure
 
 
 class Difference(NamedTuple):
-    """How far a model with fused layers is from the model's own, at most."""
+    """The largest differences between a model with fused layers and with its own."""
 
     logits: float
     gradients: float
@@ -84,9 +84,9 @@ class Difference(NamedTuple):
 
 
 def compare_liger(folder: Path, family: tiny.Family) -> Difference:
-    """A tiny model of the family with Liger's layers and with its own, on CUDA in fp32.
+    """Compare a tiny model of the family with Liger's layers and with its own, on CUDA in fp32.
 
-    Raises Broken when Liger has replaced nothing.
+    Raises Broken when Liger replaced no layer.
     """
     cuda = torch.device("cuda")
     model = tiny.build(family, folder / family)
@@ -96,30 +96,31 @@ def compare_liger(folder: Path, family: tiny.Family) -> Difference:
     if not any("Liger" in type(module).__name__ or "Liger" in repr(module.forward) for module in fused.modules()):
         raise Broken(f"Liger has replaced no layer of {family}")
     tokens = torch.arange(40, device=cuda)[None] + 65
-    found, wanted = fused(tokens, use_cache=False).logits, plain(tokens, use_cache=False).logits
-    found.square().mean().backward()
-    wanted.square().mean().backward()
+    logits, expected = fused(tokens, use_cache=False).logits, plain(tokens, use_cache=False).logits
+    logits.square().mean().backward()
+    expected.square().mean().backward()
     worst = 0.0
-    for mine, other in zip(fused.parameters(), plain.parameters(), strict=True):
-        if other.grad is not None and mine.grad is not None:
-            worst = max(worst, float((mine.grad - other.grad).abs().max() / other.grad.abs().max().clamp_min(0.1)))
-        elif (other.grad is None) != (mine.grad is None):
+    for changed, original in zip(fused.parameters(), plain.parameters(), strict=True):
+        if original.grad is not None and changed.grad is not None:
+            scale = original.grad.abs().max().clamp_min(0.1)
+            worst = max(worst, float((changed.grad - original.grad).abs().max() / scale))
+        elif (original.grad is None) != (changed.grad is None):
             worst = float("inf")
-    return Difference(float((found - wanted).abs().max()), worst)
+    return Difference(float((logits - expected).abs().max()), worst)
 
 
 def liger(folder: Path) -> str:
-    """Logits and gradients of every family that Liger knows."""
-    found = {family: compare_liger(folder, family) for family in _LIGER_FAMILIES}
-    for family, difference in found.items():
+    """Compare logits and gradients of every family that Liger supports."""
+    differences = {family: compare_liger(folder, family) for family in _LIGER_FAMILIES}
+    for family, difference in differences.items():
         if not (difference.logits <= _LIGER_TOLERANCE and difference.gradients <= 10 * _LIGER_TOLERANCE):
             raise Broken(
                 f"{family}: logits differ by {difference.logits:.2g}, gradients by {difference.gradients:.2g} of their "
                 f"size; rounding is below {_LIGER_TOLERANCE:g} and {10 * _LIGER_TOLERANCE:g}"
             )
-    return f"logits of {', '.join(found)} differ by {max(d.logits for d in found.values()):.1g}"
+    return f"logits of {', '.join(differences)} differ by {max(d.logits for d in differences.values()):.1g}"
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    one, other = found.detach().float(), wanted.detach().float()
-    return float((one - other).norm() / other.norm())
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.detach().float(), expected.detach().float()
+    return float((actual - expected).norm() / expected.norm())

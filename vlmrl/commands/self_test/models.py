@@ -1,4 +1,4 @@
-"""The tiny models of the self-test, in the size that this machine's kernels take."""
+"""The tiny model of the self-test, in a size that this machine's kernels support."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vlmrl.models import tiny
 
 
 def build(folder: Path) -> str:
-    """A Qwen2.5-VL with random weights, the same every time; its folder.
+    """Build a Qwen2.5-VL with random weights, equal every time; return its folder.
 
-    Kernels for GPUs want heads of 32 channels in the vision tower too; on CPU the smallest model will do.
+    GPU kernels need heads of 32 channels, in the vision tower too; on CPU the smallest model works.
     """
     size: tiny.Size = "tiny" if torch.cuda.is_available() else "micro"
     return str(tiny.build("qwen2_5_vl", folder / "model", size=size))

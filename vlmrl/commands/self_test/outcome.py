@@ -1,4 +1,4 @@
-"""What a check of the self-test finds: ok, the mend, or the reason why it cannot run here."""
+"""Checks of the self-test, and their outcomes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Literal
 State = Literal["ok", "failed", "skipped"]
 
 
-class Broken(Exception):  # noqa: N818 - it is what a check says, not a fault of the check
-    """The machine does not do what a run relies on. The second argument names the settings that avoid the broken part,
-    where the check knows better than its entry in the list."""
+class Broken(Exception):  # noqa: N818 - the result of a check, not a fault in it
+    """A failed check: the message, and optionally settings that avoid the broken part, instead of `Check.avoid`."""
 
 
-class Skipped(Exception):  # noqa: N818 - no error: there is nothing to check here
-    """The check cannot run on this machine; says why."""
+class Skipped(Exception):  # noqa: N818 - not an error: there is nothing to check here
+    """A check that cannot run on this machine: the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +24,35 @@ class Outcome:
     state: State
     seconds: float
     figure: str
-    """What was measured, what is wrong, or why it was skipped."""
+    """The measurement, the fault, or the reason for skipping."""
     avoid: str = ""
-    """Of a failure: the settings that do without the broken part."""
+    """Settings that avoid the broken part, if the check failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a run relies on."""
+    """A check of a capability that runs rely on."""
 
     name: str
     function: str
-    """`module:function` of what its theme has set up; returns the figure, or raises `Broken` or `Skipped`."""
+    """`module:function`, which takes the theme's shared state; returns the figure, or raises `Broken` or `Skipped`."""
     avoid: str
-    """Settings that do without it."""
+    """Settings that avoid the capability."""
     limit_s: float = 60.0
-    """A check that takes longer has failed."""
+    """A check that takes longer fails."""
     needs_gpu: bool = False
-    """Skipped without starting a process where no NVIDIA device is."""
+    """Skipped where there is no NVIDIA device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Checks that share a process, and what it has set up."""
+    """Checks that share a process and its set-up."""
 
     name: str
     checks: tuple[Check, ...]
     setup: str = "vlmrl.commands.self_test.child:scratch"
-    """`module:function` of a folder; a context manager that yields what the checks get."""
+    """`module:function`, which takes a folder; a context manager that yields the checks' shared state."""
     limit_s: float = 120.0
-    """Of imports and set-up."""
+    """Time limit for imports and set-up."""
     avoid: str = "see the message"
-    """What does without the set-up, where that fails and its own message does not say."""
+    """Settings to name when the set-up fails and does not name any itself."""

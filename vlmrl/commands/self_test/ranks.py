@@ -1,9 +1,10 @@
-"""The visible GPUs, one process each, over NCCL, or two processes over gloo on CPU: every rank has the device that the
-user made visible, and collectives of it add up.
+"""Check that every rank gets its visible device, and that collectives between ranks are correct.
 
-    python -P -m vlmrl.commands.self_test.ranks RANK WORLD_SIZE PORT
+One process per visible GPU over NCCL, or two processes over gloo on CPU:
 
-The last line that a rank writes is JSON: the UUID of its device, and seconds of an all-reduce.
+    python -P -m vlmrl.commands.self_test.ranks RANK WORLD_SIZE MEETING_FILE
+
+The last line of a rank's output is JSON: the UUID of its device, and seconds of an all-reduce.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _TIMEOUT_S = 60
 
 
 def rank(number: int, count: int, meeting: str) -> dict[str, Any]:
-    """Join the others, add, gather and broadcast; what this rank found. AssertionError where a sum is wrong."""
+    """Reduce, gather and broadcast with the other ranks; return the device's UUID and seconds of an all-reduce.
+
+    Raises AssertionError when a result is wrong.
+    """
     has_gpu = torch.cuda.is_available()
     where = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     dist.init_process_group(
         "nccl" if has_gpu else "gloo",
-        # A store of its own would listen on every interface of the machine.
+        # A file: a TCP store would listen on every interface of the machine.
         store=FileStore(meeting, count),
         rank=number,
         world_size=count,
@@ -47,10 +51,10 @@ def rank(number: int, count: int, meeting: str) -> dict[str, Any]:
     assert bool((numbers == count * (count + 1) / 2).all()), "the sum over ranks is wrong"
     gathered = [torch.zeros(1, device=where) for _ in range(count)]
     dist.all_gather(gathered, torch.tensor([float(number)], device=where))
-    assert [int(each) for each in gathered] == list(range(count)), "what was gathered is not in the order of the ranks"
-    told = torch.tensor([number + 7.0], device=where)
-    dist.broadcast(told, src=0)
-    assert float(told) == 7.0, "what rank 0 told did not arrive"
+    assert [int(each) for each in gathered] == list(range(count)), "the gathered values are not in the order of ranks"
+    value = torch.tensor([number + 7.0], device=where)
+    dist.broadcast(value, src=0)
+    assert float(value) == 7.0, "the value that rank 0 broadcast did not arrive"
     started = time.monotonic()
     for _ in range(5):
         dist.all_reduce(numbers)
@@ -73,7 +77,7 @@ def _start(number: int, count: int, meeting: Path, variables: Mapping[str, str],
 
 
 def check(folder: Path) -> str:
-    """One process per visible GPU, in the environment that a run would give it."""
+    """Start one process per visible GPU, in the environment that a run gives it."""
     machines = local_session()
     has_gpu = machines.has_gpus
     count = machines.slots[0] if has_gpu else 2
@@ -89,26 +93,27 @@ def check(folder: Path) -> str:
     except subprocess.TimeoutExpired:
         waiting = [number for number, process in enumerate(ranks) if process.poll() is None]
         raise Broken(
-            f"rank {waiting[0]} of {count} is not done after {2 * _TIMEOUT_S} s: collectives or the driver hang"
+            f"rank {waiting[0]} of {count} has not finished after {2 * _TIMEOUT_S} s: collectives or the driver hang"
         ) from None
     finally:
-        # One that hangs would live on, and hold its device.
+        # A rank that hangs would go on to occupy its device.
         for process in ranks:
             process.kill()
             process.wait()
-    lines = [(log.read_text().strip().splitlines() or ["it said nothing"])[-1] for log in logs]
-    bad = [i for i, code in enumerate(codes) if code]
-    if bad:
-        raise Broken(f"rank {bad[0]} of {count} ended with code {codes[bad[0]]}: {lines[bad[0]][:200]}")
-    found = [json.loads(line) for line in lines]
-    if [each["uuid"] for each in found] != visible:
+    lines = [(log.read_text().strip().splitlines() or ["no output"])[-1] for log in logs]
+    failed = [i for i, code in enumerate(codes) if code]
+    if failed:
+        raise Broken(f"rank {failed[0]} of {count} ended with code {codes[failed[0]]}: {lines[failed[0]][:200]}")
+    results = [json.loads(line) for line in lines]
+    if [result["uuid"] for result in results] != visible:
+        uuids = ", ".join(result["uuid"] for result in results)
         raise Broken(
-            f"the ranks have the devices {', '.join(each['uuid'] for each in found)}, visible are {', '.join(visible)}",
+            f"the ranks have the devices {uuids}, visible are {', '.join(visible)}",
             "CUDA_VISIBLE_DEVICES unset, or 0,1,... in order",
         )
-    took = max(each["seconds"] for each in found)
-    way = "NCCL" if has_gpu else "gloo"
-    return f"{count} ranks over {way}, {_NUMBERS * 4 / took / 2**30:.2f} GiB/s of all-reduce"
+    seconds = max(result["seconds"] for result in results)
+    backend = "NCCL" if has_gpu else "gloo"
+    return f"{count} ranks over {backend}, {_NUMBERS * 4 / seconds / 2**30:.2f} GiB/s of all-reduce"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""An engine and a policy as a run has them, and what must hold between them: equal log-probs, publishes by every way,
-sleep, adapters.
+"""Check an engine and a policy as a run has them: equal log-probs, weight sync by every backend, sleep, adapters.
 
-Everything goes through the code of a run: roles are actors of a Ray session of its own, and weights take a run's way.
+They use the code of a run: roles are actors in a Ray session, and weights are synced as in a run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.checks import adapter_check
-from vlmrl.commands.preflight import plan_of
+from vlmrl.commands.preflight import actor_adapter_plan
 from vlmrl.commands.self_test import models
 from vlmrl.commands.self_test.outcome import Broken, Skipped
 from vlmrl.config.run import RlConfig
@@ -38,7 +37,7 @@ from vlmrl.learning.policy import Policy
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
-from vlmrl.parallel import together
+from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.system.machine import GIB
@@ -47,32 +46,32 @@ from vlmrl.verify.adapters import AdapterCheck
 from vlmrl.verify.logprobs import largest_gap
 
 _FACTOR = 1.5
-_PROBES = {"cuda": 20, "cpu": 6}
-"""Publishes without an alarm. On CPU, where rounding is fp32's, fewer tell as much."""
-_POOL = 0.9
-"""Share of an engine's memory that it must give back while it sleeps."""
+_NUM_SYNCS = {"cuda": 20, "cpu": 6}
+"""Weight syncs that must pass the adapter check. On CPU, in fp32, fewer are enough."""
+_FREED_SHARE = 0.9
+"""Share of its memory pool that an engine must free while it sleeps."""
 _OUTSIDE_POOL = GIB
-"""Bytes of a GPU that an engine keeps whatever it does: CUDA itself, kernels, captured graphs."""
+"""Bytes of GPU memory that an engine always keeps: CUDA itself, kernels, captured graphs."""
 
 
-class Changeable(Policy):
-    """A policy whose weights can be changed without learning."""
+class ChangeablePolicy(Policy):
+    """A policy whose weights can be changed without training."""
 
     _kept: Mapping[str, Tensor] | None = None
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply every weight of the base; `restore` undoes it."""
+        """Multiply the base weights by a factor; `restore` undoes it."""
         named = {name: p for name, p in self._net.named_parameters() if ".lora_" not in name}
         self._kept = {name: p.detach().clone() for name, p in named.items()}
         for parameter in named.values():
             parameter.mul_(factor)
-        # Nothing of the base trains, so that what the tower made of an image is kept.
+        # Image features are cached, because the base does not train.
         self._forward.forget()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take back what `scale` did, to the last bit."""
+        """Restore the weights from before `scale`, bit for bit."""
         assert self._kept is not None, "nothing was scaled"
         named = dict(self._net.named_parameters())
         for name, kept in self._kept.items():
@@ -80,8 +79,8 @@ class Changeable(Policy):
         self._forward.forget()
 
     @torch.no_grad()
-    def stir(self, seed: int) -> None:
-        """Make another adapter of it, one whose effect shows."""
+    def randomize_adapter(self, seed: int) -> None:
+        """Give the adapter random weights with a visible effect."""
         generator = torch.Generator().manual_seed(seed)
         for name, tensor in adapter_tensors(self._net):
             if "lora_B" in name:
@@ -89,21 +88,21 @@ class Changeable(Policy):
 
 
 class _Builder(RoleBuilder):
-    """Builds a `Changeable` policy where a run has a `Policy`."""
+    """Builds a `ChangeablePolicy` in place of a run's `Policy`."""
 
-    def policy(self, settings: PolicySettings) -> WorkerGroup[Changeable]:
-        build = partial(Changeable, settings)
+    def policy(self, settings: PolicySettings) -> WorkerGroup[ChangeablePolicy]:
+        build = partial(ChangeablePolicy, settings)
         return self.group("actor", build, timeout_s=settings.loop.timeout_s, distributed=True)
 
 
-class _Quiet:
-    """Hears what a run would show."""
+class _SilentProgress:
+    """Ignores all progress messages."""
 
     def say(self, what: str) -> None:
-        """Nobody reads it."""
+        """Ignore the line."""
 
     def generated(self, done: int, total: int) -> None:
-        """Nobody waits."""
+        """Ignore the count."""
 
 
 @dataclass
@@ -111,10 +110,10 @@ class Pair:
     """An engine and a policy of the same model, with an adapter."""
 
     config: RlConfig
-    tools: Processor
+    processor: Processor
     engines: RemoteEngines
     policy: RemotePolicy
-    policy_group: WorkerGroup[Changeable]
+    policy_group: WorkerGroup[ChangeablePolicy]
     memory_sync: WeightSync
     """Through the memory that processes share."""
     device_sync: WeightSync | None
@@ -124,40 +123,43 @@ class Pair:
 
     @property
     def bound(self) -> float:
-        """How far log-probs of both may be apart on average: that of a run in this type."""
+        """The largest mean difference of log-probs that a run in this data type allows."""
         return largest_gap(self.config)
 
     def prompts(self) -> list[Prompt]:
-        """One with an image, one without, one with two."""
-        return [_prompt(self.tools, self.config, number, images) for number, images in enumerate((1, 0, 2))]
+        """Three prompts, with one, no and two images."""
+        return [_prompt(self.processor, self.config, number, images) for number, images in enumerate((1, 0, 2))]
 
     def generate(self, *, seed: int = 0) -> list[Group]:
-        """What the engine answers to them."""
+        """Sample the engine's responses to the prompts."""
         return self.engines.generate(self.prompts(), self.sampling(seed=seed))
 
     def sampling(self, *, seed: int = 0) -> Sampling:
         return Sampling(n=3, temperature=1.0, top_p=self.config.rollout.top_p, max_new_tokens=12, seed=seed)
 
     def gap(self, groups: Sequence[Group], *, adapter: bool = True) -> float:
-        """The mean difference between the engine's log-probs of its responses and the policy's. Broken when they are
-        above the bound."""
-        told = [rollout.logprobs[rollout.sampled] for group in groups for rollout in group.rollouts]
-        found = _mean_gap(told, self._own(groups, adapter=adapter))
-        if not found <= self.bound:
-            raise Broken(f"engine and trainer are {found:.2g} apart, the bound is {self.bound:g}")
-        return found
+        """The mean difference between the log-probs of engine and policy. Raises Broken when it is above the bound."""
+        of_engine = [rollout.logprobs[rollout.sampled] for group in groups for rollout in group.rollouts]
+        gap = _mean_gap(of_engine, self.policy_logprobs(groups, adapter=adapter))
+        if not gap <= self.bound:
+            raise Broken(f"engine and trainer differ by {gap:.2g}, the bound is {self.bound:g}")
+        return gap
 
-    def _own(self, groups: Sequence[Group], *, adapter: bool) -> list[Floats]:
+    def policy_logprobs(self, groups: Sequence[Group], *, adapter: bool) -> list[Floats]:
+        """The policy's log-probs of the sampled tokens, one array per response."""
         samples = to_samples(groups)
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
 
     def publish_base(self, weight_sync: WeightSync) -> int:
-        """Base, then adapter, which a new base takes away; the bytes of the base. SyncError where digests differ."""
+        """Sync the base, then the adapter, which a new base removes; return the bytes of the base.
+
+        Raises SyncError when digests differ.
+        """
         self.version += 1
-        sent = weight_sync.send("base", version=self.version, readback=None)
+        num_bytes = weight_sync.send("base", version=self.version, readback=None)
         weight_sync.send("adapter", version=self.version, readback=None)
-        return sent
+        return num_bytes
 
     def publish_adapter(self) -> None:
         self.version += 1
@@ -165,20 +167,20 @@ class Pair:
 
 
 def settings(model: str, output: str, *, backend: str, has_gpu: bool) -> dict[str, Any]:
-    """Of a run with adapters whose policy and engine share a device unless `backend` is nccl."""
-    together = backend != "nccl"
+    """Settings of a run with adapters, whose policy and engine share a device unless `backend` is nccl."""
+    colocated = backend != "nccl"
     vllm: dict[str, Any] = {"cpu_kv_cache_gib": 0.25}
     if has_gpu:
-        vllm = {"gpu_memory_utilization": 0.3, "enable_sleep": together, "sync_backend": backend}
+        vllm = {"gpu_memory_utilization": 0.3, "enable_sleep": colocated, "sync_backend": backend}
     return {
         "actor": {"model_name_or_path": model},
         "data": {"prompt_dataset": "none", "max_len": 512, "max_pixels": 200 * 200},
         "reward": {"functions": {"format": 1.0}},
-        # Below top_p 1 both an engine's log-probs of what it samples and its scores are the model's own.
+        # With top_p below 1 the engine's log-probs are the model's, both of sampled tokens and of given ones.
         "rollout": {"batch_size": 4, "n_samples_per_prompt": 4, "max_new_tokens": 16, "top_p": 0.9},
-        "train": {"batch_size": 16, "max_steps": 1, "colocate_all": together},
+        "train": {"batch_size": 16, "max_steps": 1, "colocate_all": colocated},
         "vllm": vllm,
-        # vLLM's LoRA kernels for GPUs take half precision alone.
+        # vLLM's LoRA kernels for GPUs support half precision only.
         "ds": {"param_dtype": "bf16" if has_gpu else "fp32", "lora": {"rank": 8}},
         "ckpt": {"output_dir": output},
     }
@@ -186,14 +188,14 @@ def settings(model: str, output: str, *, backend: str, has_gpu: bool) -> dict[st
 
 @contextmanager
 def shared(folder: Path) -> Iterator[Pair]:
-    """Both on the first device."""
+    """Policy and engine on the first device."""
     with _started(folder, backend="ipc" if torch.cuda.is_available() else "shm") as pair:
         yield pair
 
 
 @contextmanager
 def apart(folder: Path) -> Iterator[Pair]:
-    """Each on a GPU of its own. Skipped where there is one."""
+    """Policy and engine on GPUs of their own. Raises Skipped on machines with fewer than two."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs two visible GPUs, there is {torch.cuda.device_count()}")
     with _started(folder, backend="nccl") as pair:
@@ -205,24 +207,24 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     model = models.build(folder)
     has_gpu = torch.cuda.is_available()
     config = RlConfig.model_validate(settings(model, str(folder), backend=backend, has_gpu=has_gpu))
-    tools = processor_of(model, config.data)
-    adapter = plan_of(config, tools)
+    processor = processor_of(model, config.data)
+    adapter = actor_adapter_plan(config, processor)
     with session() as machines, ExitStack() as stack:
         builder = _Builder(machines, plan(**roles_of(config, machines)), stack)
-        quiet = _Quiet()
+        progress = _SilentProgress()
         starts: list[Callable[[], Any]] = [
-            partial(builder.engines, config, quiet, adapter),
-            partial(builder.learners, config, tools, adapter=adapter, num_rows=64, say=quiet.say),
+            partial(builder.engines, config, progress, adapter),
+            partial(builder.learners, config, processor, adapter=adapter, num_rows=64, say=progress.say),
         ]
-        # As in `RoleBuilder.roles`: vLLM takes for its own what others load onto its GPU while it measures.
+        # As in `RoleBuilder.roles`: vLLM counts memory that others take on its GPU during its start as its own.
         first = [starts.pop(0)()] if has_gpu else []
-        engines, learners = [*first, *together(*starts)]
-        group: WorkerGroup[Changeable] = builder.groups["actor"]
-        check = adapter_check(config, tools, engines, learners.policy, adapter)
+        engines, learners = [*first, *run_parallel(*starts)]
+        group: WorkerGroup[ChangeablePolicy] = builder.groups["actor"]
+        check = adapter_check(config, processor, engines, learners.policy, adapter)
         assert check is not None
         yield Pair(
             config,
-            tools,
+            processor,
             engines,
             learners.policy,
             group,
@@ -234,7 +236,7 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
 
 def _weight_sync(
     config: RlConfig,
-    policy: WorkerGroup[Changeable],
+    policy: WorkerGroup[ChangeablePolicy],
     engines: RemoteEngines,
     adapter: AdapterPlan | None,
     *,
@@ -246,7 +248,7 @@ def _weight_sync(
 
 
 def generates(pair: Pair) -> str:
-    """Responses whose log-probs, and scores, are the policy's."""
+    """Check that the engine's log-probs, of decode and of prefill, are the policy's."""
     pair.publish_adapter()
     started = time.monotonic()
     groups = pair.generate()
@@ -256,122 +258,137 @@ def generates(pair: Pair) -> str:
     rows = pair.engines.score(groups)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [row[rollout.sampled] for row, rollout in zip(rows, rollouts, strict=True)]
-    apart = _mean_gap(scored, [rollout.logprobs[rollout.sampled] for rollout in rollouts])
-    if not apart <= pair.bound:
-        raise Broken(f"the engine scores its own responses {apart:.2g} apart, the bound is {pair.bound:g}")
-    return f"{tokens} tokens in {seconds:.1f} s, trainer {gap:.1g} apart, scores {apart:.1g} (bound {pair.bound:g})"
+    decode_gap = _mean_gap(scored, [rollout.logprobs[rollout.sampled] for rollout in rollouts])
+    if not decode_gap <= pair.bound:
+        raise Broken(f"the engine's decode and prefill differ by {decode_gap:.2g}, the bound is {pair.bound:g}")
+    return (
+        f"{tokens} tokens in {seconds:.1f} s; the trainer differs by {gap:.1g}, prefill by {decode_gap:.1g} "
+        f"(bound {pair.bound:g})"
+    )
 
 
 def publishes_by_memory(pair: Pair) -> str:
-    """Through the memory that processes share (`vllm.sync_backend` shm)."""
+    """Check weight sync through shared memory (`vllm.sync_backend` shm)."""
     return _published(pair, pair.memory_sync)
 
 
 def publishes_by_device(pair: Pair) -> str:
-    """From GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
+    """Check weight sync from GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
     if pair.device_sync is None:
         raise Skipped("no CUDA device")
     return _published(pair, pair.device_sync)
 
 
 def _published(pair: Pair, weight_sync: WeightSync) -> str:
-    """Weights x 1.5, and back: each time the digests agree, the responses follow, and the policy says the same."""
+    """Sync weights x 1.5, and then the old ones: digests, responses and log-probs must follow each time."""
     pair.publish_base(weight_sync)
-    before, held = pair.generate(), _fingerprint(pair)
+    before, old_digest = pair.generate(), _fingerprint(pair)
     pair.policy_group.call(lambda policy: policy.scale(_FACTOR))
     try:
         started = time.monotonic()
-        sent = pair.publish_base(weight_sync)
+        num_bytes = pair.publish_base(weight_sync)
         seconds = time.monotonic() - started
-        after, holds = pair.generate(), _fingerprint(pair)
+        after, new_digest = pair.generate(), _fingerprint(pair)
         gap = pair.gap(after)
     finally:
-        # The checks that follow begin with the model as it was.
+        # The next checks start with the original weights.
         pair.policy_group.call(lambda policy: policy.restore())
-    if holds == held:
-        raise Broken(f"the engine holds the same digest {held[:12]} before and after weights x {_FACTOR}")
-    if _spoken(before) == _spoken(after):
-        raise Broken(f"the engine responds the same before and after weights x {_FACTOR}")
+    if new_digest == old_digest:
+        raise Broken(f"the engine's digest {old_digest[:12]} did not change after weights x {_FACTOR}")
+    if _sampled_tokens(before) == _sampled_tokens(after):
+        raise Broken(f"the engine's responses did not change after weights x {_FACTOR}")
     pair.publish_base(weight_sync)
-    if _fingerprint(pair) != held:
-        raise Broken("the engine does not hold the old digest after the old weights were sent again")
-    back = pair.gap(pair.generate())
-    return f"{sent / 2**20:.1f} MiB in {seconds:.2f} s, digests and responses changed, {max(gap, back):.1g} apart"
+    if _fingerprint(pair) != old_digest:
+        raise Broken("the engine does not have the old digest after the old weights were synced again")
+    old_gap = pair.gap(pair.generate())
+    return (
+        f"{num_bytes / 2**20:.1f} MiB in {seconds:.2f} s, digests and responses changed, log-probs differ by "
+        f"{max(gap, old_gap):.1g}"
+    )
 
 
 def sleeps(pair: Pair) -> str:
-    """Gives its pool back, and answers the same when it wakes."""
+    """Check that a sleeping engine frees its memory pool, and responds as before when it wakes."""
     if not torch.cuda.is_available():
         raise Skipped("no CUDA device")
-    before = _alone(pair)
+    before = _greedy_response(pair)
     pair.engines.group.call(lambda engine: engine.wake())
     awake, total = torch.cuda.mem_get_info()
     pair.engines.group.call(lambda engine: engine.sleep())
     asleep, _ = torch.cuda.mem_get_info()
     pool = pair.config.vllm.gpu_memory_utilization * total - _OUTSIDE_POOL
-    after = _alone(pair)
-    given = (asleep - awake) / pool
-    if not given > _POOL:
-        raise Broken(f"an engine that sleeps gives {given:.0%} of {pool / GIB:.1f} GiB back, not {_POOL:.0%}")
-    if _spoken(before) != _spoken(after):
-        raise Broken("an engine that slept responds otherwise than before")
+    after = _greedy_response(pair)
+    freed = (asleep - awake) / pool
+    if not freed > _FREED_SHARE:
+        raise Broken(f"a sleeping engine frees {freed:.0%} of {pool / GIB:.1f} GiB, not {_FREED_SHARE:.0%}")
+    if _sampled_tokens(before) != _sampled_tokens(after):
+        raise Broken("the engine responds differently after sleep")
     gap = pair.gap(pair.generate())
-    return f"{(asleep - awake) / GIB:.1f} GiB given back, {given:.0%} of its pool; the same response, {gap:.1g} apart"
+    return (
+        f"{(asleep - awake) / GIB:.1f} GiB freed, {freed:.0%} of its pool; the same response, log-probs differ by "
+        f"{gap:.1g}"
+    )
 
 
-def _alone(pair: Pair) -> list[Group]:
-    """The most likely response to one prompt, with nothing else under way that would change how sums are taken."""
+def _greedy_response(pair: Pair) -> list[Group]:
+    """The greedy response to one prompt alone: other requests in the batch would change the order of sums."""
     greedy = Sampling(n=1, temperature=0.0, top_p=1.0, max_new_tokens=12, seed=0)
     return pair.engines.generate(pair.prompts()[:1], greedy)
 
 
 def adapts(pair: Pair) -> str:
-    """An adapter arrives; with it and without it the engine answers as the policy does, in one batch."""
+    """Check that the engine computes what the policy computes, with and without the adapter in one batch."""
     pair.publish_base(pair.memory_sync)
-    _stir(pair, 0)
+    _randomize_adapter(pair, 0)
     pair.publish_adapter()
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
-        raise Broken(f"the engine holds the adapter {held} and was sent version {pair.version}")
+        raise Broken(f"the engine holds the adapter {held}, after a sync of version {pair.version}")
     sampling = pair.sampling(seed=1)
     gaps, effects = [], []
     for prompt in pair.prompts():
-        # Both are under way at once, and share batches.
-        (with_it,), (without,) = pair.engines.respond_each(prompt, sampling, adapter=(True, False))
-        gaps += [pair.gap([with_it]), pair.gap([without], adapter=False)]
-        effects.append(_mean_gap(pair._own([with_it], adapter=True), pair._own([with_it], adapter=False)))
+        # Both run at the same time, and share batches.
+        (adapted,), (plain,) = pair.engines.respond_each(prompt, sampling, adapter=(True, False))
+        gaps += [pair.gap([adapted]), pair.gap([plain], adapter=False)]
+        on, off = (pair.policy_logprobs([adapted], adapter=adapter) for adapter in (True, False))
+        effects.append(_mean_gap(on, off))
     if not max(effects) > 2 * max(gaps):
-        raise Broken(f"the adapter changes {max(effects):.2g}, which cannot be told from the gap of {max(gaps):.2g}")
-    return f"with and without it {max(gaps):.1g} apart in one batch; it changes {max(effects):.1g}"
+        raise Broken(
+            f"the adapter's effect of {max(effects):.2g} is too small compared with the gap of {max(gaps):.2g}"
+        )
+    return (
+        f"log-probs differ by {max(gaps):.1g} with and without it in one batch; the adapter changes them by "
+        f"{max(effects):.1g}"
+    )
 
 
 def checks_adapters(pair: Pair) -> str:
-    """A sound engine raises no alarm, publish after publish."""
-    found = []
-    count = _PROBES["cuda" if torch.cuda.is_available() else "cpu"]
+    """Check that a sound engine passes the adapter check after every sync."""
+    metrics = []
+    count = _NUM_SYNCS["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
-        _stir(pair, number)
+        _randomize_adapter(pair, number)
         pair.publish_adapter()
-        found.append(pair.adapters.check(pair.version))
-    worst = max(line["verify/adapters/gap"] for line in found)
-    return f"{count} publishes without an alarm, at most {worst:.1g} apart"
+        metrics.append(pair.adapters.check(pair.version))
+    worst = max(line["verify/adapters/gap"] for line in metrics)
+    return f"{count} weight syncs pass, log-probs differ by at most {worst:.1g}"
 
 
-def _stir(pair: Pair, seed: int) -> None:
-    pair.policy_group.call(lambda policy: policy.stir(seed))
+def _randomize_adapter(pair: Pair, seed: int) -> None:
+    pair.policy_group.call(lambda policy: policy.randomize_adapter(seed))
 
 
-def _prompt(tools: Processor, config: RlConfig, index: int, images: int) -> Prompt:
-    """A question about noise; asked again, it is the same."""
+def _prompt(processor: Processor, config: RlConfig, index: int, images: int) -> Prompt:
+    """A prompt with images of noise, equal every time."""
     rng = np.random.default_rng(index)
-    side = tools.resize_factor or 0
+    side = processor.resize_factor or 0
     sizes = [(side * (4 + i), side * 4) for i in range(images)]
     media = tuple(
         InlineMedia(f"self-test:{index}.{i}", (w, h), rng.integers(0, 255, (h, w, 3), dtype=np.uint8))
         for i, (w, h) in enumerate(sizes)
     )
-    text = tools.render("how many dots?", num_images=images, columns=config.data)
-    tokens, request = tools.encode(text, sizes)
+    text = processor.render("how many dots?", num_images=images, columns=config.data)
+    tokens, request = processor.encode(text, sizes)
     source = f"self-test:{index}"
     return Prompt(index=index, source=source, text=text, tokens=tokens, request=request, label=None, media=media)
 
@@ -380,7 +397,7 @@ def _fingerprint(pair: Pair) -> str:
     return str(pair.engines.status()[0]["fingerprint"])
 
 
-def _spoken(groups: Sequence[Group]) -> list[list[int]]:
+def _sampled_tokens(groups: Sequence[Group]) -> list[list[int]]:
     return [rollout.tokens[rollout.sampled].tolist() for group in groups for rollout in group.rollouts]
 
 

@@ -1,6 +1,4 @@
-"""Runs themes in processes of their own: one that fails, crashes or hangs costs its check a line, and no other check
-its turn.
-"""
+"""Run each theme in its own process, so that a check that crashes or hangs fails alone."""
 
 from __future__ import annotations
 
@@ -24,26 +22,31 @@ from vlmrl.commands.self_test.outcome import Check, Outcome, Theme
 from vlmrl.startup.driver import has_gpu, shows_gpu
 
 _GRACE_S = 10.0
-"""For a process that is told to stop, and what it has started."""
+"""For a process to end, and the processes that it started."""
 _NO_GPU = {False: "no NVIDIA device", True: "CUDA_VISIBLE_DEVICES hides every GPU"}
-"""Why what needs a GPU is left out, by whether there is one."""
-
-Tell = Callable[[Outcome], None]
+"""Whether there is a GPU -> why checks that need one are skipped."""
 
 
 class Supervisor:
-    """Runs themes, some of them side by side."""
+    """Runs themes, some of them in parallel."""
 
-    def __init__(self, folder: Path, *, tell: Tell, begins: Callable[[str], None] = lambda name: None) -> None:
-        """Themes get folders below `folder`. `tell` hears of every outcome, `begins` of every check that starts, from
-        several threads.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_end: Callable[[Outcome], None],
+        on_start: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Themes get folders below `folder`.
+
+        `on_start` is called with the name of each check that starts, `on_end` with each outcome, from several threads.
         """
-        self._folder, self._tell, self._begins = folder, tell, begins
+        self._folder, self._on_end, self._on_start = folder, on_end, on_start
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._is_stopped = threading.Event()
 
     def run(self, themes: Sequence[Theme], *, at_once: int) -> None:
-        """Run all themes. Whatever ends this, Ctrl-C included, no process is left."""
+        """Run all themes. No process is left at the end, even after Ctrl-C."""
         pool = ThreadPoolExecutor(max_workers=at_once)
         try:
             for future in [pool.submit(self._run_theme, theme) for theme in themes]:
@@ -59,16 +62,16 @@ class Supervisor:
         if not shows_gpu():
             for check in [check for check in remaining if check.needs_gpu]:
                 remaining.remove(check)
-                self._tell(Outcome(check.name, "skipped", 0.0, _NO_GPU[has_gpu()]))
+                self._on_end(Outcome(check.name, "skipped", 0.0, _NO_GPU[has_gpu()]))
         while remaining and not self._is_stopped.is_set():
-            remaining = self._attend(theme, remaining)
+            remaining = self._run_checks(theme, remaining)
 
-    def _attend(self, theme: Theme, checks: Sequence[Check]) -> list[Check]:
-        """Run the checks in one process, as far as it goes; those that are left."""
+    def _run_checks(self, theme: Theme, checks: Sequence[Check]) -> list[Check]:
+        """Run checks in one process until it dies; return the checks that are left."""
         folder = self._folder / theme.name.replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log.txt"
-        self._begins(checks[0].name)
+        self._on_start(checks[0].name)
         started = time.monotonic()
         ours, process = self._launch(theme, checks, folder, log)
         try:
@@ -80,7 +83,7 @@ class Supervisor:
                     started = time.monotonic()
                 return []
             for number, check in enumerate(checks):
-                self._begins(check.name)
+                self._on_start(check.name)
                 message = _message(ours, process, check.limit_s, log)
                 self._conclude(check, message, time.monotonic() - started)
                 started = time.monotonic()
@@ -104,21 +107,21 @@ class Supervisor:
             "parent": os.getpid(),
             "pipe": theirs.fileno(),
         }
-        # Sockets of engines that are killed go with the folder.
+        # Sockets of killed engines are removed with the folder.
         environment = os.environ | startup.environment() | {"TMPDIR": str(self._folder)}
         environment["PYTHONPATH"] += f"{os.pathsep}{Path(vlmrl.__file__).parents[1]}"
-        # It is this machine that is tested, not a cluster that the user has joined.
+        # The test is of this machine, not of a cluster that the user has joined.
         environment.pop("RAY_ADDRESS", None)
         with log.open("ab") as file:
             process = subprocess.Popen(
-                # -P: a folder called `ray` where the user happens to stand is not Ray.
+                # -P: a folder called `ray` in the working directory is not Ray.
                 [sys.executable, "-P", "-m", "vlmrl.commands.self_test.child", json.dumps(task)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C is for us, who end it in order.
+                # Ctrl-C reaches only this process, which ends the others in order.
                 start_new_session=True,
             )
         theirs.close()
@@ -132,17 +135,17 @@ class Supervisor:
             return
         state = message["state"]
         avoid = (message.get("avoid") or check.avoid) if state == "failed" else ""
-        self._tell(Outcome(check.name, state, seconds, message["figure"], avoid))  # type: ignore[arg-type]
+        self._on_end(Outcome(check.name, state, seconds, message["figure"], avoid))  # type: ignore[arg-type]
 
 
 def _message(pipe: Connection, process: subprocess.Popen[bytes], limit_s: float, log: Path) -> dict[str, str]:
-    """What the process says next; with `is_gone` when it died, or says nothing within the limit."""
+    """The next message of the process; a failure with `is_gone` when it died, or sent nothing within the limit."""
     gone = {"state": "failed", "is_gone": "yes"}
     try:
         if not pipe.poll(limit_s):
-            return gone | {"figure": f"no answer within {limit_s:.0f} s"}
-        found: dict[str, str] = json.loads(pipe.recv_bytes())
-        return found
+            return gone | {"figure": f"no result within {limit_s:.0f} s"}
+        message: dict[str, str] = json.loads(pipe.recv_bytes())
+        return message
     except (EOFError, OSError):
         code = _wait(process)
         return gone | {"figure": f"its process ended with code {code}: {_last_line(log)}"}
@@ -150,7 +153,7 @@ def _message(pipe: Connection, process: subprocess.Popen[bytes], limit_s: float,
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "no output"
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
@@ -161,15 +164,15 @@ def _wait(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started. Idempotent."""
+    """Kill the process and its descendants. Idempotent."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
     except psutil.Error:
         family = []
     if process.poll() is None:
         process.kill()
-    # Those whose parent is gone would be adopted and live on. Python's resource trackers end last, and by themselves:
-    # they remove what the others have left in shared memory.
+    # Descendants would be adopted by init and go on. Python's resource trackers end last, and by themselves: they
+    # remove what the others left in shared memory.
     trackers = [member for member in family if _tracks_resources(member)]
     _kill([member for member in family if member not in trackers])
     _kill(psutil.wait_procs(trackers, timeout=_GRACE_S)[1])

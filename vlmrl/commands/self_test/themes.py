@@ -1,4 +1,4 @@
-"""Every check of the self-test, by the process that runs it, and which settings do without what it proves."""
+"""The checks of the self-test by process, each with the settings that avoid what it checks."""
 
 from __future__ import annotations
 

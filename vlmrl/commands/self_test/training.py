@@ -1,4 +1,4 @@
-"""A real `vlmrl rl` in small: two colocated GRPO steps with images, watched by the image check and a run's proofs."""
+"""Check a small `vlmrl rl`: two colocated GRPO steps with images, with the checks of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLES_EVERY_S = 0.5
 
 
 def settings(model: str, output: str, *, has_gpu: bool) -> dict[str, Any]:
-    """Those of the quickstart, with fewer and shorter responses; on a GPU as runs on one GPU are: bf16, and sleep."""
+    """Settings of the quickstart with fewer and shorter responses; on a GPU bf16 and sleep, as is usual there."""
     vllm: dict[str, Any] = {"cpu_kv_cache_gib": 0.25}
     if has_gpu:
         vllm = {"gpu_memory_utilization": 0.3, "enable_sleep": True}
@@ -40,12 +40,12 @@ def settings(model: str, output: str, *, has_gpu: bool) -> dict[str, Any]:
 
 
 def check(folder: Path) -> str:
-    """Two steps to the end, each with the engine's and the trainer's log-probs compared, images looked at."""
+    """Run two steps in which engine and trainer are compared, and the image check is on."""
     model = models.build(folder)
     output, file = folder / "run", folder / "run.yaml"
     # JSON is YAML.
     file.write_text(json.dumps(settings(model, str(output), has_gpu=torch.cuda.is_available())))
-    memory = _LeastFree()
+    memory = _MemoryWatch()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "vlmrl", "rl", "--config", str(file)],
         capture_output=True,
@@ -53,17 +53,17 @@ def check(folder: Path) -> str:
         errors="replace",
         check=False,
     )
-    least = memory.stop()
+    memory_line = memory.stop()
     sys.stdout.write(done.stdout + done.stderr)
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise Broken(f"the run ended with code {done.returncode}: {said[:300]}")
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise Broken(f"the run ended with code {done.returncode}: {last[:300]}")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return judged([line for line in lines if "policy/loss" in line]) + f"; {least}"
+    return format_steps([line for line in lines if "policy/loss" in line]) + f"; {memory_line}"
 
 
-def judged(steps: list[dict[str, float]]) -> str:
-    """What the steps' metrics say, for people. Raises Broken where one is missing."""
+def format_steps(steps: list[dict[str, float]]) -> str:
+    """Summarize the metrics of the steps in one line. Raise Broken if some are missing."""
     if len(steps) != _STEPS:
         raise Broken(f"{len(steps)} steps of {_STEPS} are in the run's metrics")
     effects = {
@@ -72,16 +72,19 @@ def judged(steps: list[dict[str, float]]) -> str:
         if name.startswith("verify/images/") and name.endswith("_effect")
     }
     if not effects:
-        raise Broken("the run did not look whether its log-probs follow the images", "--train.image_check_steps -1")
+        raise Broken("the run did not check that its log-probs depend on the images", "--train.image_check_steps -1")
     gap = max(step["sync/logprob_diff_mean"] for step in steps)
     times = ", ".join(
         f"{phase} {steps[-1][f'time/{phase}_s']:.1f}" for phase in _PHASES if f"time/{phase}_s" in steps[-1]
     )
-    return f"engine and trainer {gap:.1g} apart, images move log-probs by {min(effects.values()):.1g}; seconds: {times}"
+    return (
+        f"engine and trainer differ by {gap:.1g}, images change log-probs by {min(effects.values()):.1g}; "
+        f"seconds: {times}"
+    )
 
 
-class _LeastFree:
-    """Watches what is left of device and main memory while something else runs, and what it holds pinned."""
+class _MemoryWatch:
+    """Watches free and pinned memory of device and host while something else runs."""
 
     def __init__(self) -> None:
         self._device = self._host = float("inf")
@@ -98,7 +101,7 @@ class _LeastFree:
                 self._pinned = max(self._pinned, _pinned_bytes())
 
     def stop(self) -> str:
-        """GiB reserved of the device, pinned in main memory, and left of both when least was left."""
+        """Stop, and return a line with the peaks: GiB reserved on the device, pinned, and free when least was free."""
         self._done.set()
         self._thread.join()
         host = f"at least {self._host / GIB:.1f} GiB of main memory free"
@@ -110,12 +113,12 @@ class _LeastFree:
 
 
 def _pinned_bytes() -> int:
-    """Of this process's children, as far as the kernel counts it (`VmPin` and `VmLck`)."""
+    """Pinned memory of this process's descendants, as far as the kernel counts it (`VmPin` and `VmLck`)."""
     total = 0
     for process in psutil.Process().children(recursive=True):
         try:
             fields = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:  # it ended between the listing and the look
+        except OSError:  # it has ended since it was listed
             continue
         total += sum(int(line.split()[1]) * 1024 for line in fields if line.startswith(("VmPin", "VmLck")))
     return total

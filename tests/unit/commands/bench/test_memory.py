@@ -1,4 +1,4 @@
-"""Peaks are measured in a process of their own: what lies free in this one's heap would be taken first."""
+"""Peak memory, measured in separate processes: this one would reuse free memory of its heap first."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def peaks_mib(*works: str) -> list[float]:
     return [int(found) / 2**20 for found in done.stdout.split()]
 
 
-def test_the_peak_is_what_was_held_at_the_same_time_and_not_what_was_there_before() -> None:
+def test_the_peak_is_above_the_memory_held_before() -> None:
     assert peaks_mib("[len(make(32)), len(make(96))]", "[make(32), make(96)]") == [
         pytest.approx(96, abs=8),
         pytest.approx(128, abs=8),
     ]
 
 
-def test_a_peak_is_not_the_one_of_the_work_before() -> None:
+def test_each_peak_is_measured_anew() -> None:
     assert peaks_mib("make(128)", "make(16)") == [pytest.approx(128, abs=8), pytest.approx(16, abs=8)]
 
 
-def test_work_is_done_where_the_kernel_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmrl.commands.bench.memory._forget_peak", lambda: False)
+def test_the_work_runs_where_the_kernel_reports_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmrl.commands.bench.memory._reset_peak", lambda: False)
     done: list[int] = []
     assert peak_bytes(lambda: done.append(1), CPU) is None
     assert done == [1]

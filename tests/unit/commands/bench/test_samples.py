@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vlmrl.commands.bench.samples import make_experience, make_samples
+from vlmrl.commands.bench.samples import make_samples, random_experience
 from vlmrl.config.bench import Samples
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
@@ -19,7 +19,7 @@ def _read(folder: Path) -> Processor:
     return processor(str(folder), min_pixels=3136, max_pixels=100_000)
 
 
-def test_prompts_and_answers_have_the_lengths_that_were_asked_for(reader: Processor) -> None:
+def test_prompts_and_responses_have_the_given_lengths(reader: Processor) -> None:
     sizes = Samples(groups=2, n_samples_per_prompt=2, prompt_tokens=20, response_tokens=(3, 5, 4), image_size=56)
     samples = make_samples(reader, 384, sizes, seed=0)
     assert [sample.prompt_length for sample in samples] == [20] * 4
@@ -28,7 +28,7 @@ def test_prompts_and_answers_have_the_lengths_that_were_asked_for(reader: Proces
     assert [sample.group for sample in samples] == [0, 0, 1, 1]
 
 
-def test_answers_to_a_prompt_share_its_tokens_and_its_images_and_other_prompts_do_not(reader: Processor) -> None:
+def test_only_responses_to_one_prompt_share_tokens_and_images(reader: Processor) -> None:
     sizes = Samples(groups=2, n_samples_per_prompt=2, prompt_tokens=20, image_size=56, images_per_prompt=2)
     first, second, other, _ = make_samples(reader, 384, sizes, seed=0)
     assert (first.tokens[:20] == second.tokens[:20]).all()
@@ -39,7 +39,7 @@ def test_answers_to_a_prompt_share_its_tokens_and_its_images_and_other_prompts_d
     assert (reader.token_types(first.tokens) == 1).sum() == 2 * 4
 
 
-def test_text_holds_no_token_that_stands_for_an_image(reader: Processor) -> None:
+def test_text_has_no_image_tokens(reader: Processor) -> None:
     sizes = Samples(groups=4, prompt_tokens=500)
     for sample in make_samples(reader, 384, sizes, seed=0):
         assert sample.media == ()
@@ -54,21 +54,21 @@ def test_images_are_rounded_to_whole_patches(reader: Processor) -> None:
 
 
 def test_images_that_do_not_fit_into_the_prompt_are_refused(reader: Processor) -> None:
-    with pytest.raises(ConfigError, match=r"bench\.prompt_tokens 6 leaves no room for text behind the 6 tokens"):
+    with pytest.raises(ConfigError, match=r"bench\.prompt_tokens 6 leaves no room for text after the 6 tokens"):
         make_samples(reader, 384, Samples(prompt_tokens=6, image_size=56), seed=0)
 
 
-def test_a_text_model_is_not_shown_images(tmp_path: Path) -> None:
+def test_images_are_refused_for_a_text_model(tmp_path: Path) -> None:
     text = _read(tiny.build("qwen3", tmp_path / "model", size="micro"))
     with pytest.raises(ConfigError, match=r"bench\.image_size 56: the model takes no images"):
         make_samples(text, 384, Samples(image_size=56), seed=0)
     assert len(make_samples(text, 384, Samples(groups=1, n_samples_per_prompt=3), seed=0)) == 3
 
 
-def test_advantages_lie_on_answers_alone_and_are_one_number_per_answer(reader: Processor) -> None:
+def test_advantages_are_one_number_per_response(reader: Processor) -> None:
     samples = make_samples(reader, 384, Samples(groups=1, n_samples_per_prompt=2, prompt_tokens=9), seed=0)
     old = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
-    advantages = make_experience(samples, old, seed=0).advantages
+    advantages = random_experience(samples, old, seed=0).advantages
     assert [len(set(row[:9].tolist())) for row in advantages] == [1, 1]
     assert [row[:9].any() for row in advantages] == [False, False]
     assert [len(set(row[9:].tolist())) for row in advantages] == [1, 1]

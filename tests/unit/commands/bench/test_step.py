@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from vlmrl.commands.bench import step as module
-from vlmrl.commands.bench.step import Measured, against, attention_flops, pairs, step
+from vlmrl.commands.bench.step import Measurement, attended_pairs, attention_flops, compare_layouts, step
 from vlmrl.config.run import StepBench
 from vlmrl.data.packing import make_pack
 from vlmrl.models import tiny
@@ -34,8 +34,8 @@ SAMPLES = [sample(3, 1, 0), sample(3, 2, 0), sample(2, 2, 1)]
         ("shared", 6 + 4 + 9 + 10),
     ],
 )
-def test_pairs_are_counted_as_the_layout_lays_them(layout: Layout, expected: int) -> None:
-    assert pairs(make_pack(SAMPLES, range(3), layout)) == expected
+def test_attended_pairs_follow_the_layout(layout: Layout, expected: int) -> None:
+    assert attended_pairs(make_pack(SAMPLES, range(3), layout)) == expected
 
 
 def test_attention_costs_twelve_per_pair_layer_head_and_channel() -> None:
@@ -45,11 +45,11 @@ def test_attention_costs_twelve_per_pair_layer_head_and_channel() -> None:
 
 
 def test_a_layout_is_compared_by_its_medians() -> None:
-    def measured(passes: list[float], flops: float, logprob: float) -> Measured:
+    def measured(passes: list[float], flops: float, logprob: float) -> Measurement:
         seconds = [{"forward": value / 4, "backward": 3 * value / 4, "optimizer": 1.0} for value in passes]
-        return Measured([], flops=flops, logprobs={0: np.array([0.0, logprob], np.float32)}, seconds=seconds)
+        return Measurement([], flops=flops, logprobs={0: np.array([0.0, logprob], np.float32)}, seconds=seconds)
 
-    found = against(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
+    found = compare_layouts(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
     # Passes of 4 s and 1 s; steps of 5 s and 2 s.
     assert found == (4.0, 4.0, 2.5, 0.5)
 
@@ -70,9 +70,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def test_layouts_are_told_apart_by_tokens_and_found_equal_in_results(
-    lines: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layouts_differ_in_tokens_and_agree_in_results(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
     padded, packed, shared = lines(capsys, image_size=56)
     assert [line["layout"] for line in (padded, packed, shared)] == ["padded", "packed", "shared"]
     # Four samples of 37, 35, 37 and 35 tokens; padded to 37; two prompts of 30 with 12 tokens of answers each.
@@ -88,7 +86,7 @@ def test_layouts_are_told_apart_by_tokens_and_found_equal_in_results(
         assert len(line["backward_s_each"]) == 1
 
 
-def test_a_layout_that_computes_something_else_is_seen(
+def test_a_layout_with_different_results_is_detected(
     lines: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = module.Policy.logprobs
@@ -117,7 +115,7 @@ def test_cutting_the_step_into_packs_changes_neither_work_nor_results(
     assert halves["gradient_max"] == pytest.approx(whole["gradient_max"], rel=1e-4)
 
 
-def test_the_first_layout_is_the_yardstick(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_are_compared_with_the_first_one(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
     packed, shared = lines(capsys, layouts=["packed", "shared"])
     assert {packed["against"], shared["against"]} == {"packed"}
     assert packed["speedup"] == 1.0
@@ -135,11 +133,11 @@ def test_the_first_layout_is_the_yardstick(lines: Any, capsys: pytest.CaptureFix
         ({"actor": {"model_name_or_path": "m", "num_gpus_per_node": 2}}, "vlmrl bench step does not have it"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said.replace(".", r"\.")):
         StepBench.model_validate({"actor": {"model_name_or_path": "m"}} | settings)
 
 
-def test_another_attention_is_measured_where_nothing_is_shared(tmp_path: Path) -> None:
+def test_other_attention_kernels_can_be_measured_without_sharing(tmp_path: Path) -> None:
     settings = {"ds": {"attn_implementation": "sdpa"}, "bench": {"layouts": ["padded", "packed"]}}
     assert StepBench.model_validate({"actor": {"model_name_or_path": "m"}} | settings).bench.repeats == 5

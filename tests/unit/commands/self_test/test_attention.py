@@ -1,4 +1,4 @@
-"""The self-test's yardstick of attention: it passes what is right on this machine, and finds a leak."""
+"""The attention check of the self-test: it passes on this machine, and detects a leak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_windows_and_shared_prompts_equal_a_dense_mask(spans: str, window: int |
     assert max(attention.compare(64, torch.float32, attention.PLANS[spans], CPU, window=window)) <= 1
 
 
-def test_a_leak_between_samples_is_found_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_between_samples_is_detected_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     def leaks(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> tuple[Tensor, None]:
         found, _ = packed_attention(module, query, key, value, *rest, **how)
         # A thousandth of the first token's value reaches every token.
@@ -40,7 +40,7 @@ def test_a_leak_between_samples_is_found_forward_and_backward(monkeypatch: pytes
         attention.check(None)
 
 
-def test_numbers_that_are_none_are_infinitely_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_an_infinite_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def overflows(*states: Any, **how: Any) -> tuple[Tensor, None]:
         found, _ = packed_attention(*states, **how)
         return found * float("nan"), None

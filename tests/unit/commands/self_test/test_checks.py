@@ -1,4 +1,4 @@
-"""What the checks of the self-test make of a machine that does not do its part."""
+"""The checks of the self-test on machines with faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmrl.commands.self_test.themes import THEMES
 STEP = {"policy/loss": 0.0, "sync/logprob_diff_mean": 1e-6, "time/rollout_s": 0.5, "time/update_s": 1.25}
 
 
-def test_every_check_names_a_function_that_is_there_and_settings_to_do_without_it() -> None:
+def test_every_check_names_an_existing_function_and_settings_that_avoid_it() -> None:
     checks = [check for theme in THEMES for check in theme.checks]
     assert len({check.name for check in checks}) == len(checks)
     for name in [*(theme.setup for theme in THEMES), *(check.function for check in checks)]:
@@ -27,36 +27,36 @@ def test_every_check_names_a_function_that_is_there_and_settings_to_do_without_i
     assert all(check.avoid for check in checks)
 
 
-def test_ranks_that_hang_are_named_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_hang_are_reported_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(ranks.__file__).parents[3]))
     # They are still importing torch then.
     monkeypatch.setattr(ranks, "_TIMEOUT_S", 0.2)
-    with pytest.raises(Broken, match=r"rank 0 of 2 is not done after 0\.4 s"):
+    with pytest.raises(Broken, match=r"rank 0 of 2 has not finished after 0\.4 s"):
         ranks.check(tmp_path)
     assert not [one for one in psutil.Process().children() if "vlmrl.commands.self_test.ranks" in one.cmdline()]
 
 
-def test_four_bit_layers_compute_with_the_numbers_that_their_bits_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bit_layers_compute_with_their_dequantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.nf4(None).startswith("rounding 8%")
     functional = importlib.import_module("bitsandbytes.functional")
     sound = functional.dequantize_4bit
     monkeypatch.setattr(functional, "dequantize_4bit", lambda *given, **how: 1.01 * sound(*given, **how))
-    with pytest.raises(Broken, match="an NF4 layer on cpu is off by"):
+    with pytest.raises(Broken, match="the relative error of an NF4 layer on cpu is"):
         layers.nf4(None)
 
 
-def test_a_run_is_told_by_its_gaps_its_sight_and_its_seconds() -> None:
+def test_a_run_is_summarized_by_gaps_image_effects_and_seconds() -> None:
     seen = STEP | {"verify/images/engine_effect": 0.2, "verify/images/old_effect": 0.1}
-    assert training.judged([seen, STEP]) == (
-        "engine and trainer 1e-06 apart, images move log-probs by 0.1; seconds: rollout 0.5, update 1.2"
+    assert training.format_steps([seen, STEP]) == (
+        "engine and trainer differ by 1e-06, images change log-probs by 0.1; seconds: rollout 0.5, update 1.2"
     )
     with pytest.raises(Broken, match="1 steps of 2"):
-        training.judged([seen])
-    with pytest.raises(Broken, match="did not look whether"):
-        training.judged([STEP, STEP])
+        training.format_steps([seen])
+    with pytest.raises(Broken, match="did not check that"):
+        training.format_steps([STEP, STEP])
 
 
-def test_a_run_that_is_refused_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_run_is_reported_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.models, "build", lambda folder: str(folder / "no" / "model"))
     with pytest.raises(Broken, match=r"the run ended with code 2: vlmrl rl: .*there is no folder .*no/model"):
         training.check(tmp_path)

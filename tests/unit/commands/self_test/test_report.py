@@ -1,4 +1,4 @@
-"""The self-test survives whatever it examines: a check that fails, crashes or hangs costs its own line."""
+"""The self-test survives checks that fail, crash or hang."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def outcomes(printed: str) -> dict[str, dict[str, str]]:
     return {line.pop("check"): line for line in lines if line["check"] not in ("memory", "disk", "driver", "loopback")}
 
 
-def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
-    planted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_kind_of_failure_affects_one_check_only(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("works", "fails", "knows_better", "raises", "skipped", "crashes")
     checks = [*map(check, names), check("hangs", 1.5), check("starts")]
     theme = Theme("one", tuple(checks), "planted_checks:shared")
@@ -94,7 +92,7 @@ def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
         "skipped": ("skipped", "one GPU", ""),
         "crashes": ("failed", "its process ended with code -11: Illegal instruction", "--train.layout padded"),
     }
-    assert (found["hangs"]["state"], found["hangs"]["figure"]) == ("failed", "no answer within 2 s")
+    assert (found["hangs"]["state"], found["hangs"]["figure"]) == ("failed", "no result within 2 s")
     # What the checks share was set up again for those behind the crash, and for those behind the hang.
     assert (found["starts"]["state"], found["starts"]["figure"]) == ("ok", "3")
     assert float(found["hangs"]["seconds"]) >= 1.5
@@ -103,7 +101,7 @@ def test_one_fault_of_each_kind_costs_its_line_and_the_others_go_on(
     assert not has_left_shared_memory()
 
 
-def test_a_set_up_that_fails_is_told_for_each_of_its_checks_and_not_tried_again(
+def test_a_failed_set_up_is_reported_for_each_check_and_not_repeated(
     planted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     themes = [Theme("broken", (check("works"), check("fails")), "planted_checks:broken")]
@@ -114,7 +112,7 @@ def test_a_set_up_that_fails_is_told_for_each_of_its_checks_and_not_tried_again(
     assert {found[name]["avoid"] for name in ("works", "fails")} == {"see the message"}
 
 
-def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_lines_have_check_duration_and_advice(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     themes = [Theme("two", (check("works"), check("skipped")))]
     assert report.main(themes=themes) == 0
     printed = capsys.readouterr().out
@@ -124,12 +122,12 @@ def test_lines_for_people_say_what_how_long_and_what_to_do(planted: Path, capsys
     assert report.main(themes=[Theme("three", (check("fails"),))]) == 1
     printed = capsys.readouterr().out
     assert "failed  fails" in printed
-    assert "do without it: --train.layout padded" in printed
+    assert "to avoid it: --train.layout padded" in printed
     logs = Path(printed.split()[-1])
     assert (logs / "three" / "log.txt").exists()
 
 
-def test_the_logs_of_a_failure_are_named_beside_the_json(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_logs_of_a_failure_are_named_on_stderr_with_json(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main(as_json=True, themes=[Theme("three", (check("fails"),))]) == 1
     printed = capsys.readouterr()
     assert outcomes(printed.out).keys() >= {"fails"}
@@ -142,7 +140,7 @@ def test_without_a_folder_for_temporary_files_there_is_one_line(planted: Path, m
         report.main(themes=[])
 
 
-def test_what_needs_a_gpu_starts_no_process_where_there_is_none(
+def test_gpu_checks_are_skipped_without_a_process(
     planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,4 @@
-"""What the self-test makes of an engine that does not follow its policy. Engine and policy are small fakes."""
+"""The serving checks of the self-test on a faulty engine. Engine and policy are small fakes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
 TOKENS = np.array([5, 6])
 
 
-class Both:
-    """A policy whose one weight is a number, and an engine that holds what it was sent. Stands for their actors too."""
+class EngineAndPolicy:
+    """A policy with a single weight, and an engine with a copy of it. Also stands for their actors."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
-        self.weight = self.held = self.answers_by = 1.0
+        self.weight = self.held = self.served = 1.0
         self.adapter: dict[str, Any] | None = None
 
     def call(self, ask: Any) -> None:
@@ -39,7 +39,7 @@ class Both:
     def send(self, part: str, *, version: int, readback: None) -> int:
         if part == "base":
             self.held = self.held if self.fault == "keeps its weights" else self.weight
-            self.answers_by = self.answers_by if self.fault == "answers from a stale copy" else self.held
+            self.served = self.served if self.fault == "responds from a stale copy" else self.held
         return 2**20
 
     def sync(self, version: int) -> None:
@@ -49,8 +49,8 @@ class Both:
         return [{"fingerprint": f"of {self.held}", "adapter": self.adapter}]
 
     def generate(self, prompts: Sequence[Prompt], sampling: Any) -> list[Group]:
-        tokens = np.append(TOKENS, int(10 * self.answers_by))
-        rollout = Rollout(tokens, tokens > 6, np.where(tokens > 6, -self.answers_by, 0.0), "", "stop", 0)
+        tokens = np.append(TOKENS, int(10 * self.served))
+        rollout = Rollout(tokens, tokens > 6, np.where(tokens > 6, -self.served, 0.0), "", "stop", 0)
         return [Group(Prompt(0, "fake", "", TOKENS, TOKENS, label=None), (rollout,))]
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
@@ -68,40 +68,42 @@ def _no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pair(both: Any) -> serving.Pair:
     settings = serving.settings("model", "out", backend="shm", has_gpu=False)
-    config, tools, probe = RlConfig.model_validate(settings), None, None
-    return serving.Pair(config, tools, both, both, both, both, None, probe)  # type: ignore[arg-type]
+    config, processor, check = RlConfig.model_validate(settings), None, None
+    return serving.Pair(config, processor, both, both, both, both, None, check)  # type: ignore[arg-type]
 
 
-def test_a_sound_engine_is_told_by_its_figures() -> None:
-    assert serving.publishes_by_memory(pair(Both())).startswith("1.0 MiB in 0.00 s, digests and responses changed")
-    assert serving.generates(pair(Both())).startswith("1 tokens in 0.0 s, trainer ")
+def test_a_correct_engine_passes_with_figures() -> None:
+    assert serving.publishes_by_memory(pair(EngineAndPolicy())).startswith(
+        "1.0 MiB in 0.00 s, digests and responses changed"
+    )
+    assert serving.generates(pair(EngineAndPolicy())).startswith("1 tokens in 0.0 s; the trainer differs by ")
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("keeps its weights", "engine and trainer are|holds the same digest"),
-        ("answers from a stale copy", "responds the same before and after weights x 1.5"),
-        ("computes otherwise", "engine and trainer are 0.01 apart, the bound is 0.001"),
+        ("keeps its weights", "engine and trainer differ|digest of 1.0 did not change"),
+        ("responds from a stale copy", "responses did not change after weights x 1.5"),
+        ("computes otherwise", "engine and trainer differ by 0.01, the bound is 0.001"),
     ],
 )
-def test_a_publish_that_does_not_arrive_is_named_and_leaves_the_model_as_it_was(fault: str, said: str) -> None:
-    both = Both(fault)
+def test_a_sync_that_fails_is_reported_and_the_weights_are_restored(fault: str, said: str) -> None:
+    both = EngineAndPolicy(fault)
     with pytest.raises(Broken, match=said):
         serving.publishes_by_memory(pair(both))
     assert both.weight == 1.0
 
 
-def test_scores_that_are_not_those_of_the_responses_are_named() -> None:
-    with pytest.raises(Broken, match="scores its own responses 1 apart"):
-        serving.generates(pair(Both("scores otherwise")))
+def test_prefill_that_differs_from_decode_is_reported() -> None:
+    with pytest.raises(Broken, match="decode and prefill differ by 1"):
+        serving.generates(pair(EngineAndPolicy("scores otherwise")))
 
 
-def test_an_adapter_that_did_not_arrive_is_named() -> None:
-    with pytest.raises(Broken, match="and was sent version 2"):
-        serving.adapts(pair(Both("keeps its adapter")))
+def test_an_adapter_that_does_not_arrive_is_reported() -> None:
+    with pytest.raises(Broken, match="after a sync of version 2"):
+        serving.adapts(pair(EngineAndPolicy("keeps its adapter")))
 
 
-def test_without_cuda_there_is_no_way_between_gpus() -> None:
+def test_without_cuda_the_device_path_is_skipped() -> None:
     with pytest.raises(Skipped, match="no CUDA device"):
-        serving.publishes_by_device(pair(Both()))
+        serving.publishes_by_device(pair(EngineAndPolicy()))
