@@ -231,7 +231,7 @@ def test_fillers_get_zeros_and_samples_their_own_columns() -> None:
 
 def test_columns_that_do_not_line_up_are_refused() -> None:
     short = [np.zeros(2, dtype=np.float32)]
-    with pytest.raises(ValueError, match="the advantages of an experience do not line up"):
+    with pytest.raises(ValueError, match="the advantages of an experience do not match the lengths"):
         Experience(samples=[sample(0)], advantages=short, old_logprobs=short, rollout_logprobs=short)
 
 

@@ -68,7 +68,7 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
         ),
         ("rl", "eval.dataset", [{"input": "q", "answer": "4"}], "did you mean --data.label_key answer?"),
         ("eval", "eval.dataset", [{"input": "q"}], "which reward.functions math needs"),
-        ("sft", "data.prompt_dataset", [{"input": "q"}], "nothing says what to learn"),
+        ("sft", "data.prompt_dataset", [{"input": "q"}], "no answer to train on"),
         ("rl", "data.prompt_dataset", [{"input": "<image>?", "label": 1, "image_path": "a.png"}], "to image_path, or"),
     ],
 )
@@ -103,7 +103,7 @@ def test_columns_that_a_users_function_requires_are_checked_in_every_dataset(
     words += ["--train.max_steps", "1"]
     assert dry_run("rl", model, tmp_path / "out", *words) == 0, capsys.readouterr().err
     assert dry_run("rl", model, tmp_path / "out", *words, "--eval.dataset", str(tmp_path / "test.jsonl")) == 2
-    said = "dataset test has no column 'level', for which reward.remote_url asks; it has: input, label"
+    said = "dataset test has no column 'level', which reward.remote_url needs; it has: input, label"
     assert said in capsys.readouterr().err
 
 

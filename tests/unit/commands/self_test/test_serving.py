@@ -33,7 +33,7 @@ class EngineAndPolicy:
     def restore(self) -> None:
         self.weight = 1.0
 
-    def stir(self, seed: int) -> None:
+    def randomize_adapter(self, seed: int) -> None:
         """Its adapter changes nothing."""
 
     def send(self, part: str, *, version: int, readback: None) -> int:
