@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from vlmrl.system.storage import writing
 from vlmrl.types import Floats, Group, Media, Rollout, Score
@@ -65,11 +65,9 @@ class Transcripts:
     ) -> Path:
         """Write the responses to the evaluation set `name`, after `step` steps."""
         no_results: list[list[dict[str, float | None]]] = [[{} for _ in group.rollouts] for group in groups]
-        # The name of a set may be a Hub id or a path.
-        safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
-        return self._write_lines(
-            f"eval_{safe_name}_step_{step:06d}.jsonl", step, groups, scores, no_results, [{}] * len(groups)
-        )
+        # The name may be a Hub id or a path. Unlike `_` for each odd character, %2F keeps `a/b` apart from `a_b`.
+        file = f"eval_{quote(name, safe='')}_step_{step:06d}.jsonl"
+        return self._write_lines(file, step, groups, scores, no_results, [{}] * len(groups))
 
     def _write_lines(
         self,

@@ -124,8 +124,17 @@ def test_an_evaluation_has_its_own_file_whatever_the_name_of_its_set(tmp_path: P
     file = Transcripts(tmp_path, MediaRecorder()).write_evaluation(
         20, "some/set?split=1", [group(0, ["4"])], [[Score(1.0)]]
     )
-    assert file == tmp_path / "eval_some_set_split_1_step_000020.jsonl"
+    assert file == tmp_path / "eval_some%2Fset%3Fsplit%3D1_step_000020.jsonl"
     assert "advantage" not in lines(file)[0]["responses"][0]  # type: ignore[index]
+
+
+def test_evaluation_sets_with_similar_names_do_not_share_a_file(tmp_path: Path) -> None:
+    transcripts = Transcripts(tmp_path, MediaRecorder())
+    names = ["a/b", "a_b", "a%2Fb", "a:b", "a@b", "a__b", "a_b_step_000020"]
+    for name in names:
+        transcripts.write_evaluation(20, name, [group(0, [name])], [[Score(1.0)]])
+    written = [lines(file)[0]["responses"][0]["text"] for file in tmp_path.iterdir()]  # type: ignore[index]
+    assert sorted(written) == sorted(names)
 
 
 def test_a_repeated_step_replaces_its_file(tmp_path: Path) -> None:
