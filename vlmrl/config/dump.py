@@ -10,6 +10,9 @@ from vlmrl.config.base import Section
 from vlmrl.config.run import RlConfig
 from vlmrl.config.verb import Run
 
+HEADER = "# Written by vlmrl: "
+"""The beginning of the file. Recipes begin with their command, `# vlmrl rl --config ...`."""
+
 
 def dump_yaml(config: Run, path: Path) -> None:
     """Write every setting with its value; `vlmrl VERB --config PATH` repeats the run.
@@ -17,7 +20,7 @@ def dump_yaml(config: Run, path: Path) -> None:
     A setting that the run does not read is a comment, with the reason: given back as a setting, it would be refused.
     What follows from other settings is left to follow from them (`null`), and a comment tells what it is now.
     """
-    lines = [f"# vlmrl {config.verb} --config {path.name}", *_lines(config, config, "", depth=0)]
+    lines = [f"{HEADER}vlmrl {config.verb} --config {path.name} repeats the run", *_lines(config, config, "", depth=0)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlmrl.config.dump import HEADER
 from vlmrl.errors import ConfigError
 from vlmrl.observe.sinks import read_metrics
-
-_DUMPED = b"# vlmrl "
-"""First bytes of a file written by `config.dump`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +128,8 @@ class RunFolder:
 
     def _foreign_file(self, *, has_checkpoint: bool, learns: bool) -> Path | None:
         """Return a path that a run would write but a user made: settings, or a model to start from."""
-        if self.config.is_file():
-            with self.config.open("rb") as settings:
-                if settings.read(len(_DUMPED)) != _DUMPED:
-                    return self.config
+        if self.config.is_file() and not self.config.read_bytes().startswith(HEADER.encode()):
+            return self.config
         if not learns:
             return None
         return self.checkpoints if has_checkpoint else next((model for model in self.models if model.exists()), None)

@@ -244,7 +244,7 @@ def test_a_folder_that_holds_another_run_is_refused(
 def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").write_text("# vlmrl rl --config config.yaml\n")
+    (tmp_path / "config.yaml").write_text("# Written by vlmrl: vlmrl rl --config config.yaml repeats the run\n")
     (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
     (tmp_path / "best").mkdir()
     (tmp_path / "best/best.json").write_text('{"metric": "eval/visual_math/reward", "value": 1.0, "step": 2}')

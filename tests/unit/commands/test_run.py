@@ -203,7 +203,7 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
     monkeypatch.setattr(run_module, "session", machines)
     folder = RunFolder(tmp_path)
     folder.checkpoint(4).mkdir(parents=True)
-    folder.config.write_text("# vlmrl rl of theirs\n")
+    folder.config.write_text("# Written by vlmrl: theirs\n")
     mine = config(ckpt={"load_enable": True})
     with pytest.raises(DataError), run_module.run_session(mine, folder, []):
         raise DataError("the checkpoint was made with other data")

@@ -45,7 +45,7 @@ def test_the_file_repeats_the_run(kind: type[Run], flags: list[str], tmp_path: P
     dump_yaml(again, tmp_path / "again.yaml")
     first, *rest = (tmp_path / "config.yaml").read_text().splitlines()
     assert (tmp_path / "again.yaml").read_text().splitlines()[1:] == rest
-    assert first == f"# vlmrl {kind.verb} --config config.yaml"
+    assert first == f"# Written by vlmrl: vlmrl {kind.verb} --config config.yaml repeats the run"
 
 
 @pytest.mark.parametrize(("kind", "flags"), RUNS)

@@ -3,10 +3,14 @@ from pathlib import Path
 
 import pytest
 
+from vlmrl.config.dump import dump_yaml
+from vlmrl.config.load import load
+from vlmrl.config.run import SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.observe.run_folder import RunFolder
 
-SETTINGS = "# vlmrl rl --config config.yaml\nactor: {}\n"
+SETTINGS = "# Written by vlmrl: vlmrl rl --config config.yaml repeats the run\nactor: {}\n"
+RECIPES = sorted((Path(__file__).parents[3] / "examples").rglob("*.yaml"))
 
 
 def test_a_folder_with_another_run_is_refused(tmp_path: Path) -> None:
@@ -97,6 +101,23 @@ def test_files_not_written_by_a_run_are_not_replaced(name: str, tmp_path: Path) 
         folder.check(resume=False, has_checkpoint=has_checkpoint)
     if not path.suffix:
         folder.check(resume=False, has_checkpoint=has_checkpoint, learns=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_copy_of_a_recipe_is_not_replaced(resume: bool, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert len(RECIPES) > 30
+    for recipe in RECIPES:
+        folder.config.write_bytes(recipe.read_bytes())
+        with pytest.raises(ConfigError, match=r"config\.yaml there was not written by a run"):
+            folder.check(resume=resume, has_checkpoint=False)
+
+
+def test_the_settings_of_a_run_may_be_replaced(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--ckpt.output_dir", str(tmp_path)]
+    dump_yaml(load(SftConfig, words), folder.config)
+    folder.check(resume=False, has_checkpoint=False)
 
 
 def test_an_evaluation_is_not_advised_to_resume(tmp_path: Path) -> None:
