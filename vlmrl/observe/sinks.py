@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,30 +58,56 @@ def open_sinks(
 
 
 class JsonlSink:
-    """One JSON object per line and step. NaN and infinity, which JSON does not have, are written as null."""
+    """One JSON object per line and step. NaN and infinity, which JSON does not have, are written as null.
+
+    Further metrics of the newest step join its record: those of an evaluation after the last step, or of one that a
+    stop interrupted and the resumed run makes.
+    """
 
     def __init__(self, file: Path, *, first_step: int) -> None:
+        self._path = file
+        self._newest: dict[str, Any] = {}
+        """The last record of the file."""
         self._writing = partial(writing, file.name, file.parent)
         with self._writing():
             file.parent.mkdir(parents=True, exist_ok=True)
-            if file.exists():
-                kept = [json.dumps(record) + "\n" for record in read_metrics(file) if record["step"] < first_step]
-                written = file.with_suffix(".tmp")
-                written.write_text("".join(kept), encoding="utf-8")
-                written.replace(file)
-            self._file = file.open("a", encoding="utf-8")
+            self._begin([record for record in self._records() if record["step"] < first_step])
 
     def write(self, step: int, metrics: Metrics) -> None:
         for name in metrics:
             check_name(name)
         numbers = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         with self._writing():
-            self._file.write(json.dumps({"step": step} | numbers) + "\n")
+            if step == self._newest.get("step"):
+                earlier = [record for record in self._records() if record["step"] != step]
+                before = self._file
+                self._begin([*earlier, _joined(self._newest, numbers)])
+                before.close()
+                return
+            self._newest = {"step": step} | numbers
+            self._file.write(json.dumps(self._newest) + "\n")
             # Flushed to the kernel, so that a killed process loses nothing.
             self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+    def _records(self) -> list[dict[str, Any]]:
+        return read_metrics(self._path) if self._path.exists() else []
+
+    def _begin(self, records: Sequence[dict[str, Any]]) -> None:
+        """Replace the file by one with these records, to which further ones are appended."""
+        written = self._path.with_suffix(".tmp")
+        written.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        written.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._newest = dict(records[-1]) if records else {}
+
+
+def _joined(record: Mapping[str, Any], numbers: Mapping[str, float | None]) -> dict[str, Any]:
+    """The record of a step with further metrics, which replace older values; times add up."""
+    times = {name for name in numbers if name.startswith("time/") and record.get(name) is not None}
+    return {**record, **numbers} | {name: record[name] + (numbers[name] or 0.0) for name in times}
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -44,6 +44,24 @@ def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
+def test_an_evaluation_that_a_resumed_run_makes_joins_the_record_of_its_step(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    sink = JsonlSink(file, first_step=0)
+    sink.write(1, {"reward/mean": 0.5})
+    sink.write(2, {"reward/mean": 0.75, "time/step_s": 10.0})
+    sink.close()
+    for accuracy in (0.25, 0.5):  # the first run that resumes is killed before its next checkpoint
+        sink = JsonlSink(file, first_step=3)
+        sink.write(2, {"eval/toy/pass@1": accuracy, "time/eval_s": 2.0, "time/step_s": 2.0})
+        sink.write(3, {"reward/mean": 1.0})
+        sink.close()
+    first, evaluated, last = read_metrics(file)
+    assert (first, last) == ({"step": 1, "reward/mean": 0.5}, {"step": 3, "reward/mean": 1.0})
+    times = {"time/eval_s": 4.0, "time/step_s": 14.0}
+    assert evaluated == {"step": 2, "reward/mean": 0.75, "eval/toy/pass@1": 0.5} | times
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+
+
 def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl", first_step=0)
     sink.write(1, {"policy/grad_norm": math.nan, "policy/loss": math.inf})
