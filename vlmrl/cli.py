@@ -10,6 +10,7 @@ from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.errors import ConfigError
+from vlmrl.system.scratch import scratch
 from vlmrl.system.stops import handle_signals
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _rl(words: list[str]) -> int:
     if (arguments := _parse(RlConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.rl import train_rl
 
-        with handle_signals(arguments.config.train.stop_grace_s):
+        with handle_signals(arguments.config.train.stop_grace_s), scratch():
             train_rl(arguments.config, dry_run=arguments.dry_run)
     return 0
 
@@ -109,7 +110,7 @@ def _sft(words: list[str]) -> int:
     if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.sft import train_sft
 
-        with handle_signals(arguments.config.train.stop_grace_s):
+        with handle_signals(arguments.config.train.stop_grace_s), scratch():
             train_sft(arguments.config, dry_run=arguments.dry_run)
     return 0
 
@@ -120,7 +121,7 @@ def _eval(words: list[str]) -> int:
     if (arguments := _parse(EvalConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.evaluate import evaluate
 
-        with handle_signals(arguments.config.train.stop_grace_s):
+        with handle_signals(arguments.config.train.stop_grace_s), scratch():
             evaluate(arguments.config, dry_run=arguments.dry_run)
     return 0
 
@@ -193,7 +194,8 @@ def _serve_rm(words: list[str]) -> int:
     if (arguments := _parse(ServeConfig, words)) is not None:
         from vlmrl.commands.serve_reward import serve_rm
 
-        serve_rm(arguments.config)
+        with scratch():
+            serve_rm(arguments.config)
     return 0
 
 

@@ -121,7 +121,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         yield Session(_alive_nodes())
         return
     temporary = ExitStack()
-    folder = temporary.enter_context(_private_folder())
+    folder = temporary.enter_context(scratch())
     before = set(psutil.Process().children())
     family: list[psutil.Process] | None = None
     try:
@@ -159,17 +159,6 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
 
 def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child not in before]
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """The run's folder for temporary files; raises ClusterError when it cannot be made."""
-    with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(scratch())
-        except OSError as error:
-            raise ClusterError(f"no folder for temporary files ({error}): set TMPDIR to one of yours") from error
-        yield folder
 
 
 def _clear(folder: Path) -> None:

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
 
+from vlmrl.errors import ClusterError
+
 VARIABLE = "VLMRL_SCRATCH"
 """Environment variable: the folder that the processes of a run share. On other machines it may not exist yet."""
 MEETING_FILE = "VLMRL_MEETING_FILE"
@@ -38,15 +40,21 @@ def scratch() -> Iterator[Path]:
     """Create a private folder, and make it the temporary folder of this process and of those that it starts.
 
     It is removed at the end, once no process of the run uses it any more, or after five seconds. Folders of killed runs
-    are removed at the start.
+    are removed at the start. Within the context of another call, the folder is that call's.
 
-    Raises OSError when it cannot be created.
+    Raises ClusterError when it cannot be created.
     """
+    if _held:
+        yield next(iter(_held))
+        return
     before = {name: os.environ.get(name) for name in ("TMPDIR", VARIABLE)}
     parent = _parent()
     sweep(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    enter(folder)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        enter(folder)
+    except OSError as error:
+        raise ClusterError(f"no folder for temporary files ({error}): set TMPDIR to one of yours") from error
     try:
         yield folder
     finally:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from scripted_loop import config
 
 from vlmrl.cluster.session import Node, Session
 from vlmrl.commands import run as run_module
 from vlmrl.errors import ConfigError, DataError, RewardError, StorageError, VlmrlError
+from vlmrl.models import tiny
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
+from vlmrl.system.scratch import sweep
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import Ending, ExhaustedError
 from vlmrl.trainer.evaluation import Evaluations
@@ -211,3 +217,29 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
     with run_module.run_session(mine, folder, []) as (_, report):
         run_module.begin_report(mine, report, folder, Table(), last=5, done=4)  # type: ignore[arg-type]
     assert "theirs" not in folder.config.read_text()
+
+
+def test_a_run_that_is_killed_while_it_is_checked_leaves_only_its_scratch_folder(tmp_path: Path) -> None:
+    model = tiny.build("qwen2_5_vl", tmp_path / "model", size="micro")
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('imported').touch()\ntime.sleep(60)\n"
+        "def reward(response): return 1.0\n"
+    )
+    words = ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "visual_math?size=32"]
+    words += ["--ckpt.output_dir", "out", "--reward.remote_url", f"{tmp_path}/slow.py:reward"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_TMPDIR"}
+    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as temporary:
+        command = [sys.executable, "-m", "vlmrl", "rl", *words]
+        with subprocess.Popen(command, env=environment | {"TMPDIR": temporary}, cwd=tmp_path) as run:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "imported").exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            family = psutil.Process(run.pid).children(recursive=True)
+            run.kill()
+        psutil.wait_procs(family, timeout=10)
+        assert (tmp_path / "imported").exists()
+        (left,) = Path(temporary).iterdir()
+        assert left.name.startswith("vlmrl-run-")
+        os.utime(left, (0, 0))
+        sweep(left.parent)  # which is what the next run does
+        assert not left.exists()

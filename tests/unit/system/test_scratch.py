@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vlmrl.errors import ClusterError
 from vlmrl.system import scratch as module
 from vlmrl.system.scratch import VARIABLE, enter_from_environment, remove_here, scratch, sweep
 
@@ -62,6 +63,23 @@ def test_it_is_gone_after_an_error_too(parent: Path) -> None:
     with pytest.raises(ValueError, match="mine"), scratch():
         raise ValueError("mine")
     assert not list(parent.iterdir())
+
+
+def test_a_call_within_another_gives_the_same_folder(parent: Path) -> None:
+    with scratch() as folder:
+        with scratch() as same:
+            assert same == folder
+        assert folder.exists()
+    assert not list(parent.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_for_the_user(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/proc")
+    with (
+        pytest.raises(ClusterError, match=r"^no folder for temporary files \(.*\): set TMPDIR to one of yours$"),
+        scratch(),
+    ):
+        pytest.fail("it was made")
 
 
 def test_removal_waits_for_processes_that_use_the_folder(parent: Path) -> None:
