@@ -8,7 +8,7 @@ against trainer, and the run's layout against `padded`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -224,26 +224,41 @@ _Values = NDArray[np.float64]
 
 
 def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
-    """Choose a few responses, and for each repeated measurement others of the same groups, where there are any."""
-    first: list[Group] = []
-    others: list[list[Group]] = [[] for _ in range(_NUM_RETRIES)]
+    """Choose a few responses, and for each repeated measurement others of the same groups.
+
+    A group without further responses is replaced by another group, as long as there are any: the same responses would
+    repeat the first measurement with the same rounding.
+    """
+    candidates = _shuffled(groups, rng)
+    chosen: list[Group] = []
     num_tokens = 0
+    for group in candidates:
+        chosen.append(group)
+        num_tokens += sum(rollout.num_sampled for rollout in group.rollouts[:_NUM_RESPONSES])
+        if len(chosen) >= _NUM_GROUPS and (num_tokens >= _MIN_TOKENS or len(chosen) == _MAX_GROUPS):
+            break
+    others: list[list[Group]] = [[] for _ in range(_NUM_RETRIES)]
+    for number, others_of_all in enumerate(others):
+        for group in chosen:
+            rest = group.rollouts[_NUM_RESPONSES:]
+            unused = rest[number::_NUM_RETRIES] or rest
+            others_of_all.append(Group(group.prompt, unused) if unused else next(candidates, group))
+    return [_shortened(group) for group in chosen], [list(map(_shortened, retry)) for retry in others]
+
+
+def _shuffled(groups: Sequence[Group], rng: np.random.Generator) -> Iterator[Group]:
+    """Yield the groups in random order, with their responses of at least two tokens in random order."""
     for place in rng.permutation(len(groups)):
         group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
         # A single token cannot be shortened, and after a prompt of the greatest length the engine has no room for one.
-        rollouts = [truncate(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1]
-        if not rollouts:
-            continue
-        chosen, rest = rollouts[:_NUM_RESPONSES], rollouts[_NUM_RESPONSES:]
-        first.append(Group(group.prompt, tuple(chosen)))
-        for number, others_of_group in enumerate(others):
-            unused = rest[number::_NUM_RETRIES][:_NUM_RESPONSES]
-            others_of_group.append(Group(group.prompt, tuple(unused or rest[:_NUM_RESPONSES] or chosen)))
-        num_tokens += sum(rollout.num_sampled for rollout in chosen)
-        if len(first) >= _NUM_GROUPS and (num_tokens >= _MIN_TOKENS or len(first) == _MAX_GROUPS):
-            break
-    return first, others
+        rollouts = tuple(truncate(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1)
+        if rollouts:
+            yield Group(group.prompt, rollouts)
+
+
+def _shortened(group: Group) -> Group:
+    return Group(group.prompt, group.rollouts[:_NUM_RESPONSES])
 
 
 def _decoded(groups: Sequence[Group]) -> _Values:
