@@ -27,6 +27,7 @@ from fastapi.responses import PlainTextResponse
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
 from vlmrl.rewards.client import TOKEN
+from vlmrl.rewards.connections import protocol
 from vlmrl.rewards.local import Functions
 from vlmrl.rewards.local_worker import RewardResult, one_line
 from vlmrl.rewards.paths import without_paths
@@ -277,6 +278,7 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
     """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests under way."""
     config = uvicorn.Config(
         make_app(scorer, serve, token),
+        http=protocol(serve.body_timeout_s),
         lifespan="on",
         log_level="warning",
         access_log=False,

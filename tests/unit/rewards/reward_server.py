@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from vlmrl.rewards.connections import protocol
 from vlmrl.rewards.server import listen
 
 Asked = Mapping[str, Any]
@@ -71,10 +72,11 @@ def server(reply: Reply = lengths, *, delay_s: float = 0.0) -> Iterator[Seen]:
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[str]:
+async def serving(app: FastAPI, *, headers_timeout_s: float = 60.0) -> AsyncIterator[str]:
     """The application behind a URL, in the event loop of the test."""
     with listen("127.0.0.1", 0) as listener:
-        running = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="warning"))
+        http = protocol(headers_timeout_s)
+        running = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="on", log_level="warning"))
         task = asyncio.create_task(running.serve(sockets=[listener]))
         while not running.started:
             assert not task.done()

@@ -2,13 +2,14 @@ import asyncio
 import base64
 import io
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,48 @@ def test_a_server_that_is_told_to_stop_ends_within_its_limit_whatever_clients_an
         assert time.monotonic() - started < 8
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
+
+
+def test_a_client_that_does_not_send_its_headers_loses_its_connection(file: Path) -> None:
+    words = ["--reward.remote_url", f"{file}:length", "--serve.port", "0", "--serve.body_timeout_s", "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
+    command = [sys.executable, "-m", "vlmrl", "serve-rm", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as server, ExitStack() as stack:
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        host, port = server.stdout.readline().strip().rpartition("//")[2].split(":")
+        silent, slow = (stack.enter_context(_connected(host, int(port))) for _ in range(2))
+        started = time.monotonic()
+        with suppress(ConnectionError):
+            for letter in b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n":
+                slow.send(bytes([letter]))
+                time.sleep(0.1)
+                if slow in select.select([slow], [], [], 0)[0]:
+                    break
+        assert 0.5 < time.monotonic() - started < 3
+        assert (slow.recv(100), silent.recv(100)) == (b"", b"")
+        assert _replies(f"http://{host}:{port}")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=20) == 0
+
+
+async def test_the_headers_of_every_request_of_a_connection_have_a_deadline_and_nothing_else_has() -> None:
+    scorer, body = Lengths(delay_s=0.8), b'{"responses": ["abc"]}'
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with serving(make_app(scorer, Serve(), None), headers_timeout_s=0.4) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(2):
+            writer.write(request[:-5])
+            await asyncio.sleep(0.6)
+            writer.write(request[-5:])
+            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), timeout=5)
+            assert b"3.0" in await reader.read(1000)
+        started = time.monotonic()
+        writer.write(b"P")
+        assert await asyncio.wait_for(reader.read(), timeout=5) == b""
+        assert 0.3 < time.monotonic() - started < 2
+        writer.close()
 
 
 def _connected(host: str, port: int) -> socket.socket:
