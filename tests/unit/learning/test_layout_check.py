@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from planted_faults import leak_between_responses, shift_positions
 from sample_batches import batch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmrl.learning import layout_check
 from vlmrl.learning.layout_check import Difference, compare_layouts, first_layers
-from vlmrl.models import attention, inputs, tiny
+from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan, choose_targets, layers
 from vlmrl.models.adapters import inject
 from vlmrl.models.attention import implementation
-from vlmrl.models.attention_kernels import How
-from vlmrl.models.attention_plan import Plan
 from vlmrl.models.load import load_model
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Sample
@@ -94,17 +91,7 @@ def test_layers_that_round_a_lot_in_fp32_are_no_fault(make: Any, family: tiny.Fa
 def test_positions_of_responses_that_are_off_by_one_are_found(
     make: Any, monkeypatch: pytest.MonkeyPatch, family: tiny.Family, dtype: torch.dtype, large: bool
 ) -> None:
-    sound = inputs._position_ids
-
-    def off(net: Any, read: Any, pack: Any) -> Tensor:
-        positions = sound(net, read, pack).clone()
-        for segment in pack.segments:
-            if segment.parent is not None:
-                row, columns = segment.place
-                positions[..., row, columns] += 1
-        return positions
-
-    monkeypatch.setattr(inputs, "_position_ids", off)
+    shift_positions(monkeypatch)
     made = make(family, dtype)
     found = compared(with_large_logits(made) if large else made)
     assert max(found["packed"]) < 3e-6, "packed shares no prompt"
@@ -116,20 +103,7 @@ def test_positions_of_responses_that_are_off_by_one_are_found(
 def test_a_leak_of_a_thousandth_of_the_attention_between_two_responses_is_found(
     make: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, large: bool
 ) -> None:
-    sound = attention.attend
-
-    def leaky(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
-        attended = sound(q, k, v, plan, how)
-        out = attended.clone()
-        children = [span for span in plan.spans if span.parent is not None]
-        for one, two in itertools.pairwise(children):
-            if one.parent == two.parent:
-                other = v[one.start : one.start + one.length].mean(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
-                place = slice(two.start, two.start + two.length)
-                out[place] = 0.999 * attended[place] + 0.001 * other
-        return out
-
-    monkeypatch.setattr(attention, "attend", leaky)
+    leak_between_responses(monkeypatch)
     made = make("qwen2_5_vl", dtype)
     found = compared(with_large_logits(made) if large else made)
     assert max(found["packed"]) < 3e-6

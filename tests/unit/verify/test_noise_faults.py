@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from planted_faults import leak_between_responses, shift_positions
 from sample_batches import batch, packs
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError
 from vlmrl.learning.exact import widened
 from vlmrl.learning.forward import Forward
-from vlmrl.models import attention, inputs, tiny
+from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
@@ -142,33 +142,12 @@ def test_a_tower_of_the_engine_that_is_a_step_behind_is_found(make: Any) -> None
 def test_positions_of_shared_responses_that_are_off_by_one_are_found(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = inputs._position_ids
-
-    def off(net: Any, read: Any, pack: Any) -> Tensor:
-        positions = sound(net, read, pack).clone()
-        for segment in pack.segments:
-            if segment.parent is not None:
-                row, columns = segment.place
-                positions[..., row, columns] += 1
-        return positions
-
-    monkeypatch.setattr(inputs, "_position_ids", off)
+    shift_positions(monkeypatch)
     with pytest.raises(SyncError, match="the trainer disagrees with itself"):
         make(torch.float32).check()
 
 
 def test_a_leak_of_a_thousandth_between_two_responses_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = attention.attend
-
-    def leaky(q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Any) -> Tensor:
-        out = sound(q, k, v, plan, how).clone()
-        children = [span for span in plan.spans if span.parent is not None]
-        for one, two in zip(children[::2], children[1::2], strict=True):
-            other = v[one.start : one.start + one.length].mean(0).repeat_interleave(q.shape[1] // v.shape[1], 0)
-            place = slice(two.start, two.start + two.length)
-            out[place] = 0.999 * out[place] + 0.001 * other
-        return out
-
-    monkeypatch.setattr(attention, "attend", leaky)
+    leak_between_responses(monkeypatch)
     with pytest.raises(SyncError, match="the trainer disagrees with itself"):
         make(torch.float32).check()
