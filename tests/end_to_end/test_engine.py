@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -352,7 +353,7 @@ def test_an_engine_that_takes_too_long_to_start_is_stopped(engines: Engines) -> 
 
 
 def test_an_engine_whose_owner_is_killed_goes_with_it_and_leaves_nothing(engines: Engines) -> None:
-    before = segments()
+    before = abandoned_segments()
     command = [sys.executable, __file__, str(engines.folder("qwen3"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -362,7 +363,7 @@ def test_an_engine_whose_owner_is_killed_goes_with_it_and_leaves_nothing(engines
         owner.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(cores, timeout=10)
     assert not alive
-    assert segments() <= before
+    assert abandoned_segments() <= before
 
 
 def test_an_engine_that_dies_says_so(engines: Engines) -> None:
@@ -381,9 +382,14 @@ def test_an_engine_that_dies_says_so(engines: Engines) -> None:
     engines.stop()
 
 
-def segments() -> set[str]:
-    """Shared memory with a name: vLLM's (psm_) and ours. Other programs of the machine may come and go beside it."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm", "vlmrl"))}
+def abandoned_segments() -> set[Path]:
+    """Shared memory with a name (vLLM's psm_, and ours) that no running process maps: other runs may come and go."""
+    named = {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm", "vlmrl"))}
+    for process in psutil.process_iter():
+        with suppress(OSError):  # it has ended, or is somebody else's
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            named -= {path for path in named if str(path) in maps}
+    return {path for path in named if path.exists()}
 
 
 async def be_busy(model: str) -> None:
