@@ -14,10 +14,11 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
+from vlmrl.data.row_sequence import RowSequence
 from vlmrl.data.rows import FILE_SUFFIXES, Rows, columns_of, from_hugging_face
 from vlmrl.data.table import Table
 from vlmrl.errors import DataError
@@ -56,7 +57,7 @@ def _table(file: Path) -> Rows:
     return Rows(name=file.stem, rows=table, columns=table.columns, root=file.parent, files=(file,))
 
 
-class _Lines(Sequence[dict[str, Any]]):
+class _Lines(RowSequence):
     """Lines of a .jsonl file, read on demand, since a file with images may exceed memory."""
 
     def __init__(self, file: Path) -> None:
@@ -80,13 +81,7 @@ class _Lines(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._spans)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> dict[str, Any]:
         start, end = self._spans[index]
         with self._file.open("rb") as handle:
             handle.seek(start)

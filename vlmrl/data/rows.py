@@ -10,9 +10,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from vlmrl.data.dataset_name import convert_option, parse_options, split_columns, split_names
+from vlmrl.data.row_sequence import RowSequence
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import first_line, looks_local, plugin, plugin_names
 from vlmrl.types import Ints
@@ -29,7 +30,7 @@ _NUM_COLUMN_ROWS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Sequence[dict[str, Any]]):
+class Rows(RowSequence):
     """One dataset: its rows, with their origin and columns."""
 
     name: str
@@ -65,13 +66,7 @@ class Rows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [dict(self.rows[i]) for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> dict[str, Any]:
         return dict(self.rows[index])
 
 
@@ -86,7 +81,7 @@ class GeneratedQuestion(Protocol):
         """Make its row, with the picture drawn."""
 
 
-class Generated(Sequence[dict[str, Any]]):
+class Generated(RowSequence):
     """Rows made on demand by `invent(rng, row)`. Row i depends only on seed, split and i.
 
     Splits share no question: a digest of its key assigns each question to a split, for every seed.
@@ -107,13 +102,7 @@ class Generated(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
+    def _row(self, index: int) -> dict[str, Any]:
         if not -self._size <= index < self._size:
             raise IndexError(index)
         index %= self._size
@@ -125,7 +114,7 @@ class Generated(Sequence[dict[str, Any]]):
         raise DataError(f"the generator has too few distinct questions to reserve any for split {self._split!r}")
 
 
-class RowView(Sequence[dict[str, Any]]):
+class RowView(RowSequence):
     """Rows of another sequence: those at `indices` (None: all), each put through `convert` when it is read."""
 
     def __init__(
@@ -142,13 +131,7 @@ class RowView(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> dict[str, Any]:
         return self._convert(self._rows[int(self._indices[index])])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
+from vlmrl.data.row_sequence import RowSequence
 from vlmrl.errors import DataError
 
 _DELIMITERS = ",;\t"
@@ -15,7 +15,7 @@ _MAX_CELL_CHARS = 2**28
 """A cell may hold an image in base64."""
 
 
-class Table(Sequence[Mapping[str, Any]]):
+class Table(RowSequence):
     """Rows of a table whose first line names the columns. Cells are text or JSON lists and objects, or None.
 
     The delimiter of a .tsv file is the tab; otherwise it is the comma, semicolon or tab, whichever is most frequent in
@@ -51,13 +51,7 @@ class Table(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[Mapping[str, Any]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> dict[str, Any]:
         cells = self._lines[index]
         if len(cells) != len(self.columns):
             raise DataError(f"{self._file}, row {index}: {len(cells)} cells for {len(self.columns)} columns")
