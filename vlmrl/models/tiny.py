@@ -94,7 +94,7 @@ _SHAPES: dict[str, _Shape] = {
 
 
 def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size: Size = "tiny") -> Path:
-    """Write a randomly initialised fp32 model of `family` to the folder `out`, and return the folder.
+    """Write a randomly initialized fp32 model of `family` to the folder `out`, and return the folder.
 
     `tiny` has about 1.6M parameters and learns to count in a hundred steps of supervised training. `micro` is the
     smallest that vLLM serves. `small`, with about 13M parameters and a vocabulary of 8192, and `medium`, with about

@@ -37,18 +37,18 @@ GROUPS: dict[str, Groups] = {
 
 
 def spans(groups: Groups) -> tuple[Span, ...]:
-    spans_so_far: list[Span] = []
+    made: list[Span] = []
 
     def add(length: int, parent: int | None) -> int:
-        start = spans_so_far[-1].start + spans_so_far[-1].length if spans_so_far else 0
-        spans_so_far.append(Span(start, length, parent))
-        return len(spans_so_far) - 1
+        start = made[-1].start + made[-1].length if made else 0
+        made.append(Span(start, length, parent))
+        return len(made) - 1
 
     for prompt, responses in groups:
         parent = add(prompt, None) if prompt else None
         for length in responses:
             add(length, parent)
-    return tuple(spans_so_far)
+    return tuple(made)
 
 
 def states(length: int, *, heads: int = 4, key_heads: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -59,15 +59,15 @@ def states(length: int, *, heads: int = 4, key_heads: int = 2, dtype: torch.dtyp
 
 def allowed(over: Sequence[Span], *, causal: bool, window: int | None = None) -> Tensor:
     """[T, T] mask, True where a token attends, token by token."""
-    places = []
+    positions = []
     for number, span in enumerate(over):
         before = 0 if span.parent is None else over[span.parent].length
-        places += [(number, span.parent, before + offset) for offset in range(span.length)]
-    mask = torch.zeros(len(places), len(places), dtype=torch.bool)
-    for i, (span, parent, position) in enumerate(places):
-        for j, (other, _, distance) in enumerate(places):
-            is_near = not causal or 0 <= position - distance < (window or len(places))
-            mask[i, j] = other in (span, parent) and is_near
+        positions += [(number, span.parent, before + offset) for offset in range(span.length)]
+    mask = torch.zeros(len(positions), len(positions), dtype=torch.bool)
+    for i, (owner, parent, position) in enumerate(positions):
+        for j, (other, _, distance) in enumerate(positions):
+            is_near = not causal or 0 <= position - distance < (window or len(positions))
+            mask[i, j] = other in (owner, parent) and is_near
     return mask
 
 

@@ -135,9 +135,9 @@ def test_weights_in_4_bits_are_counted_dequantized_and_never_train(folder: Make,
     table = {part.group: part for part in trainable_table(model, read)}
     whole = {part.group: part for part in trainable_table(net("qwen2_5_vl"), read)}
     # Two layers: q and o, k and v for one of two heads, three matrices of the MLP.
-    quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    quantized = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     assert {group: part.total for group, part in table.items()} == {group: part.total for group, part in whole.items()}
-    assert table["language"].trainable == whole["language"].total - quantised
+    assert table["language"].trainable == whole["language"].total - quantized
     assert table["vision"].trainable == table["projector"].trainable == 0
 
 
