@@ -18,11 +18,11 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
     from vlmrl.config.data import Columns
     from vlmrl.config.ds import Ds
     from vlmrl.config.lora import Lora
-    from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start
+    from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start_engine
     from vlmrl.learning.forward import read_model
-    from vlmrl.learning.weights import gathered, saved_tensors, written
+    from vlmrl.learning.weights import checkpoint_tensors, gathered, saved_tensors
     from vlmrl.models.adapter_plan import plan_adapter
-    from vlmrl.models.adapters import delta, inject
+    from vlmrl.models.adapters import delta, inject_adapter
     from vlmrl.models.load import freeze
     from vlmrl.models.quantize import is_four_bit
     from vlmrl.models.scorer import Scorer
@@ -38,14 +38,14 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
     freeze(net, tools, vision=False, projector=False)
     plan = plan_adapter(actor, Lora(rank=2), tools)
     assert plan is not None
-    inject(net, plan)
+    inject_adapter(net, plan)
     for name, parameter in net.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
     tensors = saved_tensors(net)
     bits = {name: digest(name, tensor) for name, tensor in tensors if is_four_bit(tensor)}
-    numbers = {name: tensor.clone() for name, tensor in written(net, tensors, merge=False)}
-    engine = start(Scorer(net).train(), actor=actor, ds=ds, total_steps=1)
+    numbers = {name: tensor.clone() for name, tensor in checkpoint_tensors(net, tensors, merge=False)}
+    engine = start_engine(Scorer(net).train(), actor=actor, ds=ds, total_steps=1)
     if storage != "auto":  # the first pass would end here
         changed = [name for name, tensor in saved_tensors(net) if name in bits and digest(name, tensor) != bits[name]]
         return {"changed": len(changed)}
@@ -61,7 +61,10 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
         with gathered(run, adapters_of=net):
             (name, tensor), (layer, _, _) = run[0], run[0][0].rpartition(".")
             found["changed"] += name in bits and digest(name, tensor) != bits[name]
-            (_, whole), (kept, merged) = written(net, run, merge=False)[0], written(net, run, merge=True)[0]
+            (_, whole), (kept, merged) = (
+                checkpoint_tensors(net, run, merge=False)[0],
+                checkpoint_tensors(net, run, merge=True)[0],
+            )
             wanted = numbers[kept].float()
             if name.endswith(".weight") and layer in plan.targets:
                 wanted = wanted + delta(net.get_submodule(layer))

@@ -39,7 +39,8 @@ from vlmrl.learning.policy_and_critic import PolicyAndCritic  # noqa: E402
 from vlmrl.learning.settings import CriticSettings, PolicyAndCriticSettings, PolicySettings  # noqa: E402
 from vlmrl.models.adapter_plan import plan_adapter  # noqa: E402
 from vlmrl.models.load import skeleton  # noqa: E402
-from vlmrl.models.memory import in_turn_with, sizes, trainer, with_value_head  # noqa: E402
+from vlmrl.models.memory import colocated_critic, trainer_memory  # noqa: E402
+from vlmrl.models.sizes import model_sizes, with_value_head  # noqa: E402
 from vlmrl.plugins import processor_of  # noqa: E402
 
 PROMPT, ANSWER, IMAGE = 320, 704, 224
@@ -54,7 +55,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     critic = Critic(model_name_or_path=path, zero_stage=ds.zero_stage, **checkpointing, **thawed)
     reader = processor_of(path, columns)
     adapter = plan_adapter(actor, ds.lora, reader)
-    size = sizes(skeleton(path), reader.parameter_group)
+    size = model_sizes(skeleton(path), reader.parameter_group)
     has_images = reader.resize_factor is not None
     shapes = Samples(
         groups=2,
@@ -98,10 +99,10 @@ def main(path: str, case: dict[str, Any]) -> None:
     measured = peak_bytes(train, torch.device("cpu"))
     patches = max(sum(int(np.prod(reader.grid(m.size))) for m in pack.media.values()) for pack in packs)
     where = {"ds": ds, "adapter": adapter, "ranks": 1, "tokens": PROMPT + ANSWER, "patches": patches, "device": "cpu"}
-    roles = [trainer(size, model=actor, **where)] if role != "critic" else []
+    roles = [trainer_memory(size, model=actor, **where)] if role != "critic" else []
     if role != "actor":
-        valued = trainer(with_value_head(size), role="critic", model=critic.as_model, **where)
-        roles.append(in_turn_with(roles[0], valued, shares_features=False) if roles else valued)
+        valued = trainer_memory(with_value_head(size), role="critic", model=critic.as_model, **where)
+        roles.append(colocated_critic(roles[0], valued, shares_features=False) if roles else valued)
     told = {f"{one.name}: {part.name}": part.num_bytes for one in roles for part in one.parts}
     print(json.dumps({"measured": measured, "estimated": sum(told.values()), "parts": told}))
 

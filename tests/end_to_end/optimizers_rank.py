@@ -26,7 +26,7 @@ class Trained:
         from vlmrl.config.actor import Model
         from vlmrl.config.data import Columns
         from vlmrl.config.ds import Ds
-        from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start
+        from vlmrl.learning.deepspeed_engine import device, seed, sharded_loading, start_engine
         from vlmrl.learning.forward import read_model
         from vlmrl.models.scorer import Scorer
 
@@ -40,7 +40,7 @@ class Trained:
             self.net, _ = read_model(actor, ds=ds, columns=Columns(), where=device())
         for name, parameter in self.net.named_parameters():
             parameter.requires_grad_(name != FROZEN)
-        self.engine = start(Scorer(self.net).train(), actor=actor, ds=ds, total_steps=10)
+        self.engine = start_engine(Scorer(self.net).train(), actor=actor, ds=ds, total_steps=10)
 
     def step(self, number: int) -> None:
         rows = torch.arange(5, 37)[None] + number + torch.arange(2)[:, None] * 7
@@ -108,13 +108,13 @@ class Payload:
 def _planted(engine: Any, folder: Path, kind: str) -> str | None:
     """What loading says of a checkpoint whose files of a kind hold a payload each; None where it has no such file."""
     from vlmrl.errors import ConfigError
-    from vlmrl.learning.pickles import CLASSES, read
+    from vlmrl.learning.safe_load import CLASSES, safe_load
 
     planted = folder / kind
     if torch.distributed.get_rank() == 0:
         shutil.copytree(folder / "checkpoint", planted)
         for file in planted.rglob(f"*{kind}.pt"):
-            torch.save(read(file, classes=CLASSES) | {"note": Payload(folder / "ran")}, file)
+            torch.save(safe_load(file, classes=CLASSES) | {"note": Payload(folder / "ran")}, file)
     torch.distributed.barrier()
     if not list(planted.rglob(f"*{kind}.pt")):
         return None

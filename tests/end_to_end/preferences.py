@@ -35,7 +35,7 @@ from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import load_all
 from vlmrl.models.attention import implementation
 from vlmrl.models.inputs import model_inputs, states_at
-from vlmrl.models.value_head import Scale, Valuer, save_value_model, value_net
+from vlmrl.models.value_head import Scale, ValueModel, save_value_model, value_net
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Prompt, Sample
 
@@ -59,7 +59,7 @@ def teach(
     torch.manual_seed(seed)
     reader = processor(base, min_pixels=3136, max_pixels=100_000)
     net = value_net(base, dtype=torch.float32, attn_implementation=implementation("auto", CPU), head_seed=seed)
-    valuer = Valuer(net).train()
+    valuer = ValueModel(net).train()
     optimizer = torch.optim.AdamW(valuer.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1, cycle_momentum=False)
     for pack in packs(reader, dataset, "train", batch_size, steps, seed):
@@ -89,17 +89,17 @@ class Pairs(tuple[Tensor, Tensor]):
 
 
 @torch.no_grad()
-def evaluate(valuer: Valuer, reader: Processor, dataset: str, seed: int) -> Pairs:
+def evaluate(valuer: ValueModel, reader: Processor, dataset: str, seed: int) -> Pairs:
     """Scores of answers to 256 questions that were not learnt from."""
     found = [apart(scores(valuer, reader, pack)) for pack in packs(reader, dataset, "test", 64, 4, seed)]
     return Pairs((torch.cat([pairs.right for pairs in found]), torch.cat([pairs.wrong for pairs in found])))
 
 
-def scores(valuer: Valuer, reader: Processor, pack: Pack) -> Tensor:
+def scores(valuer: ValueModel, reader: Processor, pack: Pack) -> Tensor:
     """[B] of each sample of a pack that lies in one row, from the state at its last token."""
-    asked = states_at(pack, [np.arange(len(s.tokens)) == len(s.tokens) - 1 for s in pack.samples])
-    values = valuer(model_inputs(valuer.net, reader, pack), asked=asked).values
-    return values[asked["scored"]]
+    positions = states_at(pack, [np.arange(len(s.tokens)) == len(s.tokens) - 1 for s in pack.samples])
+    values = valuer(model_inputs(valuer.net, reader, pack), positions=positions).values
+    return values[positions["scored"]]
 
 
 def apart(found: Tensor) -> Pairs:

@@ -47,7 +47,7 @@ def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, 
     packs = packs_of(model, samples(model._processor), **cut)
     found = {f"score.{i}": np.array(value) for i, value in model.score(packs)[0]}
     found |= {f"steps.{i}": row for i, row in model.step_scores(packs)[0]}
-    held = sum(parameter.numel() for parameter in model._valuer.parameters())
+    held = sum(parameter.numel() for parameter in model._value_model.parameters())
     write(out, found, held=held)
 
 

@@ -289,7 +289,7 @@ def test_a_continued_run_equals_an_unbroken_one_bit_for_bit(runs: Ranks, name: s
         ("wrong_model", "checkpoint of another model"),
         ("wrong_stage", "written with ds.zero_stage 2, this run has 3"),
         ("wrong_parts", "trained other parts of the model"),
-        ("no_checkpoint", "not a checkpoint that can be read"),
+        ("no_checkpoint", "not a readable checkpoint"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(runs: Ranks, name: str, words: str) -> None:

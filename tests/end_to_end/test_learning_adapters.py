@@ -274,7 +274,7 @@ def test_what_is_published_of_an_adapter_is_told_by_fingerprint_and_bytes(runs: 
 
 @pytest.mark.parametrize("name", ["vl_lora", "deep_nf4", "text_lora", "dora"])
 def test_the_folder_holds_what_is_published_and_the_run_goes_on_from_it(runs: Ranks, name: str) -> None:
-    from vlmrl.models.adapters import read_adapter
+    from vlmrl.models.adapter_files import read_adapter
 
     stored = read_adapter(runs.folder / f"{name}_adapter", flag="merge.adapter")
     published = part(runs, name, "adapter")
@@ -317,7 +317,7 @@ def test_a_continued_adapter_equals_an_unbroken_one_bit_for_bit_and_its_base_is_
         ("lost_3", "lacks the adapter tensor net.model.language_model.layers.1.self_attn.v_proj.lora_B"),
         ("adapter_of_another", "was trained on other weights than those of"),
         ("adapter_of_bits", "was trained with ds.load_in_4bit false: set it so here too"),
-        ("dora_nf4_3", "ds.lora.use_dora on a base in 4 bits"),
+        ("dora_nf4_3", "ds.lora.use_dora on a 4-bit base"),
         ("adapter_of_alpha", "has ds.lora.alpha 8.0, this run has 9.0: set it to 8.0"),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
-from vlmrl.learning.checkpoint_size import least_bytes
+from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
 from vlmrl.observe.atomic import checkpoints
 from vlmrl.system.storage import size_of
 
@@ -178,7 +178,7 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     # What room is asked for before there is a checkpoint is never more than one takes.
     rows = [line.split("\t")[1:] for line in (broken / "parameters.tsv").read_text().splitlines()[1:]]
     table = [("", int(trainable), int(total)) for trainable, total in rows]
-    least = least_bytes(Model(model_name_or_path=model), Ds(param_dtype="fp32"), table)
+    least = min_checkpoint_bytes(Model(model_name_or_path=model), Ds(param_dtype="fp32"), table)
     assert 0.7 * size_of(saved[-2]) < least <= size_of(saved[-2])
 
     resumed = subprocess.run(

@@ -20,8 +20,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
-from vlmrl.models.checksum import checksum, device_digest
-from vlmrl.models.weights import fingerprint
+from vlmrl.models.weights import checksum, device_digest, fingerprint
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings

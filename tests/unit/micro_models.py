@@ -36,7 +36,7 @@ class Picture:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`folder(family, tied=...)`: a micro model of the family, made once."""
+    """`folder(family, tied=...)`: a micro model of the family, built once."""
 
     def make(family: tiny.Family, *, tied: bool = False) -> Path:
         out = Path(tmp_path_factory.getbasetemp()) / f"{family}_{tied}"
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def net(folder: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
-    """`net(family, tied=..., attention=...)`: a fresh fp32 model with larger weights, so that attention matters."""
+    """`net(family, tied=..., attention=...)`: a new fp32 model with larger weights, so that attention matters."""
 
     made: dict[tuple[str, bool, str], PreTrainedModel] = {}
 
@@ -80,7 +80,7 @@ def reader(folder: Callable[..., Path]) -> Callable[..., Processor]:
 
 @pytest.fixture(scope="session")
 def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
-    """`group(family, images, seed, lengths)`: one prompt, images of different sizes in it, and random answers to it."""
+    """`group(family, images, seed, lengths)`: a prompt with images of different sizes, and random responses to it."""
 
     def make(family: tiny.Family, images: int, seed: int, lengths: Sequence[int]) -> list[Sample]:
         read = reader(family)
@@ -92,18 +92,18 @@ def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
         prompt, _ = read.encode(
             f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
         )
-        found = []
+        samples = []
         for length in lengths:
             tokens = np.concatenate([prompt, rng.integers(0, 256, length)])
-            found.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), media, seed, f"test:{seed}"))
-        return found
+            samples.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), media, seed, f"test:{seed}"))
+        return samples
 
     return make
 
 
 @pytest.fixture(scope="session")
 def sample(group: Callable[..., list[Sample]]) -> Callable[..., Sample]:
-    """`sample(family, images, seed)`: the only answer to a prompt."""
+    """`sample(family, images, seed)`: the only response to a prompt."""
 
     def make(family: tiny.Family, images: int, seed: int) -> Sample:
         (only,) = group(family, images, seed, [3 + seed * 5 % 9])

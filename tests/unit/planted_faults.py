@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from vlmrl.models import attention, inputs
-from vlmrl.models.attention_kernels import How
-from vlmrl.models.attention_plan import Plan
+from vlmrl.models.attention_kernels import AttentionOptions
+from vlmrl.models.attention_plan import AttentionPlan
 
 
 def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +32,8 @@ def leak_between_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a response to a shared prompt pay a thousandth of its attention to the response before it."""
     sound = attention.attend
 
-    def leaky(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
-        attended = sound(q, k, v, plan, how)
+    def leaky(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: AttentionOptions) -> Tensor:
+        attended = sound(q, k, v, plan, options)
         out = attended.clone()
         children = [span for span in plan.spans if span.parent is not None]
         for one, two in itertools.pairwise(children):

@@ -49,7 +49,7 @@ class RecordingRole:
 
     num_rows = 28
 
-    def follow(self, share: float) -> None:
+    def set_progress(self, share: float) -> None:
         self.log.append(f"{self.name} at {share}")
 
     def load_state(self, state: dict[str, int]) -> None:

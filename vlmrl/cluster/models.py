@@ -239,9 +239,9 @@ class RemotePolicy:
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return self._group.call(lambda policy: policy.load_checkpoint(folder))[0]
 
-    def follow(self, share: float) -> None:
+    def set_progress(self, share: float) -> None:
         """Go on at the learning rate of a run that is so far, from 0 to 1."""
-        self._group.call(lambda policy: policy.follow(share))
+        self._group.call(lambda policy: policy.set_progress(share))
 
     def save_model(self, folder: Path) -> None:
         self._group.call(lambda policy: policy.save_model(folder))
@@ -304,9 +304,9 @@ class RemoteCritic:
     def load_checkpoint(self, folder: Path) -> None:
         self._group.call(lambda critic: critic.load_critic_checkpoint(folder))
 
-    def follow(self, share: float) -> None:
-        """As `RemotePolicy.follow`; in the policy's processes both follow whoever is asked."""
-        self._group.call(lambda critic: critic.follow(share))
+    def set_progress(self, share: float) -> None:
+        """As `RemotePolicy.set_progress`; in the policy's processes both follow whoever is asked."""
+        self._group.call(lambda critic: critic.set_progress(share))
 
     def save_model(self, folder: Path) -> None:
         """A folder that a reward model or another critic can start from."""

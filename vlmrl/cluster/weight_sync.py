@@ -10,7 +10,7 @@ from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import SyncError
-from vlmrl.models.transfer import NUM_UNDER_WAY
+from vlmrl.models.transfer import NUM_IN_FLIGHT
 from vlmrl.rollout.reports import ReadbackPlan
 from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merged
 from vlmrl.types import Metrics, Part
@@ -104,9 +104,9 @@ class WeightSync:
         through Ray's object store, to each of them once.
 
         `begin` makes the engines ready, in which vLLM sleeps 20 ms of 26: the first buckets are packed meanwhile. Later
-        on `NUM_UNDER_WAY` of them are on their way: one is packed while another is loaded and a third waits.
+        on `NUM_IN_FLIGHT` of them are on their way: one is packed while another is loaded and a third waits.
         """
-        ahead = min(NUM_UNDER_WAY, num_buckets)
+        ahead = min(NUM_IN_FLIGHT, num_buckets)
         shared = [self._share(number, 0) for number in range(ahead)]
         begin()
         loading = [self._load(tickets, number, 0) for number, tickets in enumerate(shared)]

@@ -20,18 +20,16 @@ from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.load import skeleton
 from vlmrl.models.memory import (
-    Part,
-    Role,
-    Sizes,
-    engine,
-    in_turn_with,
-    reference,
-    reward_model,
+    MemoryPart,
+    RoleMemory,
+    colocated_critic,
+    engine_memory,
+    reference_memory,
+    reward_model_memory,
     sequence_bytes,
-    sizes,
-    trainer,
-    with_value_head,
+    trainer_memory,
 )
+from vlmrl.models.sizes import Sizes, model_sizes, with_value_head
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.system.machine import free_memory
 
@@ -63,7 +61,7 @@ class Share:
     name: str
     needed: float
     available: float
-    roles: tuple[Role, ...]
+    roles: tuple[RoleMemory, ...]
     on_device: bool = True
 
 
@@ -71,7 +69,7 @@ class Share:
 class MemoryPlan:
     """Estimated memory of a run."""
 
-    roles: tuple[tuple[Role, int], ...]
+    roles: tuple[tuple[RoleMemory, int], ...]
     """Each with its number of processes."""
     shares: tuple[Share, ...]
     sequence_bytes: float
@@ -136,7 +134,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
     adapter = plan_adapter(config.actor, config.ds.lora, processor)
     ranks = _ranks(config.actor)
     tokens, patches = largest_pack(config, processor, ranks)
-    actor = trainer(
+    actor = trainer_memory(
         size,
         model=config.actor,
         ds=config.ds,
@@ -155,7 +153,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
         if config.has_critic:
             roles.append(_critic(config, actor, machine.device))
         roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
-        serving = engine(
+        serving = engine_memory(
             size,
             vllm=config.vllm,
             ds=config.ds,
@@ -169,7 +167,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
     return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence)
 
 
-def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
+def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemory, int]:
     """The critic and its number of ranks. If it starts from the actor's model, both share image features."""
     critic = config.whole_critic
     model = critic.as_model
@@ -177,7 +175,7 @@ def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
     adapter = plan_adapter(model, config.ds.lora, processor)
     ranks = _ranks(critic)
     tokens, patches = largest_pack(config, processor, ranks)
-    role = trainer(
+    role = trainer_memory(
         with_value_head(size),
         role="critic",
         model=model,
@@ -192,22 +190,22 @@ def _critic(config: RlConfig, actor: Role, device: str) -> tuple[Role, int]:
     if not config.critic_is_with_actor:
         return role, ranks
     is_one_model = model.model_name_or_path == config.actor.model_name_or_path
-    return in_turn_with(actor, role, shares_features=is_one_model), ranks
+    return colocated_critic(actor, role, shares_features=is_one_model), ranks
 
 
-def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[Role, int]]:
+def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
     """Reference and reward models, each with its number of ranks."""
     roles = []
     if config.has_reference:
         size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
-        roles.append((reference(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
+        roles.append((reference_memory(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
     reward = config.reward
     paths = (reward.model_name_or_path, reward.process_model_name_or_path)
     for name, path in zip(REWARD_MODELS, paths, strict=True):
         if path is None:
             continue
         size, _ = _read(path, config)
-        role = reward_model(
+        role = reward_model_memory(
             name,
             with_value_head(size),
             ds=config.ds,
@@ -258,7 +256,7 @@ def memory_table(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machin
     return table
 
 
-def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[Role, int], ...], machine: Machine) -> list[Share]:
+def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[RoleMemory, int], ...], machine: Machine) -> list[Share]:
     all_roles = tuple(role for role, _ in roles)
     if machine.device == "cpu":
         needed = sum(count * sum(part.num_bytes for part in role.parts) for role, count in roles)
@@ -301,7 +299,7 @@ def _ranks(role: Model | Critic | Ref | Reward) -> int:
 def _read(path: str, config: RlConfig | SftConfig) -> tuple[Sizes, Processor]:
     columns, trust_remote_code = config.data, config.actor.trust_remote_code
     processor = processor_of(path, columns, trust_remote_code=trust_remote_code)
-    return sizes(skeleton(path, trust_remote_code=trust_remote_code), processor.parameter_group), processor
+    return model_sizes(skeleton(path, trust_remote_code=trust_remote_code), processor.parameter_group), processor
 
 
 def _cache_bytes(config: RlConfig | SftConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:
@@ -311,24 +309,24 @@ def _cache_bytes(config: RlConfig | SftConfig, model: Model, size: Sizes, adapte
     return 0.0 if vision_trains(model, adapter) else config.vision.cache_gib * GIB
 
 
-def _with_process(role: Role, machine: Machine, *, has_imports: bool) -> Role:
-    process = Part("process", _IMPORTS[role.name], "", in_host_memory=machine.device != "cpu")
+def _with_process(role: RoleMemory, machine: Machine, *, has_imports: bool) -> RoleMemory:
+    process = MemoryPart("process", _IMPORTS[role.name], "", in_host_memory=machine.device != "cpu")
     imports = (process,) if has_imports else ()
     if machine.device != "cpu":
-        return Role(role.name, (*role.parts, *imports))
+        return RoleMemory(role.name, (*role.parts, *imports))
     kept = [
-        Part("kept by malloc", _KEPT_BY_MALLOC * part.num_bytes, part.flag)
+        MemoryPart("kept by malloc", _KEPT_BY_MALLOC * part.num_bytes, part.flag)
         for part in role.parts
         if part.name == "activations"
     ]
-    return Role(role.name, (*role.parts, *kept, *imports))
+    return RoleMemory(role.name, (*role.parts, *kept, *imports))
 
 
-def _all_on_device(role: Role) -> Role:
-    return Role(role.name, tuple(Part(part.name, part.num_bytes, part.flag) for part in role.parts))
+def _all_on_device(role: RoleMemory) -> RoleMemory:
+    return RoleMemory(role.name, tuple(MemoryPart(part.name, part.num_bytes, part.flag) for part in role.parts))
 
 
-def _part_bytes(role: Role, name: str) -> float:
+def _part_bytes(role: RoleMemory, name: str) -> float:
     return sum(part.num_bytes for part in role.parts if part.name == name)
 
 

@@ -15,8 +15,8 @@ from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
 from vlmrl.config.run import MergeConfig
 from vlmrl.errors import ConfigError
+from vlmrl.models.adapter_files import StoredAdapter, check_base, read_adapter
 from vlmrl.models.adapter_plan import PREFIX
-from vlmrl.models.adapters import StoredAdapter, check_base, read_adapter
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import DTYPES, dequantized, four_bit, is_four_bit
 from vlmrl.models.value_head import HEAD, is_classifier, value_net

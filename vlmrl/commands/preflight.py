@@ -26,7 +26,7 @@ from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
-from vlmrl.models.positions import check_length, positions
+from vlmrl.models.positions import check_length, max_positions
 from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
 from vlmrl.rewards.label_check import LabelCheck
@@ -145,7 +145,7 @@ def check_lengths(config: RlConfig | EvalConfig) -> None:
     check_length(
         config.actor.model_name_or_path,
         config.data.max_len + config.rollout.max_new_tokens,
-        said=f"data.max_len {config.data.max_len} and rollout.max_new_tokens {config.rollout.max_new_tokens}",
+        settings=f"data.max_len {config.data.max_len} and rollout.max_new_tokens {config.rollout.max_new_tokens}",
         trust_remote_code=config.actor.trust_remote_code,
     )
 
@@ -264,7 +264,7 @@ def _show_data(config: RlConfig | SftConfig | EvalConfig, source: Source, consol
         if isinstance(config, SftConfig):
             samples, _ = source.draw_samples(min(_NUM_SAMPLES, source.num_rows()))
             model = config.actor
-            num_positions = positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
+            num_positions = max_positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
             lines += forecast.format_samples(samples, num_positions)
         table.add_row("training", str(source.num_rows()), str(count), *_size_cells(prompts))
     for name, prompts in source.evaluation().items():

@@ -1,1 +1,1 @@
-"""Training. The only door to DeepSpeed."""
+"""Training. The only package that imports DeepSpeed."""

@@ -1,4 +1,4 @@
-"""What every model that learns has: an engine around it, backward passes that add up to a step, checkpoints, sleep."""
+"""Base of every trainable model: its DeepSpeed engine, backward passes that add up to a step, checkpoints, sleep."""
 
 from __future__ import annotations
 
@@ -21,104 +21,107 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack, place
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning.checkpoint import Adapted, load_state, save_state
-from vlmrl.learning.checksums import damage
+from vlmrl.learning.checksums import find_damage
 from vlmrl.learning.deepspeed_engine import (
     device,
     init_distributed,
-    is_plain,
     peak_bytes,
     release_memory,
     seed,
     sharded_loading,
-    start,
+    start_engine,
+    uses_plain_optimizer,
 )
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.forward import Passes, Passing
-from vlmrl.learning.optimizers import move_schedule
+from vlmrl.learning.forward import ForwardOptions, ModelForward
+from vlmrl.learning.optimizers import set_schedule_step
+from vlmrl.models.adapter_files import Base, base_fingerprint, check_base, load_adapter_tensors, read_adapter
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.adapters import Base, base_fingerprint, check_base, inject, read_adapter, set_tensors
+from vlmrl.models.adapters import inject_adapter
 from vlmrl.models.buffers import check_buffers
 from vlmrl.models.load import freeze, trainable_table
 from vlmrl.observe.metrics import Mean, Metric
 from vlmrl.plugins import Processor
 
-Share = tuple[Tensor, dict[str, Tensor]]
+PackLoss = tuple[Tensor, dict[str, Tensor]]
 """One pack's share of a step's loss, and sums over its sampled tokens by name."""
 
 _SLEEPING = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
-"""What nothing but an optimizer step reads: the weights in fp32, and the moments."""
+"""State that only an optimizer step reads: the fp32 weights and the moments."""
 
 
-class Learner:
-    """One per rank. Whoever is one reads its model in here, calls `_begin`, and says what a loss is and what it tells.
+class TrainableModel:
+    """A trainable model, one per rank. A subclass passes a loader, calls `_start_engine`, computes losses and
+    implements `_pack_metrics`.
 
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT identify the rank; without them it is the only one.
     """
 
     _area: ClassVar[str]
-    """Of its metrics."""
+    """Prefix of its metrics."""
     _section: ClassVar[str]
-    """Of its settings."""
-    _forward: Passes
+    """Section of its settings."""
+    _forward: ModelForward
     _engine: Any
 
     def __init__(
         self,
-        read: Callable[[torch.device], tuple[PreTrainedModel, Processor]],
+        load: Callable[[torch.device], tuple[PreTrainedModel, Processor]],
         *,
         model: Model,
         ds: Ds,
         loop: Loop,
         adapter: AdapterPlan | None,
     ) -> None:
-        """`read` makes the model for a device. With an `adapter` it alone trains."""
+        """`load` reads the model for a device. With an `adapter`, only the adapter trains."""
         init_distributed(loop.timeout_s)
         seed(loop.seed, deterministic=loop.full_determinism_enable)
         self._model, self._ds, self._device = model, ds, device()
         self._world_size = torch.distributed.get_world_size()
         self._average: Ema | None = None
         with sharded_loading(ds):
-            self._net, self._processor = read(self._device)
+            self._net, self._processor = load(self._device)
             freeze(self._net, self._processor, vision=model.freeze_visual_encoder, projector=model.freeze_projector)
             self._adapted = None if adapter is None else _adapt(self._net, adapter, model, ds)
 
-    def _begin(self, module: nn.Module, *, total_steps: int, vision: Vision) -> Passing:
-        """Start the engine around `module`, which wraps the model; how passes go through it from now on.
+    def _start_engine(self, module: nn.Module, *, total_steps: int, vision: Vision) -> ForwardOptions:
+        """Start the engine around `module`, which wraps the model. Return the options of its forward passes.
 
-        `total_steps` is the number of optimizer steps of the whole run. Raises VlmrlError when the model computes with
-        other buffers than its code makes.
+        `total_steps` is the number of optimizer steps of the whole run. Raises VlmrlError when a buffer of the model
+        differs from what the model's code computes.
         """
         self._table = trainable_table(self._net, self._processor)
         self._total_steps = total_steps
         if self._model.gradient_checkpointing_enable:
             self._checkpoint_activations(reentrant=self._model.gradient_checkpointing_reentrant)
-        self._engine = start(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
+        self._engine = start_engine(module.train(), actor=self._model, ds=self._ds, total_steps=total_steps)
         check_buffers(self._net)
         self._put_to_sleep()
         return {
             "device": self._device,
             "cache_bytes": int(vision.cache_gib * 2**30),
             "call": self._engine,
-            "ranks_move_together": self._ds.zero_stage == 3 and self._world_size > 1,
+            "ranks_in_lockstep": self._ds.zero_stage == 3 and self._world_size > 1,
         }
 
     def table(self) -> list[Any]:
-        """(part of the model, trainable parameters, all parameters)."""
+        """Rows (part of the model, trainable parameters, all parameters)."""
         return self._table
 
     def memory(self) -> dict[str, int]:
-        """Most bytes that this rank has held: `host`, and `device` where there is one."""
+        """Peak memory of this rank, in bytes: `host`, and `device` if there is one."""
         return peak_bytes()
 
     def release(self) -> None:
-        """Give back the memory that passes have left on the device, for the engines that share it."""
+        """Free the memory that PyTorch caches on the device, for the engines that share it."""
         release_memory()
 
     @contextmanager
     def _optimizer_awake(self) -> Iterator[None]:
-        """Within the context the optimizer's state is on the device, which with `ds.enable_sleep` it is not otherwise.
+        """Keep the optimizer's state on the device within the context. With `ds.enable_sleep` it is in main memory
+        otherwise.
 
-        Weights stay there: passes and publishes need them. On CPU nothing happens.
+        Weights stay on the device: passes and weight syncs need them. Does nothing on CPU.
         """
         if self._sleeps:
             self._engine.reload_states()
@@ -143,7 +146,7 @@ class Learner:
             )
 
     def _load_state(self, folder: Path) -> dict[str, Any]:
-        self._forward.forget()
+        self._forward.clear_cache()
         with self._optimizer_awake():
             return load_state(
                 self._engine,
@@ -155,50 +158,50 @@ class Learner:
                 average=self._average,
             )
 
-    def follow(self, share: float) -> None:
-        """Go on at the learning rate of a run that is so far, from 0 to 1: its steps may be others than those that the
-        checkpoint has counted."""
-        self._follow((share, share))
+    def set_progress(self, share: float) -> None:
+        """Set the learning rate to that of a run at this `share`, from 0 to 1. A resumed run may take other steps than
+        the checkpoint has counted."""
+        self._set_progress((share, share))
 
     def checkpoint_damage(self, folder: Path) -> list[str]:
-        """What this rank finds wrong with its files of a checkpoint, `name: why` each. No collective; the ranks
-        together verify every file once."""
+        """Verify this rank's files of a checkpoint; returns `name: reason` for each that is damaged. Not a collective.
+        Together, the ranks verify every file once."""
         rank = torch.distributed.get_rank()
-        return damage(Path(folder), rank=rank, num_ranks=self._world_size)
+        return find_damage(Path(folder), rank=rank, num_ranks=self._world_size)
 
     @property
     def _optim(self) -> dict[str, str]:
         return {f"{self._section}.optim": self._model.optim}
 
-    def _measure(self, found: dict[str, float], pack: Pack) -> dict[str, Metric]:
-        """What a pack tells: `found` has the sums of its `Share`, and its `share` of the loss."""
+    def _pack_metrics(self, sums: dict[str, float], pack: Pack) -> dict[str, Metric]:
+        """Metrics of a pack, from the sums of its `PackLoss` and its `share` of the loss."""
         raise NotImplementedError
 
-    def _backward(self, loss: Share, pack: Pack, *, is_last: bool) -> dict[str, Metric]:
-        """The backward pass of one pack, and what it tells. One transfer from the device, before the pass.
+    def _backward(self, loss: PackLoss, pack: Pack, *, is_last: bool) -> dict[str, Metric]:
+        """Run the backward pass of one pack; returns its metrics. Transfers from the device once, before the pass.
 
-        Raises VlmrlError when the loss is not a number.
+        Raises VlmrlError when the loss is not finite.
         """
         share, sums = loss
         numbers = torch.stack([share.detach().double(), *(value.double() for value in sums.values())]).tolist()
-        found = dict(zip(["share", *sums], numbers, strict=True))
-        if not math.isfinite(found["share"]):
-            raise VlmrlError(f"the loss of optimizer step {self._number} is {found['share']}: {self._hint}")
+        values = dict(zip(["share", *sums], numbers, strict=True))
+        if not math.isfinite(values["share"]):
+            raise VlmrlError(f"the loss of optimizer step {self._step_number} is {values['share']}: {self._hint}")
         # DeepSpeed averages gradients over ranks, but the shares of the ranks add up to the loss.
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(share * self._world_size)
-        # Shares add up over packs and ranks. The mean is over ranks and steps: the step counts, its packs do not.
-        return {f"{self._area}/loss": Mean(found["share"] * self._world_size, 0.0), **self._measure(found, pack)}
+        # Shares add up over packs and ranks. The mean is over ranks and steps, so `_step` adds the weight, once.
+        return {f"{self._area}/loss": Mean(values["share"] * self._world_size, 0.0), **self._pack_metrics(values, pack)}
 
-    def _follow(self, span: tuple[float, float] | None) -> None:
-        """Set the learning rate of the step in the making by how far the run is, from 0 to 1, where that is known."""
+    def _set_progress(self, span: tuple[float, float] | None) -> None:
+        """Set the learning rate of the next optimizer step from the run's progress, from 0 to 1, if it is known."""
         if span is not None:
-            move_schedule(self._engine.lr_scheduler, span[0] * self._total_steps)
+            set_schedule_step(self._engine.lr_scheduler, span[0] * self._total_steps)
 
     def _step(self) -> dict[str, Metric]:
-        """Raises VlmrlError when the gradient is not a number."""
-        number, rate = self._number, float(self._engine.get_lr()[0])
-        if is_plain(self._ds):
+        """Take an optimizer step and return its metrics. Raises VlmrlError when the gradient is not finite."""
+        number, rate = self._step_number, float(self._engine.get_lr()[0])
+        if uses_plain_optimizer(self._ds):
             norm = self._clipped_norm()
             if math.isfinite(norm):
                 self._engine.step()
@@ -218,19 +221,19 @@ class Learner:
         }
 
     def _sum_over_ranks(self, numbers: Sequence[float]) -> list[float]:
-        """A collective. Every rank gets the same sums, to the last bit."""
+        """Sum over ranks. A collective: every rank gets the same sums, to the last bit."""
         total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        sums: list[float] = total.tolist()
+        return sums
 
-    def _placed(self, pack: Pack, columns: Sequence[Any], *, fill: float | bool | int) -> Tensor:
+    def _place(self, pack: Pack, columns: Sequence[Any], *, fill: float | bool | int) -> Tensor:
         return place(pack, columns, fill).to(self._device, non_blocking=True)
 
     def _clipped_norm(self) -> float:
-        """The norm before clipping."""
+        """Clip the gradient; returns its norm before clipping."""
         trainable = [p for p in self._net.parameters() if p.requires_grad]
-        # As in `engine.settings`: Muon's steps are not clipped.
+        # As in `engine_config`: Muon's steps are not clipped.
         bound = math.inf if self._model.optim == "muon" else self._model.max_norm or math.inf
         return float(torch.nn.utils.clip_grad_norm_(trainable, bound))
 
@@ -241,26 +244,26 @@ class Learner:
     def _checkpoint_activations(self, *, reentrant: bool) -> None:
         self._net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         if reentrant:
-            # Its backward starts from the inputs, which must want a gradient even below frozen layers.
+            # Reentrant checkpointing needs inputs that require a gradient, even below frozen layers.
             self._net.enable_input_require_grads()
 
     @property
-    def _number(self) -> int:
-        """Of the optimizer step in the making, from 1."""
+    def _step_number(self) -> int:
+        """Number of the next optimizer step, from 1."""
         return int(self._engine.global_steps) + 1
 
     @property
     def _hint(self) -> str:
-        return f"lower --{self._section}.adam.lr, or look for what is odd in the data of that step"
+        return f"lower --{self._section}.adam.lr, or look for bad rows in the data of that step"
 
 
 def _adapt(net: PreTrainedModel, plan: AdapterPlan, model: Model, ds: Ds) -> Adapted:
-    """Put the adapter in, as new or as it was left."""
+    """Add the adapter to the model: a new one, or that of `actor.adapter_name_or_path`."""
     if plan.has_magnitude and ds.load_in_4bit and ds.zero_stage == 3:
-        # In each pass PEFT puts a new parameter in the place of the one that it dequantised, on CPU.
-        raise ConfigError("ds.lora.use_dora on a base in 4 bits cannot be sharded: set ds.zero_stage to 0, 1 or 2")
+        # In each pass, on CPU, PEFT replaces the dequantized parameter with a new one, which ZeRO-3 does not know.
+        raise ConfigError("ds.lora.use_dora on a 4-bit base cannot be sharded: set ds.zero_stage to 0, 1 or 2")
     path = model.model_name_or_path
-    inject(net, plan)
+    inject_adapter(net, plan)
     if model.adapter_name_or_path is not None:
         flag, folder = "actor.adapter_name_or_path", model.adapter_name_or_path
         stored = read_adapter(folder, flag=flag)
@@ -268,5 +271,5 @@ def _adapt(net: PreTrainedModel, plan: AdapterPlan, model: Model, ds: Ds) -> Ada
         if stored.base.fingerprint is not None and stored.base.is_four_bit != ds.load_in_4bit:
             was = str(stored.base.is_four_bit).lower()
             raise ConfigError(f"{flag}: {folder} was trained with ds.load_in_4bit {was}: set it so here too")
-        set_tensors(net, plan, stored, folder=folder)
+        load_adapter_tensors(net, plan, stored, folder=folder)
     return Adapted(plan, Base(path=path, fingerprint=base_fingerprint(path), is_four_bit=ds.load_in_4bit))

@@ -1,4 +1,4 @@
-"""Checkpoints that continue bit for bit, and the model that a run leaves behind."""
+"""Checkpoints that resume bit for bit, and the final models and adapters of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
 from vlmrl.learning.checksums import write_checksums
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.pickles import read
+from vlmrl.learning.safe_load import safe_load
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
+from vlmrl.models.adapter_files import Base, write_adapter
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
-from vlmrl.models.adapters import Base, adapter_tensors, write_adapter
+from vlmrl.models.adapters import adapter_tensors
 from vlmrl.models.quantize import true_shape
 from vlmrl.observe.atomic import begin, finish, partial, prune
 from vlmrl.plugins import Processor
@@ -31,15 +32,15 @@ from vlmrl.system.storage import writing
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]
 
 _TAG = "deepspeed"
-_OF_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
-"""What a run's settings say of a group of parameters, beside its learning rate."""
+_SETTING_KEYS = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
+"""Keys of a parameter group that follow from the run's settings, apart from the learning rate."""
 
 _GATHER_BYTES = 1 << 30
-"""Most bytes of shards that are made whole at a time while a model is saved."""
+"""Limit on the bytes of shards that are gathered at a time while a model is saved."""
 
 
 class Adapted(NamedTuple):
-    """A model of which an adapter alone trains."""
+    """A trained adapter and the base that it belongs to."""
 
     plan: AdapterPlan
     base: Base
@@ -56,16 +57,16 @@ def save_state(
     adapted: Adapted | None = None,
     average: Ema | None = None,
 ) -> None:
-    """Write weights, their average, optimizer, schedule and random numbers of all ranks, and `extra`. A collective.
+    """Write weights, their average, optimizer, schedule and random states of all ranks, and `extra`. A collective.
 
-    `optim` is the setting that names the optimizer, and its value. Of an adapted model the base is not written: it is
-    where it was.
+    `optim` maps the setting that names the optimizer to its value. With an adapter the base is not written: it is still
+    in the folder that it was read from.
 
-    Raises StorageError when the disk refuses; an older folder of the name is whole then.
+    Raises StorageError on a disk error; an older folder of the same name stays complete.
     """
 
     def write(path: Path) -> None:
-        # Of a base in 4 bits DeepSpeed leaves the bits out, and would write what they are decoded with.
+        # DeepSpeed leaves the bits of a 4-bit base out, but would write its quantization constants.
         hook = engine.module.register_state_dict_post_hook(_drop_frozen) if adapted is not None else None
         engine.save_checkpoint(str(path), tag=_TAG, exclude_frozen_parameters=adapted is not None)
         if hook is not None:
@@ -91,34 +92,34 @@ def load_state(
     adapted: Adapted | None = None,
     average: Ema | None = None,
 ) -> dict[str, Any]:
-    """Undo `save_state` and return its `extra`. A collective.
+    """Restore what `save_state` wrote and return its `extra`. A collective.
 
-    What the optimizer has learnt comes from the checkpoint. Its learning rates, their schedule, its decay, its betas
-    and the bound of the gradient stay those of the run that goes on, which may have others.
+    The optimizer's state comes from the checkpoint. Learning rates, their schedule, weight decay, betas and the
+    gradient bound stay those of this run, whose settings may have changed.
 
-    Raises ConfigError when the folder holds no checkpoint, or one of another model, base, ranks, stage, precision or
-    optimizer.
+    Raises ConfigError when the folder holds no checkpoint, or one of another model, base, number of ranks, ZeRO stage,
+    precision or optimizer.
     """
     try:
         identity = json.loads((folder / "identity.json").read_text())
         extra: dict[str, Any] = json.loads((folder / "extra.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{folder} is not a checkpoint that can be read: {error}; delete it or start anew") from error
+        raise ConfigError(f"{folder} is not a readable checkpoint: {error}; delete it or start a new run") from error
     _check_identity(identity, _identity(net, ds, optim, adapted), folder)
-    settings = _settings_of(engine)
+    settings = _optimizer_settings(engine)
     load = None if adapted is None else _adapter_loader(folder)
     path, _ = engine.load_checkpoint(str(folder), tag=_TAG, custom_load_fn=load)
     if path is None:
-        raise ConfigError(f"{folder} lacks the state of its ranks: delete it and continue from an older checkpoint")
-    _set_again(engine, settings)
+        raise ConfigError(f"{folder} lacks the state of its ranks: delete it and resume from an older checkpoint")
+    _restore_settings(engine, settings)
     if average is not None:
         average.load(folder)
-    _set_random_state(read(_random_file(folder)))
+    _set_random_state(safe_load(_random_file(folder)))
     return extra
 
 
 def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None:
-    """Write the model and its processor as `from_pretrained` and vLLM read them. A collective."""
+    """Write the model and its processor for `from_pretrained` and vLLM. A collective."""
 
     def write(path: Path) -> None:
         weights = dict(whole_tensors(net, saved_tensors(net), max_bytes=_GATHER_BYTES))
@@ -130,7 +131,7 @@ def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None
 
 
 def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
-    """Write the adapter as PEFT and vLLM read it, with what was trained whole beside it. A collective."""
+    """Write the adapter for PEFT and vLLM, together with parameters that were trained in full. A collective."""
 
     def write(path: Path) -> None:
         weights = list(whole_tensors(net, _trained_tensors(net), max_bytes=_GATHER_BYTES))
@@ -141,9 +142,9 @@ def save_adapter(net: PreTrainedModel, adapted: Adapted, folder: Path) -> None:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have all ranks write into a folder that comes to be at once, when the last of them is done.
+    """Have all ranks write into a folder that appears atomically, when the last of them is done.
 
-    Raises StorageError when the disk refuses: then nothing of the new folder stays, and an older one as it was.
+    Raises StorageError on a disk error: then nothing of the new folder remains, and an older one is unchanged.
     """
     is_first = torch.distributed.get_rank() == 0
     with _removed_on_error(partial(folder)), writing(folder.name, folder.parent):
@@ -159,7 +160,10 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _removed_on_error(folder: Path) -> Iterator[None]:
-    """Half a checkpoint would keep a full disk full. Around `writing`, which looks at the disk as the error left it."""
+    """Delete the folder on an error: half a checkpoint would keep a full disk full.
+
+    Belongs around `writing`, which looks at the disk as the error left it.
+    """
     try:
         yield
     except Exception:
@@ -167,31 +171,31 @@ def _removed_on_error(folder: Path) -> Iterator[None]:
         raise
 
 
-class _Settings(NamedTuple):
-    """What a run's settings say of an optimizer that a checkpoint is about to be loaded into."""
+class _OptimizerSettings(NamedTuple):
+    """Settings of this run that loading a checkpoint overwrites in the optimizer."""
 
     groups: list[dict[str, Any]]
-    """Of each group of parameters, but for its learning rate."""
+    """Of each parameter group, without its learning rate."""
     rates: list[float]
     """Learning rates of the groups, before the schedule."""
     clip: float | None
-    """Bound of the gradient; None where DeepSpeed does not clip."""
+    """Bound of the gradient norm; None where DeepSpeed does not clip."""
 
 
-def _settings_of(engine: Any) -> _Settings:
+def _optimizer_settings(engine: Any) -> _OptimizerSettings:
     groups = [
-        {name: value for name, value in group.items() if name in _OF_SETTINGS}
+        {name: value for name, value in group.items() if name in _SETTING_KEYS}
         for group in engine.optimizer.param_groups
     ]
-    return _Settings(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
+    return _OptimizerSettings(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
 
 
-def _set_again(engine: Any, settings: _Settings) -> None:
-    """Put these in the place of what a checkpoint brought; the schedule goes on where it was."""
+def _restore_settings(engine: Any, settings: _OptimizerSettings) -> None:
+    """Replace the settings of the checkpoint by those of this run; the schedule keeps its position."""
     schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
     schedule.base_lrs = list(settings.rates)
-    for group, of_group, rate, factor in zip(groups, settings.groups, settings.rates, schedule.lr_lambdas, strict=True):
-        group.update(of_group)
+    for group, values, rate, factor in zip(groups, settings.groups, settings.rates, schedule.lr_lambdas, strict=True):
+        group.update(values)
         group["lr"] = rate * factor(schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in groups]
     if settings.clip is not None:
@@ -199,13 +203,14 @@ def _set_again(engine: Any, settings: _Settings) -> None:
 
 
 def _adapter_loader(folder: Path) -> Callable[..., None]:
-    """How DeepSpeed is to load the weights of a checkpoint without the base: none of the adapters' may be missing."""
+    """Make DeepSpeed's loader for weights without the base. It raises ConfigError when an adapter's tensor is
+    missing."""
 
     def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
-        lost = sorted(name for name, p in dst.named_parameters() if p.requires_grad and name not in src)
-        if lost:
+        missing = sorted(name for name, p in dst.named_parameters() if p.requires_grad and name not in src)
+        if missing:
             raise ConfigError(
-                f"{folder} lacks the adapter tensor {lost[0]}: delete it and continue from an older checkpoint"
+                f"{folder} lacks the adapter tensor {missing[0]}: delete it and resume from an older checkpoint"
             )
         dst.load_state_dict(src, strict=False)
 
@@ -219,13 +224,13 @@ def _drop_frozen(module: torch.nn.Module, state: dict[str, Any], *_: Any) -> Non
 
 
 def _trained_tensors(net: PreTrainedModel) -> NamedTensors:
-    """Of a model with adapters, under PEFT's names: these, and what trains whole, as a value head does."""
-    whole = [(n, p) for n, p in net.named_parameters() if p.requires_grad and ".lora_" not in n]
-    return [*adapter_tensors(net), *((f"{PREFIX}{name}", parameter) for name, parameter in whole)]
+    """Tensors of the adapters, and parameters that train in full, such as a value head's, under PEFT's names."""
+    full = [(n, p) for n, p in net.named_parameters() if p.requires_grad and ".lora_" not in n]
+    return [*adapter_tensors(net), *((f"{PREFIX}{name}", parameter) for name, parameter in full)]
 
 
 def _identity(net: PreTrainedModel, ds: Ds, optim: Mapping[str, str], adapted: Adapted | None) -> dict[str, Any]:
-    """What must be equal for a checkpoint to fit."""
+    """Properties of model and run that must equal those of a checkpoint for it to be loaded."""
     tensors = saved_tensors(net) if adapted is None else _trained_tensors(net)
     identity: dict[str, Any] = {
         "model": {name: list(true_shape(tensor)) for name, tensor in tensors},
@@ -248,33 +253,33 @@ def _identity(net: PreTrainedModel, ds: Ds, optim: Mapping[str, str], adapted: A
     return identity
 
 
-def _check_identity(found: dict[str, Any], wanted: dict[str, Any], folder: Path) -> None:
-    for name, now in wanted.items():
-        # What is not there was written before there were adapters, or before the optimizer was written down.
-        was = found.get(name, now if name.endswith(".optim") else 0)
+def _check_identity(stored: dict[str, Any], expected: dict[str, Any], folder: Path) -> None:
+    for name, now in expected.items():
+        # Older checkpoints lack the keys of adapters and of the optimizer.
+        was = stored.get(name, now if name.endswith(".optim") else 0)
         if name not in ("model", "trained", "base") and was != now:
             raise ConfigError(
                 f"{folder} was written with {name} {was}, this run has {now}: "
                 f"set it back, or give the run another --ckpt.output_dir"
             )
-    if found.get("base") != wanted["base"]:
+    if stored.get("base") != expected["base"]:
         raise ConfigError(
             f"{folder} is a checkpoint of an adapter on other weights than those of actor.model_name_or_path: "
             f"give the run the model it was started with, or another --ckpt.output_dir"
         )
-    if found["model"] != wanted["model"]:
+    if stored["model"] != expected["model"]:
         differ = [
             name
-            for name in sorted({*found["model"], *wanted["model"]})
-            if found["model"].get(name) != wanted["model"].get(name)
+            for name in sorted({*stored["model"], *expected["model"]})
+            if stored["model"].get(name) != expected["model"].get(name)
         ]
         raise ConfigError(
             f"{folder} is a checkpoint of another model: {len(differ)} tensors differ, such as {differ[0]}; "
             f"give the run the model it was started with, or another --ckpt.output_dir"
         )
-    if found["trained"] != wanted["trained"]:
+    if stored["trained"] != expected["trained"]:
         raise ConfigError(
-            f"{folder} is a checkpoint of a run that trained other parts of the model: freeze the same ones"
+            f"{folder} is a checkpoint of a run that trained other parts of the model: freeze the same parts"
         )
 
 
@@ -283,7 +288,7 @@ def _random_file(folder: Path) -> Path:
 
 
 def _random_state() -> dict[str, Any]:
-    """Of every generator of this process, as tensors and plain values, so that it loads without unpickling code."""
+    """State of every generator of this process, as tensors and plain values, which load without unpickling code."""
     version, words, python_gauss = random.getstate()
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - libraries draw from it
     return {

@@ -1,4 +1,4 @@
-"""The least that a first checkpoint takes of a disk, before there is one to measure. Imports nothing heavy."""
+"""Minimum size of a checkpoint, for a run that has none to measure yet. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from vlmrl.config.ds import Ds
 _BYTES = {"bf16": 2, "fp32": 4}
 
 
-def least_bytes(model: Model, ds: Ds, table: Sequence[tuple[str, int, int]]) -> int:
-    """Bytes of weights, fp32 copy and moments, over all ranks; a checkpoint is larger, never smaller.
+def min_checkpoint_bytes(model: Model, ds: Ds, table: Sequence[tuple[str, int, int]]) -> int:
+    """Sum the bytes of weights, fp32 copy and moments over all ranks. A checkpoint is larger, never smaller.
 
     Args:
-        table: (part of the model, trainable parameters, all parameters), as the policy's ranks tell.
+        table: rows (part of the model, trainable parameters, all parameters), as `Policy.table` returns them.
     """
     trainable, total = sum(row[1] for row in table), sum(row[2] for row in table)
-    # With adapters these alone are written; in stage 3 weights are in the fp32 copy and nowhere else.
+    # With adapters, only adapters are written. Stage 3 writes the weights as the fp32 copy alone.
     weights = trainable if ds.lora.rank else total
     copy = 0 if ds.zero_stage == 0 and ds.param_dtype == "fp32" else 4
     moments = {"adam": 8, "adam_paged": 8, "muon": 4}.get(model.optim, 2)

@@ -1,4 +1,4 @@
-"""The moving average of the weights that train: kept in fp32 on the CPU, and put into the model's place to be saved."""
+"""Moving average of the trainable weights, in fp32 on the CPU, swapped into the model when it is saved."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from vlmrl.errors import ConfigError
-from vlmrl.learning.pickles import read
+from vlmrl.learning.safe_load import safe_load
 from vlmrl.models.quantize import true_shape
 
 
 class Ema:
-    """`average <- beta * average + (1 - beta) * weights`, from the weights of the start (Polyak averaging).
+    """`average <- beta * average + (1 - beta) * weights`, starting at the initial weights (Polyak averaging).
 
-    One per rank, made when the engine has started. Under ZeRO-3 a rank averages its shards of all the parameters that
-    train; otherwise, where each rank has all of them, it averages its share, so that together the ranks hold one copy.
+    One per rank, made after the engine has started. Under ZeRO-3 a rank averages its shards of all trainable
+    parameters. Otherwise every rank has all parameters and averages some of them: together the ranks hold one copy.
     """
 
     def __init__(self, net: nn.Module, *, beta: float) -> None:
@@ -38,15 +38,15 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of now. Call it after each optimizer step; the ranks need not wait for one another."""
+        """Add the current weights. Call it after each optimizer step; it is not a collective."""
         for name, average in self._average.items():
             average.lerp_(_held(self._trained[name]).to("cpu", torch.float32), 1.0 - self._beta)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within the context the model has the average as its weights; after it the ones it had, to the last bit.
+        """Replace the model's weights by the average within the context, and restore them afterwards, to the last bit.
 
-        A collective. For saving: neither a gradient nor the optimizer may be touched meanwhile.
+        A collective. For saving only: no backward pass and no optimizer step may happen within.
         """
         trained: list[Any] = list(self._trained.values())
         kept = [_held(p).detach().to("cpu", copy=True) for p in trained]
@@ -60,32 +60,33 @@ class Ema:
                 _held(parameter).copy_(weights)
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank holds: fp32 tensors on the CPU by the name of the parameter, flat shards under ZeRO-3."""
+        """This rank's averages: fp32 tensors on the CPU by parameter name, flat shards under ZeRO-3."""
         return dict(self._average)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state()` of the same rank. Raises ValueError for the state of another model or other ranks."""
-        wanted = {name: average.shape for name, average in self._average.items()}
-        found = {name: average.shape for name, average in state.items()}
-        if wanted != found:
-            differ = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+        """Restore `state()` of the same rank. Raises ValueError for the state of another model or number of ranks."""
+        expected = {name: average.shape for name, average in self._average.items()}
+        given = {name: average.shape for name, average in state.items()}
+        if expected != given:
+            differ = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
             raise ValueError(f"{len(differ)} tensors of the moving average differ, such as {differ[0]}")
         for name, average in self._average.items():
             average.copy_(state[name])
 
     def save(self, folder: Path) -> None:
-        """Write what this rank holds into a checkpoint in the making."""
+        """Write this rank's averages into an unfinished checkpoint."""
         torch.save(self.state(), _file(folder))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint. Raises ConfigError when it has no average, or one of another model or ranks."""
+        """Restore from a checkpoint. Raises ConfigError when it has no average, or one of another model or number of
+        ranks."""
         if not _file(folder).exists():
             raise ConfigError(
                 f"{folder} was written without a moving average: leave --train.enable_ema off as it was, "
                 f"or give the run another --ckpt.output_dir"
             )
         try:
-            self.load_state(read(_file(folder)))
+            self.load_state(safe_load(_file(folder)))
         except ValueError as error:
             raise ConfigError(f"{folder} does not fit this run: {error}; give it another --ckpt.output_dir") from error
 
@@ -96,12 +97,15 @@ class Ema:
             if name in self._average:
                 held.copy_(self._average[name])
             if name in self._owners:
-                # In the parameter's own dtype, so that every rank has the same rounded numbers.
+                # In the parameter's own dtype, so that all ranks have the same rounded values.
                 torch.distributed.broadcast(held, src=self._owners[name])
 
 
 def _owners(trained: Mapping[str, nn.Parameter], world_size: int) -> dict[str, int]:
-    """Which rank averages what: the largest first, to whoever has least. Shards have none: they lie where they are."""
+    """Assign each parameter to the rank that averages it, largest first, to the rank with the least so far.
+
+    Shards have no owner: each rank averages its own.
+    """
     owners: dict[str, int] = {}
     loads = [0] * world_size
     whole = {name: math.prod(true_shape(p)) for name, p in trained.items() if not hasattr(p, "ds_id")}
@@ -112,15 +116,16 @@ def _owners(trained: Mapping[str, nn.Parameter], world_size: int) -> dict[str, i
 
 
 def _held(parameter: Any) -> Tensor:
-    """What this rank stores of a parameter: its shard under ZeRO-3, else all of it. Writing to it writes the weight."""
+    """The part of a parameter that this rank stores: its shard under ZeRO-3, else all of it. Writes go to the
+    weight."""
     shard: Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_id") else parameter.data
     return shard
 
 
 def _drop_whole(parameters: list[Any]) -> None:
-    """Leave of ZeRO-3 parameters the shards alone: a whole copy would go on showing the numbers from before.
+    """Drop gathered copies of ZeRO-3 parameters, which would keep the old values.
 
-    DeepSpeed keeps small ones whole between passes, and gathers them again in the next.
+    DeepSpeed keeps small parameters gathered between passes; it gathers them again in the next pass.
     """
     whole = [p for p in parameters if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.AVAILABLE]
     if whole:

@@ -1,11 +1,11 @@
-"""Layouts compared where precision hides nothing: in fp32, on the first layers of the model.
+"""Comparison of the layouts in fp32, on the first layers of the model, where rounding hides no fault.
 
-In half precision, rounding is as large as what wrong positions or a leak between two responses do. So embeddings,
-vision tower and the first layers are copied in fp32, and `shared` and `packed` are held against `padded`, values and
-gradients. This proves who looks at whom and from which position, which the kernels of every precision are told alike.
+In half precision, rounding errors are as large as the effect of wrong positions or of a leak between two responses. So
+embeddings, vision tower and the first layers are copied in fp32, and the values and gradients of `shared` and `packed`
+are compared with those of `padded`. This verifies masks and positions, which are the same in every precision.
 
 Rounding in fp32 is not small in every model: where keys have large biases, as in Qwen2.5's first layers, the gradients
-of what feeds them are differences of large numbers. So what looks wrong in fp32 is computed again in double precision.
+of what feeds them are differences of large numbers. So a difference in fp32 is computed again in double precision.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from transformers import PreTrainedModel
 
 from vlmrl.data.packing import collect, make_pack, place
 from vlmrl.learning.weights import gathered
-from vlmrl.models.attention import Setting, implementation, see_all_images_at_once
+from vlmrl.models.attention import Setting, implementation, use_packed_vision_attention
 from vlmrl.models.inputs import model_inputs
-from vlmrl.models.load import without_weights
-from vlmrl.models.patches import project_patches
+from vlmrl.models.load import project_patches, without_weights
 from vlmrl.models.quantize import dequantized
-from vlmrl.models.scorer import Backbone, scattered
+from vlmrl.models.scorer import Backbone, scatter_scored
 from vlmrl.plugins import Processor
 from vlmrl.types import Floats, Layout, Sample
 
 _NUM_LAYERS = 2
-_DOUBT = 5e-6
-"""A difference in fp32 that may be more than rounding: half of what `vlmrl.verify.layouts` takes for a fault."""
-_SMALL = 1e-3
-"""A gradient that is smaller than this share of the largest is compared with that share: a bias of keys has none but
-rounding."""
+_SUSPECT = 5e-6
+"""A difference in fp32 above this may be more than rounding: half the bound of `vlmrl.verify.layouts`."""
+_MIN_SCALE = 1e-3
+"""Share of the largest gradient norm that a smaller gradient is compared with: the gradient of a key bias is nothing
+but rounding."""
 
 
 class Difference(NamedTuple):
-    """How far a layout is from `padded`, relative to it."""
+    """Relative difference of a layout from `padded`."""
 
     values: float
     gradients: float
-    """Of the parameter where it is largest."""
+    """The largest over the parameters."""
 
 
 def compare_layouts(
@@ -55,19 +54,19 @@ def compare_layouts(
     attention: Setting,
     device: torch.device,
 ) -> dict[Layout, Difference]:
-    """How far each of `layouts` is from `padded` for these samples; nothing on ranks but the first.
+    """Compare each of `layouts` with `padded` on these samples; {} on all ranks but the first.
 
-    A collective where the model is sharded. Adapters are left out, and 4 bits are written out: neither is asked who
-    looks at whom.
+    A collective if the model is sharded. Adapters are left out and 4-bit weights dequantized: neither affects masks or
+    positions.
     """
-    # Whatever is drawn to make a model is not missed by those who draw after it.
+    # Making a model draws random numbers, which must not shift those of the run.
     with torch.random.fork_rng(devices=[]):
-        first = first_layers(net, processor, samples, implementation(attention, device))
+        first = copy_first_layers(net, processor, samples, implementation(attention, device))
     if not _is_first_rank():
         return {}
     try:
         return _differences(first, processor, samples, layouts, device)
-    except torch.OutOfMemoryError:  # the copy is small beside the model, and a device may be full of that
+    except torch.OutOfMemoryError:  # the model may leave no room on the device for the copy, which fits on the CPU
         return _differences(first, processor, samples, layouts, torch.device("cpu"))
 
 
@@ -80,42 +79,49 @@ def _differences(
 ) -> dict[Layout, Difference]:
     first.base_model.to(device)
 
-    def compared() -> dict[Layout, Difference]:
-        expected = _Seen.of(first, processor, samples, "padded", device)
-        return {layout: _Seen.of(first, processor, samples, layout, device).difference(expected) for layout in layouts}
+    def compare() -> dict[Layout, Difference]:
+        expected = _Outputs.of(first, processor, samples, "padded", device)
+        return {
+            layout: _Outputs.of(first, processor, samples, layout, device).difference(expected) for layout in layouts
+        }
 
-    found = compared()
-    if all(gap <= _DOUBT for gaps in found.values() for gap in gaps):
-        return found
+    differences = compare()
+    if all(gap <= _SUSPECT for gaps in differences.values() for gap in gaps):
+        return differences
     for name, parameter in first.named_parameters():
-        # What the tower says of the images is the same in all layouts.
+        # The tower's outputs are the same in all layouts.
         if parameter.device.type != "meta" and processor.parameter_group(name) == "language":
             parameter.data = parameter.data.double()
-    return compared()
+    return compare()
 
 
 def _is_first_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def first_layers(
-    net: PreTrainedModel, processor: Processor, samples: Sequence[Sample], how: str | dict[str, str]
+def copy_first_layers(
+    net: PreTrainedModel,
+    processor: Processor,
+    samples: Sequence[Sample],
+    attn_implementation: str | dict[str, str],
 ) -> PreTrainedModel:
-    """A copy in fp32 of what comes first in the model, with embeddings of the samples' tokens alone, in CPU memory; on
-    ranks but the first there are no numbers in it. A collective where the model is sharded.
+    """Copy vision tower, projector and first layers in fp32, with embeddings of the samples' tokens alone, to the CPU.
 
-    `how` is what `from_pretrained` would take for its attention.
+    On all ranks but the first the copy has no values. A collective if the model is sharded. `attn_implementation` is
+    that of `from_pretrained`.
     """
     config = copy.deepcopy(net.config)
     text = config.get_text_config()
     text.num_hidden_layers = min(_NUM_LAYERS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
-    first = without_weights(lambda c: type(net)._from_config(c, dtype=torch.float32, attn_implementation=how), config)
-    see_all_images_at_once(first)
+    first = without_weights(
+        lambda c: type(net)._from_config(c, dtype=torch.float32, attn_implementation=attn_implementation), config
+    )
+    use_packed_vision_attention(first)
     project_patches(first)
     used = np.unique(np.concatenate([*(sample.tokens for sample in samples), [processor.pad_token_id]]))
-    held = {
+    sources = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in (*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False))
     }
@@ -127,7 +133,7 @@ def first_layers(
             if entry[name] is None:
                 continue
             full = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-            source = held[full]
+            source = sources[full]
             with gathered([(full, source)]):
                 if not _is_first_rank():
                     continue
@@ -137,7 +143,7 @@ def first_layers(
             if name in module._buffers:
                 module._buffers[name] = value
                 continue
-            # What comes before the projector is the same in all layouts, and what follows tells of it.
+            # The tower's outputs are the same in all layouts, so its gradients add nothing to the projector's.
             trains = module is embedding or processor.parameter_group(full) != "vision"
             module._parameters[name] = nn.Parameter(value, requires_grad=trains)
     weight = embedding.weight
@@ -147,7 +153,7 @@ def first_layers(
 
 
 class _UsedTokens(nn.Module):
-    """An embedding of a few tokens."""
+    """Embedding of U tokens of the vocabulary."""
 
     tokens: Tensor
 
@@ -161,18 +167,18 @@ class _UsedTokens(nn.Module):
         return nn.functional.embedding(torch.searchsorted(self.tokens, ids), self.weight)
 
 
-class _Seen(NamedTuple):
-    """What the layers say in one layout."""
+class _Outputs(NamedTuple):
+    """Values and gradients of the first layers in one layout."""
 
     values: Floats
-    """A number per sampled token, sample after sample: its state along one direction."""
+    """The projection of each sampled token's state onto one direction, sample after sample."""
     gradients: dict[str, Tensor]
-    """Of a weighted sum of the values."""
+    """Parameter name -> gradient of a weighted sum of the values."""
 
     @classmethod
     def of(
         cls, net: PreTrainedModel, processor: Processor, samples: Sequence[Sample], layout: Layout, device: torch.device
-    ) -> _Seen:
+    ) -> _Outputs:
         rng = np.random.default_rng(0)
         direction = torch.from_numpy(rng.standard_normal(net.config.get_text_config().hidden_size, dtype=np.float32))
         weights = [1 + 0.5 * rng.standard_normal(len(sample.tokens), dtype=np.float32) for sample in samples]
@@ -183,24 +189,24 @@ class _Seen(NamedTuple):
         }
         scored = inputs["scored"]
         states, _ = Backbone(net).states(inputs)
-        found = states @ direction.to(states)
+        projected = states @ direction.to(states)
         rows, columns = pack.shape
-        laid = collect(pack, scattered(found.detach(), scored)[:rows, :columns])
-        values = np.concatenate([row[sample.sampled] for row, sample in zip(laid, samples, strict=True)])
-        loss = (found * place(pack, weights, fill=0.0).to(device)[scored[:rows, :columns]]).sum()
+        by_sample = collect(pack, scatter_scored(projected.detach(), scored)[:rows, :columns])
+        values = np.concatenate([row[sample.sampled] for row, sample in zip(by_sample, samples, strict=True)])
+        loss = (projected * place(pack, weights, fill=0.0).to(device)[scored[:rows, :columns]]).sum()
         trained = {name: parameter for name, parameter in net.named_parameters() if _trains(parameter)}
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
         net.zero_grad()
         return cls(values, gradients)
 
-    def difference(self, expected: _Seen) -> Difference:
-        scale = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
-        least = _SMALL * max(scale.values())
-        apart = {name: float((self.gradients[name] - gradient).norm()) for name, gradient in expected.gradients.items()}
+    def difference(self, expected: _Outputs) -> Difference:
+        norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
+        min_norm = _MIN_SCALE * max(norms.values())
+        gaps = {name: float((self.gradients[name] - gradient).norm()) for name, gradient in expected.gradients.items()}
         return Difference(
             values=float(np.linalg.norm(self.values - expected.values) / np.linalg.norm(expected.values)),
-            gradients=max(apart[name] / max(scale[name], least) for name in apart),
+            gradients=max(gaps[name] / max(norms[name], min_norm) for name in gaps),
         )
 
 

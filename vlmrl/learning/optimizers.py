@@ -1,4 +1,4 @@
-"""What moves the weights: the optimizer, what it does to which of them, and its learning rate over the run."""
+"""Optimizers, their parameter groups, and the learning rate over a run."""
 
 from __future__ import annotations
 
@@ -11,77 +11,79 @@ from vlmrl.config.actor import Model
 from vlmrl.errors import ConfigError
 from vlmrl.models.quantize import true_shape
 
-_OF_BITSANDBYTES = {
+_BITSANDBYTES = {
     "adam_8bit": "AdamW8bit",
     "adam_paged": "PagedAdamW32bit",
     "adam_8bit_paged": "PagedAdamW8bit",
 }
-"""`actor.optim` -> class of bitsandbytes. Moments in 8 bits (arXiv:2110.02861), or paged: CUDA moves them to CPU memory
-when the device is full (arXiv:2305.14314)."""
+"""`actor.optim` -> class of bitsandbytes. Moments in 8 bits (arXiv:2110.02861), or paged: CUDA moves them to main
+memory when the device is full (arXiv:2305.14314)."""
 
 
-def optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
-    """The optimizer that `actor.optim` names, of the parameters that want a gradient.
+def make_optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
+    """Make the optimizer `actor.optim` for the parameters that require a gradient.
 
-    Raises ConfigError for one that the device does not have, or that has nothing to move.
+    Raises ConfigError when it does not run on this device, or has no parameter to update.
     """
     if actor.optim == "muon":
         return _muon(module, actor=actor, where=where)
     groups = parameter_groups(module, weight_decay=actor.adam.weight_decay)
-    how: dict[str, Any] = {"lr": actor.adam.lr, "betas": actor.adam.betas, "eps": actor.adam.eps}
+    options: dict[str, Any] = {"lr": actor.adam.lr, "betas": actor.adam.betas, "eps": actor.adam.eps}
     if actor.optim == "adam":
-        # One pass over the numbers: 33 ms instead of 67 for 13M of them on two cores.
-        return torch.optim.AdamW(groups, **how, fused=True)
+        # Fused makes one pass over the elements: 33 ms instead of 67 for 13M of them on two cores.
+        return torch.optim.AdamW(groups, **options, fused=True)
     if where.type != "cuda":
-        raise ConfigError(f"optim {actor.optim} is one of bitsandbytes', which needs CUDA: use adam")
+        raise ConfigError(f"optim {actor.optim} is an optimizer of bitsandbytes, which needs CUDA: use adam")
     import bitsandbytes
 
-    found: torch.optim.Optimizer = getattr(bitsandbytes.optim, _OF_BITSANDBYTES[actor.optim])(groups, **how)
-    return found
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, _BITSANDBYTES[actor.optim])(groups, **options)
+    return optimizer
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The matrices inside the layers that train: what Muon is defined for. Of the Hugging Face model in `module`,
-    neither embeddings nor output layer, neither vectors nor the filters of the patches."""
+    """The trainable matrices inside the layers, which Muon is defined for.
+
+    Without embeddings, output layer, vectors and patch filters of the Hugging Face model in `module`.
+    """
     from transformers import PreTrainedModel
 
     net = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     tables = {id(part.weight) for part in net.modules() if isinstance(part, nn.Embedding)}
-    # What is not in the base model is an output layer, be it of log-probabilities or of values.
+    # Outside the base model there is only the output layer, of logits or of values.
     inside: nn.Module = net.base_model
     return [p for p in inside.parameters() if p.requires_grad and len(true_shape(p)) == 2 and id(p) not in tables]
 
 
 def _muon(module: nn.Module, *, actor: Model, where: torch.device) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon, with AdamW inside for all that Muon is not for.
+    """Make DeepSpeed's Muon, with AdamW for all parameters but `hidden_matrices`.
 
-    Its iterations run in fp16: the last bit of a gradient shows in the third digit of a step.
+    Its iterations run in fp16: the last bit of a gradient changes the third digit of a step.
     """
     if where.type != "cuda":
-        # It would compile its kernels, which takes long and a compiler that may not be there.
+        # Muon would compile its kernels, which takes long and needs a compiler.
         torch.compiler.set_stance("force_eager")
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     matrices = hidden_matrices(module)
     if not matrices:
-        raise ConfigError("optim muon moves the matrices inside the layers, and none of them trains: use adam")
-    moved = {id(p) for p in matrices}
+        raise ConfigError("optim muon updates the matrices inside the layers, and none of them trains: use adam")
+    matrix_ids = {id(p) for p in matrices}
     for parameter in module.parameters():
-        # By this name DeepSpeed asks for it.
-        parameter.use_muon = id(parameter) in moved  # type: ignore[attr-defined]
+        # DeepSpeed reads this attribute.
+        parameter.use_muon = id(parameter) in matrix_ids  # type: ignore[attr-defined]
     adam, decay = actor.adam, actor.adam.weight_decay
     by_muon = {"use_muon": True, "lr": actor.muon.lr, "momentum": actor.muon.momentum, "weight_decay": decay}
     by_adam = {"use_muon": False, "lr": adam.lr, "betas": adam.betas, "eps": adam.eps}
     groups: list[dict[str, Any]] = [by_muon | {"params": matrices}]
     for group in parameter_groups(module, weight_decay=decay):
-        if rest := [p for p in group["params"] if id(p) not in moved]:
+        if rest := [p for p in group["params"] if id(p) not in matrix_ids]:
             groups.append(group | by_adam | {"params": rest})
-    found: torch.optim.Optimizer = MuonWithAuxAdam(groups)
-    return found
+    optimizer: torch.optim.Optimizer = MuonWithAuxAdam(groups)
+    return optimizer
 
 
 def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters; biases and norms, which have one dimension, are not decayed."""
+    """Group the trainable parameters: no weight decay for biases and norms, which have one dimension."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = [p for p in trainable if len(true_shape(p)) > 1]
     vectors = [p for p in trainable if len(true_shape(p)) <= 1]
@@ -89,12 +91,12 @@ def parameter_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str
     return [group for group in groups if group["params"]]
 
 
-def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:
-    """The learning rate over the run: a linear rise over the warm-up's share of it, then `actor.lr_scheduler`.
+def make_schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int) -> Any:
+    """Make the schedule of the learning rate: a linear warm-up, then `actor.lr_scheduler`.
 
-    The share is rounded down, so that a run of a few steps has no warm-up: its first step would have a rate of 0.
+    The number of warm-up steps is rounded down, so that a run of a few steps has none: its first rate would be 0.
     """
-    # This imports bitsandbytes, which warns of nothing that matters unless `models.quantize` has come first.
+    # This imports bitsandbytes, which logs an irrelevant warning unless `models.quantize` was imported before.
     from transformers import get_scheduler
 
     has_floor = actor.lr_scheduler == "cosine_with_min_lr"
@@ -107,12 +109,12 @@ def schedule(optimizer: torch.optim.Optimizer, *, actor: Model, total_steps: int
     )
 
 
-def move_schedule(scheduler: Any, step: float) -> None:
-    """Give the optimizer the learning rates of this optimizer step, whole or not, of those that a schedule spans.
+def set_schedule_step(scheduler: Any, step: float) -> None:
+    """Move the schedule to an optimizer step, which may be fractional, and set the learning rates of that step.
 
-    The schedule goes on from there. For runs that do not know beforehand how many steps they take.
+    The schedule continues from there. For runs whose number of steps is not known in advance.
     """
     scheduler.last_epoch = step
     groups = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    for group, rate, share in groups:
-        group["lr"] = rate * share(step)
+    for group, rate, factor in groups:
+        group["lr"] = rate * factor(step)

@@ -1,4 +1,4 @@
-"""The model that learns to answer: scores samples, takes optimizer steps, and is saved."""
+"""The policy: log-probs of samples, optimizer steps, weight sync and checkpoints of the trained model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
 from vlmrl.data.packing import Pack
-from vlmrl.learning.base import Learner, Share
+from vlmrl.learning.base import PackLoss, TrainableModel
 from vlmrl.learning.checkpoint import save_adapter, save_model
 from vlmrl.learning.ema import Ema
-from vlmrl.learning.exact import widened
-from vlmrl.learning.forward import Forward, Scored, read_model
+from vlmrl.learning.forward import LogprobForward, RowsAndMetrics, read_model
+from vlmrl.learning.higher_precision import higher_precision
 from vlmrl.learning.layout_check import compare_layouts
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.learning.weights import WeightSender
@@ -34,19 +34,18 @@ from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
 __all__ = ["Policy", "PolicyLoss"]
 
 
-class Policy(Learner, WeightSender):
-    """One per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in the same order.
-
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is; without them it is alone.
+class Policy(TrainableModel, WeightSender):
+    """The trained model, one per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in
+    the same order.
     """
 
     _area = "policy"
     _section = "actor"
-    _forward: Forward
+    _forward: LogprobForward
 
     def __init__(self, settings: PolicySettings) -> None:
         actor, ds, columns = settings.actor, settings.ds, settings.columns
-        Learner.__init__(
+        TrainableModel.__init__(
             self,
             lambda where: read_model(actor, ds=ds, columns=columns, where=where),
             model=actor,
@@ -56,56 +55,64 @@ class Policy(Learner, WeightSender):
         )
         WeightSender.__init__(self, self._net, settings.adapter)
         scorer = Scorer(self._net)
-        passing = self._begin(scorer, total_steps=settings.total_steps, vision=settings.vision)
-        self._forward = Forward(
-            scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **passing
+        options = self._start_engine(scorer, total_steps=settings.total_steps, vision=settings.vision)
+        self._forward = LogprobForward(
+            scorer, self._processor, temperature=settings.temperature, bans=settings.bans, **options
         )
-        self._loss = None if settings.loss is None else _with_own(settings.loss)
+        self._loss = None if settings.loss is None else _load_user_loss(settings.loss)
         self._average = None if settings.ema_beta is None else Ema(self._net, beta=settings.ema_beta)
 
     def logprobs(
         self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True, exact: bool = False
-    ) -> Scored:
-        """(id, [T]) of each sample with an id of 0 or more, under the weights of now, and what it took.
+    ) -> RowsAndMetrics:
+        """Log-probs under the current weights: (id, [T]) for each sample with a non-negative id, and pass metrics.
 
-        With `gradient` they come from the passes that an update makes, which change nothing. Without `adapter` they are
-        those of the base: the reference of a policy that is nothing but an adapter on it. With `exact` the passes
-        compute in a wider type than the run's: fp32 in a run in bf16, else fp64.
+        Args:
+            gradient: run the passes as an update does, without changing anything.
+            adapter: False for the log-probs of the base, the reference of a policy that trains an adapter.
+            exact: compute in a wider type than the run's: fp32 in a run in bf16, else fp64.
         """
         wide = torch.float32 if self._ds.param_dtype == "bf16" else torch.float64
         with (
             nullcontext() if adapter else adapters_off(self._net),
-            widened(self._net, wide) if exact else nullcontext(),
-            self._forward.looking_anew() if exact else nullcontext(),
+            higher_precision(self._net, wide) if exact else nullcontext(),
+            self._forward.without_cache() if exact else nullcontext(),
         ):
             return self._forward.logprobs(packs, gradient=gradient), self._forward.take_counts()
 
     def compare_layouts(
         self, samples: Sequence[Sample], layouts: Sequence[Layout]
     ) -> dict[Layout, tuple[float, float]]:
-        """How far each of `layouts` is from `padded` on these samples, in fp32: values and gradients, relative (see
-        `learning.layout_check`). Nothing on ranks but the first."""
-        attention = self._ds.attn_implementation
-        found = compare_layouts(self._net, self._processor, samples, layouts, attention=attention, device=self._device)
-        # Plain numbers: a driver would have to import this package to read anything else.
-        return {layout: (gaps.values, gaps.gradients) for layout, gaps in found.items()}
+        """Compare each of `layouts` with `padded` on these samples, in fp32: relative differences of values and
+        gradients (see `learning.layout_check`). {} on all ranks but the first."""
+        differences = compare_layouts(
+            self._net,
+            self._processor,
+            samples,
+            layouts,
+            attention=self._ds.attn_implementation,
+            device=self._device,
+        )
+        # Plain tuples: to unpickle another type, the driver would have to import this package.
+        return {layout: (gaps.values, gaps.gradients) for layout, gaps in differences.items()}
 
     def traits(self) -> tuple[float, bool]:
-        """What a vision patch costs a pass, in language tokens; and whether layers carry state past a sample's end."""
+        """The cost of a vision patch in a pass, in language tokens, and whether layers carry state past a sample's
+        end."""
         return patch_cost(self._net, self._processor), bool(self._net._is_stateful)
 
     def update(
         self, work: Sequence[Sequence[tuple[Pack, Experience]]], totals: Sequence[Totals]
     ) -> list[dict[str, Metric]]:
-        """Take one optimizer step per element of `work`; each is this rank's share of that step, pack by pack.
+        """Take one optimizer step per element of `work`: this rank's packs of that step. Returns its metrics per step.
 
-        Experiences line up with the samples of their packs. `totals` count what the step holds over all ranks, so the
-        gradient does not depend on how the step was dealt out. Returns this rank's metrics of each step.
+        Each experience is in the order of its pack's samples. `totals` are counts of each step over all ranks, so the
+        gradient does not depend on how samples are spread over ranks.
 
-        From the first step on whose samples show the policy further than `kl_early_stop` from where it started, steps
-        are left out, on all ranks alike.
+        When the KL divergence from the policy before this update, on the samples of a step, exceeds `kl_early_stop`,
+        that step and all later ones are skipped, on all ranks.
 
-        Raises VlmrlError when the loss or the gradient is not a number.
+        Raises VlmrlError when the loss or the gradient is not finite.
         """
         with self._optimizer_awake():
             return self._update(work, totals)
@@ -115,11 +122,11 @@ class Policy(Learner, WeightSender):
     ) -> list[dict[str, Metric]]:
         metrics: list[dict[str, Metric]] = []
         for packs, total in zip(work, totals, strict=True):
-            if metrics and self._is_far(packs):
-                looked = self._forward.take_counts()
-                metrics[-1] = merge([metrics[-1], looked, {"policy/stopped_early": Max(1.0)}])
+            if metrics and self._exceeds_kl_bound(packs):
+                counts = self._forward.take_counts()
+                metrics[-1] = merge([metrics[-1], counts, {"policy/stopped_early": Max(1.0)}])
                 break
-            self._follow(packs[0][1].span)
+            self._set_progress(packs[0][1].span)
             shares = [
                 self._backward(self._policy_loss(pack, experience, total), pack, is_last=n == len(packs))
                 for n, (pack, experience) in enumerate(packs, start=1)
@@ -128,9 +135,9 @@ class Policy(Learner, WeightSender):
         return metrics
 
     def fit(self, packs: Sequence[Pack], total: Totals) -> dict[str, Metric]:
-        """One optimizer step on the mean negative log-probability of the tokens that the packs flag as sampled.
+        """Take one optimizer step on the mean negative log-probability of the packs' sampled tokens.
 
-        Raises VlmrlError when the loss or the gradient is not a number.
+        Raises VlmrlError when the loss or the gradient is not finite.
         """
         with self._optimizer_awake():
             shares = [
@@ -140,20 +147,20 @@ class Policy(Learner, WeightSender):
             return merge([*shares, self._step()])
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Everything that `load_checkpoint` needs to go on as if nothing had happened; `extra` is plain JSON."""
+        """Write the full training state, from which `load_checkpoint` resumes bit for bit; `extra` is plain JSON."""
         self._save_state(folder, extra)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Go on from a checkpoint, random numbers included; returns its `extra`.
+        """Resume from a checkpoint, random states included; returns its `extra`.
 
-        Raises ConfigError when it is not a checkpoint of this model, these ranks and this ZeRO stage.
+        Raises ConfigError when the checkpoint is of another model, number of ranks or ZeRO stage.
         """
         return self._load_state(folder)
 
     def save_model(self, folder: Path) -> None:
-        """A folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor.
+        """Write a folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor.
 
-        With an adapter, one that PEFT and vLLM load: the adapter alone.
+        With an adapter, write the adapter alone, for PEFT and vLLM.
         """
         if self._adapted is None:
             save_model(self._net, self._processor, Path(folder))
@@ -161,65 +168,63 @@ class Policy(Learner, WeightSender):
             save_adapter(self._net, self._adapted, Path(folder))
 
     def save_average(self, folder: Path) -> None:
-        """What `save_model` writes, with the moving average in the place of the weights of now."""
+        """Write what `save_model` does, with the moving average instead of the current weights."""
         assert self._average is not None, "a policy without ema_beta keeps no average"
         with self._average.swapped():
             self.save_model(folder)
 
-    def _is_far(self, packs: Sequence[tuple[Pack, Experience]]) -> bool:
-        """Whether a coming step's samples say that the rest of an update is to be left out. A collective, and a pass
-        without gradient, where somebody set a bound: what the steps before have done cannot be told from their own
-        samples, which they met before they moved."""
+    def _exceeds_kl_bound(self, packs: Sequence[tuple[Pack, Experience]]) -> bool:
+        """Whether the KL divergence on the next step's samples exceeds `kl_early_stop`. If a bound is set, this is a
+        collective with a pass of its own: the passes of earlier steps do not include the effect of their own step."""
         if self._loss is None or self._loss.kl_early_stop is None:
             return False
-        asked: list[tuple[Floats, Bools]] = []
+        old_rows: list[tuple[Floats, Bools]] = []
         for pack, experience in packs:
             assert experience.old_logprobs is not None, "several steps need the log-probs that they start from"
-            found = zip(experience.old_logprobs, pack.samples, pack.ids, strict=True)
-            asked += [(old[sample.sampled], sample.sampled) for old, sample, i in found if i >= 0]
+            rows = zip(experience.old_logprobs, pack.samples, pack.ids, strict=True)
+            old_rows += [(old[sample.sampled], sample.sampled) for old, sample, i in rows if i >= 0]
         total, count = 0.0, 0
-        rows = self._forward.logprobs([pack for pack, _ in packs])
-        for (_, row), (old, sampled) in zip(rows, asked, strict=True):
-            now, then = torch.from_numpy(row[sampled]), torch.from_numpy(old)
-            total += float(kl_from_old(now, then).sum())
-            count += len(now)
+        new_rows = self._forward.logprobs([pack for pack, _ in packs])
+        for (_, row), (old, sampled) in zip(new_rows, old_rows, strict=True):
+            new = torch.from_numpy(row[sampled])
+            total += float(kl_from_old(new, torch.from_numpy(old)).sum())
+            count += len(new)
         all_total, all_count = self._sum_over_ranks([total, count])
         return all_total > self._loss.kl_early_stop * all_count
 
-    def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> Share:
-        """This pack's share of the step's loss, and sums over its sampled tokens."""
+    def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> PackLoss:
         assert self._loss is not None, "a policy without a loss cannot learn from rewards"
-        knobs = self._loss
+        settings = self._loss
         output = self._forward(pack)
-        sampled = self._placed(pack, [s.sampled for s in pack.samples], fill=False)
-        owner = self._placed(pack, [np.full(len(s.tokens), i) for i, s in enumerate(pack.samples)], fill=0)
+        sampled = self._place(pack, [s.sampled for s in pack.samples], fill=False)
+        owner = self._place(pack, [np.full(len(s.tokens), i) for i, s in enumerate(pack.samples)], fill=0)
         logprobs = output.logprobs.float()
         if experience.old_logprobs is None:
             old = logprobs.detach()
         else:
-            old = self._placed(pack, experience.old_logprobs, fill=0.0)
-        rollout = self._placed(pack, experience.rollout_logprobs, fill=0.0)
+            old = self._place(pack, experience.old_logprobs, fill=0.0)
+        rollout = self._place(pack, experience.rollout_logprobs, fill=0.0)
         ref = experience.ref_logprobs if experience.kl_coef > 0 else None
         terms = policy_loss(
-            knobs,
+            settings,
             logprobs=logprobs,
             old=old,
             rollout=rollout,
-            advantages=self._placed(pack, experience.advantages, fill=0.0),
+            advantages=self._place(pack, experience.advantages, fill=0.0),
             sampled=sampled,
             owner=owner,
-            # Only who wants it pays for its gradient.
-            entropy=output.entropy.float() if knobs.entropy_coef > 0 else None,
-            reference=None if ref is None else self._placed(pack, ref, fill=0.0),
+            # Its gradient costs time, so only where it is used.
+            entropy=output.entropy.float() if settings.entropy_coef > 0 else None,
+            reference=None if ref is None else self._place(pack, ref, fill=0.0),
             kl_coef=experience.kl_coef,
         )
         share = reduce(
             terms.losses,
             sampled,
-            aggregation=knobs.aggregation,
+            aggregation=settings.aggregation,
             owner=owner,
             totals=total,
-            max_new_tokens=knobs.max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
         )
         with torch.no_grad():
             gap = log_ratio(logprobs, old, sampled)
@@ -231,53 +236,53 @@ class Policy(Learner, WeightSender):
                 "ratio_max": torch.where(sampled, terms.ratio, 0.0).amax(),
                 "tokens": sampled.sum(),
             }
-            if knobs.correction is not None:
+            if settings.correction is not None:
                 sums |= {"weight": terms.weights.sum(), "dropped": (sampled & (terms.weights == 0)).sum()}
             if experience.old_logprobs is None:
                 sums |= _engine_gap(torch.where(sampled, old - rollout, 0.0).double())
         return share, sums
 
-    def _likelihood_loss(self, pack: Pack, total: Totals) -> Share:
+    def _likelihood_loss(self, pack: Pack, total: Totals) -> PackLoss:
         output = self._forward(pack)
-        sampled = self._placed(pack, [s.sampled for s in pack.samples], fill=False)
+        sampled = self._place(pack, [s.sampled for s in pack.samples], fill=False)
         share = token_mean(-output.logprobs.float(), sampled, num_tokens=total.num_tokens)
         with torch.no_grad():
             entropy = torch.where(sampled, output.entropy.float(), 0.0).sum()
         return share, {"entropy": entropy, "tokens": sampled.sum()}
 
-    def _measure(self, found: dict[str, float], pack: Pack) -> dict[str, Metric]:
-        tokens = found["tokens"]
+    def _pack_metrics(self, sums: dict[str, float], pack: Pack) -> dict[str, Metric]:
+        tokens = sums["tokens"]
         rows, columns = pack.shape
         padding = rows * columns - pack.num_tokens
         metrics: dict[str, Metric] = {
-            "policy/entropy": Mean(found["entropy"], tokens),
+            "policy/entropy": Mean(sums["entropy"], tokens),
             "pack/tokens": Sum(pack.num_tokens),
             "pack/padding_fraction": Mean(padding, rows * columns),
             "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
         }
-        if "gap" in found:
+        if "gap" in sums:
             metrics |= {
-                "sync/logprob_diff_max": Max(found["gap_max"]),
-                "sync/logprob_diff_mean": Mean(found["gap"], tokens),
-                "sync/kl_rollout_train": Mean(found["gap_kl"], tokens),
+                "sync/logprob_diff_max": Max(sums["gap_max"]),
+                "sync/logprob_diff_mean": Mean(sums["gap"], tokens),
+                "sync/kl_rollout_train": Mean(sums["gap_kl"], tokens),
             }
-        if "weight" in found:
+        if "weight" in sums:
             metrics |= {
-                "policy/correction_weight": Mean(found["weight"], tokens),
-                "policy/correction_dropped": Mean(found["dropped"], tokens),
+                "policy/correction_weight": Mean(sums["weight"], tokens),
+                "policy/correction_dropped": Mean(sums["dropped"], tokens),
             }
-        if "clipped" in found:
+        if "clipped" in sums:
             metrics |= {
-                "policy/clip_fraction": Mean(found["clipped"], tokens),
-                "policy/kl_old": Mean(found["kl_old"], tokens),
-                "policy/kl_loss": Mean(found["kl_loss"], tokens),
-                "policy/ratio_max": Max(found["ratio_max"]),
+                "policy/clip_fraction": Mean(sums["clipped"], tokens),
+                "policy/kl_old": Mean(sums["kl_old"], tokens),
+                "policy/kl_loss": Mean(sums["kl_loss"], tokens),
+                "policy/ratio_max": Max(sums["ratio_max"]),
             }
         return metrics
 
 
-def _with_own(loss: PolicyLoss) -> PolicyLoss:
-    """The same, a user's own function read from its file in this process."""
+def _load_user_loss(loss: PolicyLoss) -> PolicyLoss:
+    """Replace `FILE:NAME` by the user's function, imported in this process."""
     kind = name_or_function(loss.kind, FLAG) if isinstance(loss.kind, str) else loss.kind
     if callable(kind):
         check(kind)
@@ -285,6 +290,6 @@ def _with_own(loss: PolicyLoss) -> PolicyLoss:
 
 
 def _engine_gap(difference: Tensor) -> dict[str, Tensor]:
-    """What `trainer.compare_engine` tells, as sums over a pack."""
+    """Maximum and sums over a pack for the metrics of `trainer.compare_engine`, from trainer minus engine log-probs."""
     size = difference.abs()
     return {"gap_max": size.max(), "gap": size.sum(), "gap_kl": (torch.expm1(difference) - difference).sum()}

@@ -1,4 +1,4 @@
-"""A policy and its critic in one process, which look at an image once where their towers are frozen and the same."""
+"""A policy and its critic in one process, with one cache of image features if their frozen towers are equal."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from typing import Any
 
 from vlmrl.data.packing import Pack
 from vlmrl.learning.critic import Critic
-from vlmrl.learning.forward import Passes, Scored
+from vlmrl.learning.forward import ModelForward, RowsAndMetrics
 from vlmrl.learning.policy import Policy
 from vlmrl.learning.settings import PolicyAndCriticSettings
-from vlmrl.learning.weights import cut, gathered
-from vlmrl.models.checksum import device_digest
-from vlmrl.models.weights import fingerprint
+from vlmrl.learning.weights import gathered, split_by_bytes
+from vlmrl.models.weights import device_digest, fingerprint
 from vlmrl.observe.metrics import Metric
 from vlmrl.types import Experience, Totals
 
 _GATHER_BYTES = 1 << 28
-"""Most bytes of sharded parameters that are made whole at a time while towers are compared."""
+"""Limit on the bytes of shards that are gathered at a time while the towers are compared."""
 
 
 class PolicyAndCritic(Policy):
-    """One per rank: a `Policy`, with the methods of a `Critic` beside its own."""
+    """A `Policy` with the methods of a `Critic`, one per rank."""
 
     def __init__(self, settings: PolicyAndCriticSettings) -> None:
         super().__init__(settings.policy)
@@ -30,10 +29,10 @@ class PolicyAndCritic(Policy):
         self._compare_towers()
 
     def shares_features(self) -> bool:
-        """Whether what one of them has made of an image is known to the other: both towers are frozen, and the same."""
+        """Whether policy and critic share cached image features: both towers are frozen, and equal."""
         return self._forward.shares_features(self._critic._forward)
 
-    def values(self, packs: Sequence[Pack]) -> Scored:
+    def values(self, packs: Sequence[Pack]) -> RowsAndMetrics:
         """See `Critic.values`."""
         return self._critic.values(packs)
 
@@ -48,9 +47,9 @@ class PolicyAndCritic(Policy):
         self._compare_towers()
         return extra
 
-    def follow(self, share: float) -> None:
-        super().follow(share)
-        self._critic.follow(share)
+    def set_progress(self, share: float) -> None:
+        super().set_progress(share)
+        self._critic.set_progress(share)
 
     def save_critic_checkpoint(self, folder: Path) -> None:
         """See `Critic.save_critic_checkpoint`."""
@@ -70,20 +69,20 @@ class PolicyAndCritic(Policy):
         return self._critic.critic_table()
 
     def _compare_towers(self) -> None:
-        """Let both look for features in one place, or each in its own. A collective: it gathers what is sharded."""
+        """Share one cache if the towers are equal, else give each model its own. A collective: it gathers shards."""
         ours, theirs = self._forward, self._critic._forward
-        if ours.keeps_features and theirs.keeps_features:
+        if ours.caches_features and theirs.caches_features:
             if _tower_fingerprint(ours) == _tower_fingerprint(theirs):
-                ours.share_features(theirs)
+                ours.share_cache(theirs)
             else:
-                ours.keep_features()
-                theirs.keep_features()
+                ours.start_cache()
+                theirs.start_cache()
 
 
-def _tower_fingerprint(passes: Passes) -> str:
-    """Of every number that the features of an image come from; the same on every rank."""
+def _tower_fingerprint(forward: ModelForward) -> str:
+    """Fingerprint of tower and projector; the same on all ranks."""
     digests: dict[str, str] = {}
-    for run in cut(list(passes.tower.items()), max_bytes=_GATHER_BYTES):
+    for run in split_by_bytes(list(forward.tower.items()), max_bytes=_GATHER_BYTES):
         with gathered(run):
             digests |= {name: device_digest(name, parameter) for name, parameter in run}
     return fingerprint(digests)

@@ -1,4 +1,4 @@
-"""The model that the KL penalty holds the policy near: frozen, and the same for the whole run."""
+"""The frozen reference model of the KL penalty."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from vlmrl.data.packing import Pack
 from vlmrl.learning.deepspeed_engine import device, release_memory
-from vlmrl.learning.forward import Forward, Scored, read_model
+from vlmrl.learning.forward import LogprobForward, RowsAndMetrics, read_model
 from vlmrl.learning.settings import ReferenceSettings
 from vlmrl.models.scorer import Scorer
 
 
 class Reference:
-    """One per rank. Each rank holds the whole model and works alone, whatever `ds.zero_stage` says of the policy."""
+    """The reference model, one per rank. Each rank holds all weights and works alone, whatever `ds.zero_stage` is."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         where = device()
         net, processor = read_model(settings.actor, ds=settings.ds, columns=settings.columns, where=where)
         net.requires_grad_(False)
-        self._forward = Forward(
+        self._forward = LogprobForward(
             Scorer(net).to(where).eval(),
             processor,
             temperature=settings.temperature,
@@ -28,9 +28,9 @@ class Reference:
         )
 
     def release(self) -> None:
-        """Give back the memory that passes have left on the device, for the engines that share it."""
+        """Free the memory that PyTorch caches on the device, for the engines that share it."""
         release_memory()
 
-    def logprobs(self, packs: Sequence[Pack]) -> Scored:
-        """(id, [T]) of each sample with an id of 0 or more, and what it took."""
+    def logprobs(self, packs: Sequence[Pack]) -> RowsAndMetrics:
+        """Log-probs: (id, [T]) for each sample with a non-negative id, and pass metrics."""
         return self._forward.logprobs(packs), self._forward.take_counts()

@@ -1,6 +1,6 @@
-"""Settings of the roles that train or score models: one class per role, which builds it where it is to run.
+"""Settings of the roles that train or score models: one class per role, whose `build` runs in the role's process.
 
-Nothing heavy is imported until then: a driver makes settings and never meets DeepSpeed.
+Nothing heavy is imported until then: the driver makes settings without importing DeepSpeed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class PolicySettings:
     bans: bool
     """Log-probs are of the distribution without the tokens that the engines never sample."""
     adapter: AdapterPlan | None = None
-    """It alone trains, and goes on from `actor.adapter_name_or_path` where that is given."""
+    """Only this adapter trains, starting from `actor.adapter_name_or_path` if that is set."""
     ema_beta: float | None = None
-    """The share of the moving average of the weights that stays at each optimizer step; None: no average is kept."""
+    """Decay of the moving average of the weights per optimizer step; None: no average."""
 
     def build(self) -> Policy:
         from vlmrl.learning.policy import Policy
@@ -54,7 +54,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
-    """Settings of `Reference`: all but `actor` are the policy's, so that both are asked the same question."""
+    """Settings of `Reference`: all but `actor` are the policy's, so that both score the same distribution."""
 
     actor: Model
     ds: Ds
@@ -76,14 +76,14 @@ class CriticSettings:
     critic: CriticSection
     """`RlConfig.whole_critic`."""
     ds: Ds
-    """Of the policy; the ZeRO stage is the critic's own."""
+    """Those of the policy; the ZeRO stage is `critic.zero_stage`."""
     loop: Loop
     columns: Columns
     vision: Vision
     total_steps: int
     """Optimizer steps of the critic in the whole run."""
     adapter: AdapterPlan | None = None
-    """It and the value head alone train."""
+    """Only this adapter and the value head train."""
 
     def build(self) -> Critic:
         from vlmrl.learning.critic import Critic
@@ -113,15 +113,15 @@ class RewardModelSettings:
     flag: str
     """The setting that `path` came from, for messages."""
     actor: Model
-    """The model that writes the responses: they must mean the same to both."""
+    """The model that generates the responses; both must use the same tokens and image processing."""
     ds: Ds
     loop: Loop
     columns: Columns
     vision: Vision
     offload: bool = False
-    """The weights are in CPU memory while nothing is scored."""
+    """Keep the weights in main memory while nothing is scored."""
     normalize: bool = False
-    """Scores are in units of the scale that the model's config.json holds."""
+    """Normalize scores by the mean and deviation in the model's config.json."""
     separator: str | None = None
     """The text that ends a step, for `step_scores`."""
 

@@ -1,7 +1,7 @@
-"""Whole tensors out of a model whose parameters may be sharded over the ranks, and their way out of it.
+"""Full tensors of a model that may be sharded over the ranks, and the trainer's end of a weight sync.
 
-They have the names of the checkpoint, whatever the model calls them in memory; those of an adapter the names of PEFT's
-files.
+Tensors have the names of the model's checkpoint, which may differ from those in memory; tensors of an adapter have the
+names of PEFT's files.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.adapters import adapter_tensors, delta
-from vlmrl.models.checksum import device_digest
 from vlmrl.models.quantize import dequantized, is_four_bit, true_dtype, true_shape
-from vlmrl.models.transfer import Outbox, Ticket, opened
-from vlmrl.models.weights import Bucket, fingerprint
+from vlmrl.models.transfer import Outbox, Ticket, open_ticket
+from vlmrl.models.weights import Bucket, device_digest, fingerprint
 from vlmrl.types import Part
 
 NamedTensors = list[tuple[str, Tensor]]
 
 
 def saved_tensors(net: PreTrainedModel) -> NamedTensors:
-    """What `save_pretrained` writes of a model, or of the base of one with adapters, under the names that the model has
-    in memory: one entry for tied weights.
+    """The tensors that `save_pretrained` writes, without adapters, under their names in memory; tied weights once.
 
-    The tensors of a ZeRO-3 model are empty shards, and some may be in 4 bits: `full_size`, `gathered` and `written` see
-    through that.
+    The tensors of a ZeRO-3 model are empty shards, and some may be in 4 bits: `written_bytes`, `gathered` and
+    `checkpoint_tensors` account for that.
     """
     tied = set(getattr(net, "all_tied_weights_keys", None) or {})
-    # A layer in 4 bits adds entries of its own to the state, which are no parameters.
-    own = {name for name, _ in (*net.named_parameters(remove_duplicate=False), *net.named_buffers())}
+    # Layers in 4 bits add entries to the state that are no parameters.
+    names = {name for name, _ in (*net.named_parameters(remove_duplicate=False), *net.named_buffers())}
     saved = {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in net.state_dict(keep_vars=True).items()
-        if name in own and ".lora_" not in name
+        if name in names and ".lora_" not in name
     }
     unique: dict[int, str] = {}
     for name, tensor in saved.items():
@@ -50,17 +48,17 @@ def saved_tensors(net: PreTrainedModel) -> NamedTensors:
     return [(name, saved[name]) for name in unique.values()]
 
 
-def full_size(tensor: Tensor) -> int:
-    """Bytes of the tensor as it is written: whole, and not in 4 bits."""
+def written_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor as it is written: unsharded and dequantized."""
     return math.prod(true_shape(tensor)) * true_dtype(tensor).itemsize
 
 
-def cut(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedTensors]:
-    """Runs of tensors that stay within `max_bytes`; a tensor that is larger has a run of its own."""
+def split_by_bytes(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedTensors]:
+    """Split into runs of at most `max_bytes`; a larger tensor gets a run of its own."""
     runs: list[NamedTensors] = []
     room = 0
     for name, tensor in tensors:
-        size = full_size(tensor)
+        size = written_bytes(tensor)
         if not runs or size > room:
             runs.append([])
             room = max_bytes
@@ -70,80 +68,80 @@ def cut(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedT
 
 
 def gathered(tensors: NamedTensors, *, adapters_of: PreTrainedModel | None = None) -> AbstractContextManager[None]:
-    """Within the context, each of the tensors is whole on every rank, and so are the adapters on them in the model
-    `adapters_of`. A collective."""
-    found = [tensor for _, tensor in tensors]
+    """Gather the tensors on every rank within the context, and with `adapters_of` their adapters in that model. A
+    collective."""
+    needed = [tensor for _, tensor in tensors]
     if adapters_of is not None:
         layers = [layer for name, _ in tensors if (layer := adapted_layer(adapters_of, name)) is not None]
-        found += [p for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")]
-    sharded = [tensor for tensor in found if hasattr(tensor, "ds_id")]
+        needed += [p for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")]
+    sharded = [tensor for tensor in needed if hasattr(tensor, "ds_id")]
     context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext()
     return context
 
 
-def written(net: PreTrainedModel, tensors: NamedTensors, *, merge: bool) -> NamedTensors:
-    """The tensors as a checkpoint has them: numbers where they are in 4 bits, and under its names.
+def checkpoint_tensors(net: PreTrainedModel, tensors: NamedTensors, *, merge: bool) -> NamedTensors:
+    """Dequantize the tensors and rename them as in the checkpoint.
 
-    Call within `gathered`. With `merge` each has what its adapter adds to it, summed in fp32 and rounded once; that
-    takes `gathered(tensors, adapters_of=net)`.
+    Call within `gathered`. With `merge`, adapters are added, summed in fp32 and rounded once; that takes
+    `gathered(tensors, adapters_of=net)`.
     """
-    return checkpoint_names(net, [(name, _real(net, name, tensor, merge=merge)) for name, tensor in tensors])
+    return checkpoint_names(net, [(name, _materialize(net, name, tensor, merge=merge)) for name, tensor in tensors])
 
 
 def whole_tensors(net: PreTrainedModel, tensors: NamedTensors, *, max_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in CPU memory, none of them in 4 bits, on rank 0; nothing on the others.
+    """Yield the full tensors, dequantized, in CPU memory, on rank 0; yield nothing on other ranks.
 
     A collective: every rank must exhaust it. At most `max_bytes` of shards are gathered at a time.
     """
     is_first = torch.distributed.get_rank() == 0
-    for run in cut(tensors, max_bytes=max_bytes):
+    for run in split_by_bytes(tensors, max_bytes=max_bytes):
         with gathered(run):
             whole = [(name, _on_cpu(tensor)) for name, tensor in run] if is_first else []
         yield from whole
 
 
 def adapted_layer(net: PreTrainedModel, name: str) -> nn.Module | None:
-    """The layer whose weight `saved_tensors` calls `name`, where it has an adapter."""
-    path, _, what = name.rpartition(".")
+    """The layer of the weight `name`, a name of `saved_tensors`; None if it has no adapter."""
+    path, _, attribute = name.rpartition(".")
     layer = net.get_submodule(path)
-    return layer if what == "weight" and hasattr(layer, "lora_A") else None
+    return layer if attribute == "weight" and hasattr(layer, "lora_A") else None
 
 
 def checkpoint_names(net: PreTrainedModel, tensors: NamedTensors) -> NamedTensors:
-    """The tensors under the names, and in the form, that the checkpoint on disk has.
+    """Rename, split and merge the tensors as in the checkpoint on disk.
 
     Transformers 5 renames weights while it loads some models, and merges or splits those of a few. `save_pretrained`
-    undoes that with the same function.
+    reverts that with the same function.
     """
     return list(revert_weight_conversion(net, dict(tensors)).items())
 
 
-def _real(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool) -> Tensor:
+def _materialize(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool) -> Tensor:
     base = dequantized(tensor)
     layer = adapted_layer(net, name) if merge else None
     return base if layer is None else (base.float() + delta(layer)).to(base.dtype)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    # What was gathered is released again, so it must be copied even where it is on the CPU already.
+    # A gathered tensor is released again, so it must be copied even if it is on the CPU.
     return dequantized(tensor).to("cpu", copy=hasattr(tensor, "ds_id") and not is_four_bit(tensor))
 
 
 class DeviceSender(Protocol):
-    """One rank's way from its GPU to the engines'."""
+    """Transfer of weights from the GPU of one rank to those of the engines."""
 
     def offer(self, tensors: NamedTensors) -> dict[str, Any]:
-        """Take the tensors, on the device; returns a description that the engines need to receive them."""
+        """Stage the tensors on the device; returns the description that the engines need to receive them."""
 
     def send(self) -> None:
         """Send the offered tensors."""
 
     def release(self) -> None:
-        """Free what `offer` has taken."""
+        """Free the tensors that `offer` staged."""
 
 
 class MakeSender(Protocol):
-    """Makes the sender of a rank."""
+    """Constructor of a rank's sender."""
 
     def __call__(self, *, rank: int) -> DeviceSender: ...
 
@@ -169,7 +167,7 @@ class WeightSender:
     def begin_sync(self, max_bytes: int, part: Part = "whole") -> int:
         """Begin a sync; returns the number of buckets for this part of the weights.
 
-        None holds more than `max_bytes`, single tensors apart. `finish_sync` is about the buckets since.
+        A bucket holds at most `max_bytes`, or a single larger tensor. `finish_sync` covers all buckets since this call.
         """
         assert part == "whole" or self._adapter is not None, f"without an adapter there is no {part}"
         self._part = part
@@ -180,21 +178,21 @@ class WeightSender:
         tensors: NamedTensors = (
             list(adapter_tensors(self._net)) if part == "adapter" else list(saved_tensors(self._net))
         )
-        self._buckets = cut(tensors, max_bytes=max_bytes)
+        self._buckets = split_by_bytes(tensors, max_bytes=max_bytes)
         return len(self._buckets)
 
     def share(self, i: int, num_loaded: int) -> Ticket | None:
-        """Copy the weights of bucket `i` into memory that the engines of this machine can open; rank 0 returns the
-        ticket with which they do.
+        """Copy the weights of bucket `i` into shared memory for the engines of this machine; rank 0 returns the ticket
+        that opens it.
 
-        The engines must have loaded the first `num_loaded` buckets: their memory is used again.
+        The engines must have loaded the first `num_loaded` buckets: their memory is reused.
 
-        Raises ClusterError when the machine has no memory for it.
+        Raises ClusterError when the machine lacks the memory.
         """
         with self._gathered(i) as run:
             if not self._is_first:
                 return None
-            tensors = self._written(run)
+            tensors = self._tensors(run)
             self._outbox.release(num_loaded)
             ticket, digests = self._outbox.put(tensors)
             self._digests |= digests
@@ -202,21 +200,21 @@ class WeightSender:
             return ticket
 
     def bucket(self, ticket: Ticket) -> Bucket:
-        """Read a shared bucket back, for engines of another machine. No collective: call it on rank 0 alone."""
-        return opened(ticket)
+        """Read a shared bucket back, for engines of another machine. Not a collective: call it on rank 0 alone."""
+        return open_ticket(ticket)
 
     def connect(self, make_sender: MakeSender) -> None:
-        """Make the sender with which `offer` and `send` bring weights to the engines without leaving the device.
+        """Make the sender that `offer` and `send` use to send weights from device to device.
 
         Over NCCL this waits for the engines.
         """
         self._sender = make_sender(rank=torch.distributed.get_rank())
 
     def offer(self, i: int) -> dict[str, Any]:
-        """Take bucket `i` onto the device, in place of the one before; returns its description for the engines."""
+        """Stage bucket `i` on the device, in place of the previous one; returns its description for the engines."""
         assert self._sender is not None, "offer comes after connect"
         with self._gathered(i) as run:
-            tensors = self._written(run)
+            tensors = self._tensors(run)
             if self._is_first:
                 self._digests |= {name: device_digest(name, tensor) for name, tensor in tensors}
                 self._num_bytes += _num_bytes(tensors)
@@ -228,9 +226,9 @@ class WeightSender:
         self._sender.send()
 
     def finish_sync(self) -> tuple[str, int]:
-        """End a sync; rank 0 returns fingerprint and bytes of all tensors since `begin_sync`.
+        """End a sync; rank 0 returns the fingerprint and bytes of all tensors since `begin_sync`.
 
-        The engines must hold the same fingerprint now.
+        The engines must report the same fingerprint.
         """
         if self._sender is not None:
             self._sender.release()
@@ -241,20 +239,20 @@ class WeightSender:
         return fingerprint(self._digests), self._num_bytes
 
     def adapter_is_zero(self) -> bool:
-        """Whether no adapter has learnt anything yet: every B is 0, so that the model is its base. The same on all
-        ranks."""
-        halves: NamedTensors = [(n, t) for n, t in adapter_tensors(self._net) if n.endswith(".lora_B.weight")]
-        with gathered(halves):
-            return not any(bool(tensor.any()) for _, tensor in halves)
+        """Whether every B of the adapter is 0, as before the first update, so that the model equals its base. The same
+        on all ranks."""
+        b_tensors: NamedTensors = [(n, t) for n, t in adapter_tensors(self._net) if n.endswith(".lora_B.weight")]
+        with gathered(b_tensors):
+            return not any(bool(tensor.any()) for _, tensor in b_tensors)
 
     @contextmanager
     def _gathered(self, i: int) -> Iterator[NamedTensors]:
-        merges = self._part == "whole" and self._adapter is not None
-        with gathered(self._buckets[i], adapters_of=self._net if merges else None):
+        merge = self._part == "whole" and self._adapter is not None
+        with gathered(self._buckets[i], adapters_of=self._net if merge else None):
             yield self._buckets[i]
 
-    def _written(self, run: NamedTensors) -> NamedTensors:
-        return run if self._part == "adapter" else written(self._net, run, merge=self._part == "whole")
+    def _tensors(self, run: NamedTensors) -> NamedTensors:
+        return run if self._part == "adapter" else checkpoint_tensors(self._net, run, merge=self._part == "whole")
 
 
 def _num_bytes(tensors: NamedTensors) -> int:

@@ -1,1 +1,1 @@
-"""Models: loading, freezing, log-probabilities, tiny ones for trials."""
+"""Models: loading, freezing, attention, log-probabilities, adapters, memory estimates, tiny models for tests."""

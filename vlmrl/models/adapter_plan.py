@@ -1,4 +1,4 @@
-"""Which layers of a model get an adapter, and whether the engines can hold it: known before anything starts."""
+"""Plan of a model's adapter before any weight is read: its layers, and whether vLLM can apply it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
 """vLLM's choices of `max_lora_rank`."""
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of every tensor in a file."""
+"""Prefix of all tensor names in PEFT's files."""
 WORDS = ("all-linear", "vision", "all")
-"""What `ds.lora.target_modules` understands beside the names of layers."""
+"""Keywords of `ds.lora.target_modules`, beside names of layers."""
 _NOUN = {"vision": "vision tower", "projector": "projector"}
 _FLAG = {"vision": "actor.freeze_visual_encoder", "projector": "actor.freeze_projector"}
 
@@ -41,42 +41,42 @@ class AdapterPlan:
     targets: tuple[str, ...]
     """Full names of the layers, as the model has them in memory: `model.language_model.layers.0.self_attn.q_proj`."""
     groups: frozenset[ParameterGroup]
-    """The parts of the model that they belong to."""
+    """The parts of the model that the targets belong to."""
 
     @property
     def scaling(self) -> float:
-        """What B @ A is multiplied by."""
+        """Factor of B @ A."""
         return scaling(self.rank, self.alpha, is_rank_stabilized=self.is_rank_stabilized)
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The last parts of the targets' names: how vLLM is told which layers to prepare."""
+        """The last components of the targets' names, by which vLLM selects the layers."""
         return tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
 
     @property
     def fits_engine(self) -> bool:
-        """vLLM applies it exactly, so that it travels by itself; otherwise merged weights do."""
+        """Whether vLLM applies the adapter exactly, so that it is synced alone; otherwise merged weights are."""
         return self.groups == {"language"} and not self.has_magnitude
 
     @property
     def engine_rank(self) -> int:
-        """vLLM's `max_lora_rank` for it. Only where it `fits_engine`."""
+        """vLLM's `max_lora_rank` for the adapter, if it `fits_engine`."""
         return next(rank for rank in _ENGINE_RANKS if rank >= self.rank)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of its matrices in PEFT's files; [rank, in] and [out, rank] in turn."""
+        """Names of the matrices in PEFT's files: alternately A [rank, in] and B [out, rank]."""
         halves = ("lora_A", "lora_B")
         return tuple(f"{PREFIX}{target}.{half}.weight" for target in self.targets for half in halves)
 
 
 def scaling(rank: int, alpha: float, *, is_rank_stabilized: bool) -> float:
-    """What B @ A is multiplied by (arXiv:2106.09685; arXiv:2312.03732 where the rank is stabilised)."""
+    """Compute the factor of B @ A (arXiv:2106.09685; arXiv:2312.03732 if rank-stabilized)."""
     return alpha / (math.sqrt(rank) if is_rank_stabilized else rank)
 
 
 def adapter_fingerprint(digests: Mapping[str, str], scaling: float) -> str:
-    """One digest of an adapter: of its matrices, and of the number that B @ A is multiplied by.
+    """Combine the digests of an adapter's matrices with its scaling.
 
     Args:
         digests: name -> `digest(name, tensor)`, under the names of `AdapterPlan.tensor_names`.
@@ -85,11 +85,11 @@ def adapter_fingerprint(digests: Mapping[str, str], scaling: float) -> str:
 
 
 def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan | None:
-    """The adapter that the settings ask for, None when the model itself trains. Reads no weights.
+    """Plan the adapter of the settings; None when the model itself trains. Reads no weights.
 
-    `processor` is the model's: it knows which part a layer belongs to.
+    `processor` is the model's: it maps layers to parts of the model.
 
-    Raises ConfigError for targets that the model has not, or that lie in a part that is frozen.
+    Raises ConfigError for targets that the model lacks, or that belong to a frozen part.
     """
     if lora.rank == 0:
         return None
@@ -114,8 +114,10 @@ def plan_adapter(model: Model, lora: Lora, processor: Processor) -> AdapterPlan 
 
 
 def check_engine_dtype(adapter: AdapterPlan | None, dtype: str, *, has_gpu: bool) -> None:
-    """Raise ConfigError where an engine would apply the adapter in fp32 on a GPU: vLLM's kernels for adapters take bf16
-    and fp16 alone, and the engine would die of a bare assertion. `dtype` is `ds.param_dtype`.
+    """Raise ConfigError when an engine would apply the adapter in fp32 on a GPU.
+
+    vLLM's kernels for adapters take bf16 and fp16 only, and the engine would end with a bare assertion. `dtype` is
+    `ds.param_dtype`.
     """
     if has_gpu and dtype == "fp32" and adapter is not None and adapter.fits_engine:
         raise ConfigError(
@@ -124,14 +126,14 @@ def check_engine_dtype(adapter: AdapterPlan | None, dtype: str, *, has_gpu: bool
 
 
 def vision_trains(model: Model, adapter: AdapterPlan | None) -> bool:
-    """Whether an update changes what the model sees in an image. Under adapters they alone train."""
+    """Whether updates change image features. With an adapter, only the adapter trains."""
     if adapter is not None:
         return adapter.groups != {"language"}
     return not (model.freeze_visual_encoder and model.freeze_projector)
 
 
 def layers(net: PreTrainedModel, processor: Processor) -> dict[str, ParameterGroup]:
-    """The linear layers of a model that can have an adapter, in its own order: all but the output layer."""
+    """The linear layers of a model that can have an adapter, in the model's order: all but the output layer."""
     from torch import nn
 
     head = net.get_output_embeddings()
@@ -145,32 +147,32 @@ def layers(net: PreTrainedModel, processor: Processor) -> dict[str, ParameterGro
 def choose_targets(
     wanted: Sequence[str], layers: Mapping[str, ParameterGroup], *, frozen: Collection[ParameterGroup]
 ) -> dict[str, ParameterGroup]:
-    """Those of the layers that `ds.lora.target_modules` means, in the order of the model.
+    """Select the layers of `ds.lora.target_modules`, in the order of the model.
 
-    A name stands for every layer whose own name ends with it: of the language model, and of tower and projector only
-    where the language model has none.
+    A name selects all layers whose names end with it: those of the language model, or, if there are none, those of
+    tower and projector.
 
-    Raises ConfigError for a word or name that means no layer, or one of a frozen part.
+    Raises ConfigError for a keyword or name that selects no layer, or a layer of a frozen part.
     """
     chosen: set[str] = set()
     for word in wanted:
-        found = _meant(word, layers, frozen)
-        if not found:
-            raise ConfigError(_nothing_meant(word, layers))
-        shut = [name for name in found if layers[name] in frozen]
-        if shut:
-            part = layers[shut[0]]
+        selected = _select(word, layers, frozen)
+        if not selected:
+            raise ConfigError(_no_match(word, layers))
+        in_frozen = [name for name in selected if layers[name] in frozen]
+        if in_frozen:
+            part = layers[in_frozen[0]]
             raise ConfigError(
-                f"ds.lora.target_modules: {word} reaches into the frozen {_NOUN[part]} ({shut[0]}): "
+                f"ds.lora.target_modules: {word} selects {in_frozen[0]} of the frozen {_NOUN[part]}: "
                 f"leave it out, or turn {_FLAG[part]} off"
             )
-        chosen |= set(found)
+        chosen |= set(selected)
     if not chosen:
         raise ConfigError("ds.lora.target_modules is empty: name layers, or leave it at all-linear")
     return {name: group for name, group in layers.items() if name in chosen}
 
 
-def _meant(word: str, layers: Mapping[str, ParameterGroup], frozen: Collection[ParameterGroup]) -> list[str]:
+def _select(word: str, layers: Mapping[str, ParameterGroup], frozen: Collection[ParameterGroup]) -> list[str]:
     if word == "all-linear":
         return [name for name, group in layers.items() if group == "language"]
     if word == "vision":
@@ -181,7 +183,7 @@ def _meant(word: str, layers: Mapping[str, ParameterGroup], frozen: Collection[P
     return [name for name in named if layers[name] == "language"] or named
 
 
-def _nothing_meant(word: str, layers: Mapping[str, ParameterGroup]) -> str:
+def _no_match(word: str, layers: Mapping[str, ParameterGroup]) -> str:
     if word == "vision":
         return "ds.lora.target_modules: vision, but the model has no vision tower: leave it at all-linear"
     ends = sorted({name.rpartition(".")[2] for name in layers})

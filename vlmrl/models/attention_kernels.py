@@ -1,4 +1,4 @@
-"""The kernels that carry out an attention plan: PyTorch's varlen on CUDA, its flash kernel on CPU, masks anywhere.
+"""Kernels for an attention plan: PyTorch's varlen on CUDA, its flash kernel on CPU, SDPA with masks anywhere.
 
 All take q [T, H, d] and k, v [T, Hkv, d], the tokens of a pack laid end to end, and return [T, H, d].
 """
@@ -12,105 +12,105 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vlmrl.models.attention_plan import Look, Plan, key_rows
+from vlmrl.models.attention_plan import AttentionCall, AttentionPlan, key_rows
 
 
-class How(NamedTuple):
-    """What a model says of its attention."""
+class AttentionOptions(NamedTuple):
+    """Attention settings of a model's layer."""
 
     scaling: float | None = None
     dropout: float = 0.0
     window: int | None = None
-    """A token sees itself and `window - 1` before it; None: all before it."""
+    """A token attends to itself and the `window - 1` tokens before it; None: to all before it."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
-    """Attention by the kernel that suits device and type."""
-    if takes_varlen(q, how):
-        return by_varlen(q, k, v, plan, how)
-    if q.is_cuda or how.dropout or how.window is not None:
-        return by_mask(q, k, v, plan, how)
-    attended = _Flash.apply(q, k, v, plan, how.scaling)  # type: ignore[no-untyped-call]
-    assert isinstance(attended, Tensor)
-    return attended
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: AttentionOptions) -> Tensor:
+    """Compute attention with the kernel for this device and dtype."""
+    if takes_varlen(q, options):
+        return by_varlen(q, k, v, plan, options)
+    if q.is_cuda or options.dropout or options.window is not None:
+        return by_mask(q, k, v, plan, options)
+    output = _Flash.apply(q, k, v, plan, options.scaling)  # type: ignore[no-untyped-call]
+    assert isinstance(output, Tensor)
+    return output
 
 
-def takes_varlen(q: Tensor, how: How) -> bool:
-    """Whether PyTorch's kernel for spans of different lengths can do it: on CUDA, in half precision."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not how.dropout
+def takes_varlen(q: Tensor, options: AttentionOptions) -> bool:
+    """Whether PyTorch's kernel for spans of different lengths applies: on CUDA, in half precision, without dropout."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not options.dropout
 
 
 class Bounds(NamedTuple):
-    """Where spans begin and end, for `varlen`."""
+    """Cumulative lengths of n spans, for `varlen`."""
 
     queries: Tensor
     """[n + 1] int32"""
     keys: Tensor
     """[n + 1] int32"""
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, how: How, *, causal: bool) -> Tensor:
-    """One call for all spans; where a span has fewer queries than keys, they are the last ones."""
+def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, options: AttentionOptions, *, causal: bool) -> Tensor:
+    """Compute all spans in one call. The queries of a span with fewer queries than keys are at the end of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
-    behind = -1 if how.window is None else how.window - 1
-    attended = varlen_attn(
+    lookback = -1 if options.window is None else options.window - 1
+    output = varlen_attn(
         *(q, k, v, *bounds),
-        scale=how.scaling,
-        window_size=(behind, 0 if causal else -1),
+        scale=options.scaling,
+        window_size=(lookback, 0 if causal else -1),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(attended, Tensor), "only the attended values were asked for"
-    return attended
+    assert isinstance(output, Tensor), "varlen_attn returns a tuple only on request"
+    return output
 
 
-def by_varlen(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
-    """A prompt's keys are laid before those of each of its answers."""
-    bounds, index = _laid(plan, q.device)
+def by_varlen(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: AttentionOptions) -> Tensor:
+    """Call `varlen` with a prompt's keys copied before those of each of its responses."""
+    bounds, index = _varlen_layout(plan, q.device)
     if index is not None:
         k, v = k.index_select(0, index), v.index_select(0, index)
-    return varlen(q, k, v, bounds, how, causal=plan.causal)
+    return varlen(q, k, v, bounds, options, causal=plan.causal)
 
 
 @lru_cache(maxsize=8)
-def _laid(plan: Plan, device: torch.device) -> tuple[Bounds, Tensor | None]:
-    """The same for all layers of a pass: bounds, and which rows of the keys go where."""
+def _varlen_layout(plan: AttentionPlan, device: torch.device) -> tuple[Bounds, Tensor | None]:
+    """Bounds and rows of the keys. Cached: they are the same for all layers of a pass."""
     rows, num_keys = key_rows(plan.spans)
     num_queries = [span.length for span in plan.spans]
-    index = torch.from_numpy(rows).to(device) if plan.before else None
+    index = torch.from_numpy(rows).to(device) if plan.to_parents else None
     return Bounds(_bounds(num_queries, device), _bounds(num_keys, device), max(num_queries), max(num_keys)), index
 
 
-def by_mask(q: Tensor, k: Tensor, v: Tensor, plan: Plan, how: How) -> Tensor:
-    """SDPA with a mask for every pair of lengths: the slow yardstick, and what works anywhere."""
+def by_mask(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, options: AttentionOptions) -> Tensor:
+    """Call SDPA with a mask for every pair of lengths: slow, but it runs anywhere; the baseline of the tests."""
     rows, num_keys = key_rows(plan.spans)
     starts = np.cumsum([0, *num_keys])
-    alike: dict[tuple[int, int], list[int]] = {}
+    by_shape: dict[tuple[int, int], list[int]] = {}
     for i, span in enumerate(plan.spans):
-        alike.setdefault((span.length, num_keys[i]), []).append(i)
-    attended, places = [], []
-    for (length, width), members in alike.items():
-        asking = np.stack([np.arange(plan.spans[i].start, plan.spans[i].start + length) for i in members])
-        asked = np.stack([rows[starts[i] : starts[i] + width] for i in members])
-        found = nn.functional.scaled_dot_product_attention(
-            _gather(q, asking),
-            _gather(k, asked),
-            _gather(v, asked),
-            attn_mask=visible(length, width, causal=plan.causal, window=how.window, device=q.device),
-            dropout_p=how.dropout,
-            scale=how.scaling,
+        by_shape.setdefault((span.length, num_keys[i]), []).append(i)
+    outputs, output_rows = [], []
+    for (length, width), members in by_shape.items():
+        query_index = np.stack([np.arange(plan.spans[i].start, plan.spans[i].start + length) for i in members])
+        key_index = np.stack([rows[starts[i] : starts[i] + width] for i in members])
+        output = nn.functional.scaled_dot_product_attention(
+            _gather(q, query_index),
+            _gather(k, key_index),
+            _gather(v, key_index),
+            attn_mask=visible(length, width, causal=plan.causal, window=options.window, device=q.device),
+            dropout_p=options.dropout,
+            scale=options.scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        attended.append(found.transpose(1, 2).flatten(0, 1))
-        places.append(asking.ravel())
-    order = torch.from_numpy(np.argsort(np.concatenate(places))).to(q.device)
-    return torch.cat(attended).index_select(0, order)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        output_rows.append(query_index.ravel())
+    order = torch.from_numpy(np.argsort(np.concatenate(output_rows))).to(q.device)
+    return torch.cat(outputs).index_select(0, order)
 
 
 def visible(length: int, width: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, width] True where a query may look; the queries are the last of the keys. None: they see everything."""
+    """[length, width] mask, True where a query attends; the queries are at the end of the keys. None: no mask."""
     if not causal:
         return None
     offset = torch.arange(width - length, width, device=device)[:, None] - torch.arange(width, device=device)
@@ -128,69 +128,70 @@ def _bounds(lengths: list[int], device: torch.device) -> Tensor:
 
 
 class _Flash(torch.autograd.Function):
-    """PyTorch's flash kernel for CPU, once per look of a plan; what a token finds in several looks is merged by the
-    logarithms of their sums of exponentials.
+    """PyTorch's flash kernel for CPU, once per call of a plan. A token's outputs of several calls are merged by their
+    log-sum-exps.
 
-    The kernel's backward pass recomputes the probabilities from the logarithm that it is given. Given that of the whole
-    row, and the whole output, it returns the exact share of one look, so that nothing is copied per answer.
+    The kernel's backward pass recomputes the probabilities from the log-sum-exp that it is given. Given that of the
+    merged row, and the merged output, it returns the exact gradient of one call, so that no prompt is copied per
+    response.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        total = torch.empty(q.shape[:2], dtype=exact)
-        for look in plan.own:
-            found, weight = _kernel(look, q, k, v, scale)
-            look.own.put(out, found)
-            look.own.put(total, weight)
-        for look in plan.before:
-            found, weight = _kernel(look, q, k, v, scale)
-            own, own_weight = look.own.take(out)[0], look.own.take(total)[0]
-            both = torch.logaddexp(own_weight, weight)
-            merged = own * (own_weight - both).exp()[..., None] + found * (weight - both).exp()[..., None]
-            look.own.put(out, merged.to(out.dtype))
-            look.own.put(total, both)
-        ctx.save_for_backward(q, k, v, out, total)
+        lse = torch.empty(q.shape[:2], dtype=exact)
+        for call in plan.within_spans:
+            call_out, call_lse = _kernel(call, q, k, v, scale)
+            call.outputs.put(out, call_out)
+            call.outputs.put(lse, call_lse)
+        for call in plan.to_parents:
+            call_out, call_lse = _kernel(call, q, k, v, scale)
+            span_out, span_lse = call.outputs.take(out)[0], call.outputs.take(lse)[0]
+            both = torch.logaddexp(span_lse, call_lse)
+            merged = span_out * (span_lse - both).exp()[..., None] + call_out * (call_lse - both).exp()[..., None]
+            call.outputs.put(out, merged.to(out.dtype))
+            call.outputs.put(lse, both)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, total = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
+        q, k, v, out, lse = ctx.saved_tensors
+        d_out = gradients[0].contiguous()
         d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for look in (*ctx.plan.own, *ctx.plan.before):
-            of_out = look.queries.take(gradient)
-            if look.is_own is not None:
-                # Stand-ins have no gradient, so that nothing of them reaches a key.
-                of_out = of_out * look.is_own.view(*look.queries.shape, 1, 1)
-            asking, asked, values, found = (
+        for call in (*ctx.plan.within_spans, *ctx.plan.to_parents):
+            call_d_out = call.queries.take(d_out)
+            if call.is_real is not None:
+                # Padding must not add to the gradients of the keys.
+                call_d_out = call_d_out * call.is_real.view(*call.queries.shape, 1, 1)
+            call_q, call_k, call_v, call_out = (
                 rows.take(states).transpose(1, 2)
-                for rows, states in ((look.queries, q), (look.keys, k), (look.keys, v), (look.queries, out))
+                for rows, states in ((call.queries, q), (call.keys, k), (call.keys, v), (call.queries, out))
             )
             shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                of_out.transpose(1, 2),
-                asking,
-                asked,
-                values,
-                found,
-                look.queries.take(total).transpose(1, 2),
+                call_d_out.transpose(1, 2),
+                call_q,
+                call_k,
+                call_v,
+                call_out,
+                call.queries.take(lse).transpose(1, 2),
                 0.0,
-                look.causal,
+                call.causal,
                 scale=ctx.scale,
             )
-            for rows, sums, share in zip((look.queries, look.keys, look.keys), (d_q, d_k, d_v), shares, strict=True):
+            for rows, sums, share in zip((call.queries, call.keys, call.keys), (d_q, d_k, d_v), shares, strict=True):
                 rows.add(sums, share.transpose(1, 2))
         return d_q, d_k, d_v, None, None
 
 
-def _kernel(look: Look, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """What each query finds, [number, H, d], and the logarithm of its sum of exponentials, [number, H]."""
-    asking, asked, values = (
-        rows.take(states).transpose(1, 2) for rows, states in ((look.queries, q), (look.keys, k), (look.keys, v))
+def _kernel(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Run one call; returns outputs [queries, H, d] and log-sum-exps [queries, H], without padding."""
+    call_q, call_k, call_v = (
+        rows.take(states).transpose(1, 2) for rows, states in ((call.queries, q), (call.keys, k), (call.keys, v))
     )
-    found, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        asking, asked, values, 0.0, look.causal, scale=scale
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        call_q, call_k, call_v, 0.0, call.causal, scale=scale
     )
-    return look.without_stand_ins(found.transpose(1, 2)), look.without_stand_ins(weight.transpose(1, 2))
+    return call.drop_padding(out.transpose(1, 2)), call.drop_padding(lse.transpose(1, 2))

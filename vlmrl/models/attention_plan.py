@@ -1,7 +1,8 @@
-"""Which tokens look at which: the attention of packed samples, branches and images, as batches of dense calls.
+"""Attention over packed samples, shared prompts and images, planned as batches of dense calls without masks.
 
-A span is a run of tokens that see each other; an answer's span has its prompt's for a parent, and sees all of that too.
-What a token sees is then cut in two: its own span up to itself, and its parent, whole. Neither needs a mask.
+A span is a run of tokens that attend to each other. The span of a response has its prompt's span as its parent, and
+attends to all of it. So each token's attention has two parts: its own span up to the token, and the whole parent.
+Neither needs a mask.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from vlmrl.types import Bools, Ints
 
 
 class Span(NamedTuple):
-    """Tokens that lie together, in the rows of a pack laid end to end."""
+    """A run of tokens, in the rows of a pack laid end to end."""
 
     start: int
     length: int
     parent: int | None = None
-    """Number of the span whose tokens come before these; it has no parent itself."""
+    """Index of the span that precedes this one; a parent has no parent itself."""
 
 
 class Rows:
@@ -33,7 +34,7 @@ class Rows:
     def __init__(self, rows: Ints) -> None:
         self.shape = rows.shape
         flat = rows.ravel()
-        # Neighbours in order need no copy, and no index.
+        # Consecutive rows need no copy and no index.
         is_run = bool((np.diff(flat) == 1).all())
         self._run = slice(int(flat[0]), int(flat[-1]) + 1) if is_run else None
         self._index = torch.from_numpy(flat)
@@ -45,7 +46,7 @@ class Rows:
         return flat.index_select(0, self._index).reshape(*self.shape, *flat.shape[1:])
 
     def add(self, flat: Tensor, values: Tensor) -> None:
-        """Add [n, m, ...] to the rows, in place; a row that occurs twice receives both."""
+        """Add [n, m, ...] to the rows, in place; rows may occur repeatedly."""
         values = values.reshape(-1, *flat.shape[1:])
         if self._run is not None:
             flat[self._run] += values
@@ -53,7 +54,7 @@ class Rows:
             flat.index_add_(0, self._index, values)
 
     def put(self, flat: Tensor, values: Tensor) -> None:
-        """Write [n, m, ...] into the rows, in place; no row may occur twice."""
+        """Write [n, m, ...] to the rows, in place; no row may occur twice."""
         values = values.reshape(-1, *flat.shape[1:])
         if self._run is not None:
             flat[self._run] = values
@@ -61,35 +62,35 @@ class Rows:
             flat.index_copy_(0, self._index, values)
 
 
-class Look(NamedTuple):
-    """A batch of n calls of the same shape: m queries look at k keys."""
+class AttentionCall(NamedTuple):
+    """A batch of n attention calls of the same shape, of m queries over k keys each."""
 
     queries: Rows
-    """[n, m]; behind a short one its last token stands in for what is missing."""
+    """[n, m]; short ones are padded with their last token."""
     keys: Rows
     """[n, k]"""
     causal: bool
-    own: Rows
-    """The queries that are no stand-ins, [1, number of them]."""
-    is_own: Tensor | None
-    """[n * m] False on stand-ins; None when there are none."""
+    outputs: Rows
+    """The queries without padding, [1, number of them]."""
+    is_real: Tensor | None
+    """[n * m] False on padding; None if there is none."""
 
-    def without_stand_ins(self, values: Tensor) -> Tensor:
+    def drop_padding(self, values: Tensor) -> Tensor:
         """[n, m, ...] -> [number of queries, ...]"""
         flat = values.flatten(0, 1)
-        return flat if self.is_own is None else flat[self.is_own]
+        return flat if self.is_real is None else flat[self.is_real]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """All that the attention must know of a pack, whichever kernel does it."""
+class AttentionPlan:
+    """The attention of a pack, for any kernel."""
 
     spans: tuple[Span, ...]
     """They cover the rows laid end to end, in order."""
-    own: tuple[Look, ...]
-    """Each token looks at its own span."""
-    before: tuple[Look, ...]
-    """Tokens of spans with a parent look at it."""
+    within_spans: tuple[AttentionCall, ...]
+    """Each token attends to its own span."""
+    to_parents: tuple[AttentionCall, ...]
+    """Tokens of spans with a parent attend to the parent."""
     causal: bool
 
     @property
@@ -99,20 +100,22 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan(spans: tuple[Span, ...], *, causal: bool) -> Plan:
-    """The calls for these spans; they are the same in every layer, and for images of the same sizes in every step."""
-    return Plan(spans, tuple(_own(spans, causal)), tuple(_before(spans)), causal)
+def plan_attention(spans: tuple[Span, ...], *, causal: bool) -> AttentionPlan:
+    """Plan the calls for these spans. Cached: plans repeat in every layer, and for images of the same sizes in every
+    step."""
+    return AttentionPlan(spans, tuple(_calls_within_spans(spans, causal)), tuple(_calls_to_parents(spans)), causal)
 
 
 def spans_of(lengths: Sequence[int]) -> tuple[Span, ...]:
-    """Spans without parents, end to end."""
+    """Make consecutive spans without parents."""
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     return tuple(Span(start, length) for start, length in zip(starts, lengths, strict=True))
 
 
 def key_rows(spans: Sequence[Span]) -> tuple[Ints, list[int]]:
-    """For kernels that take queries and keys of different lengths: the rows of every span's keys, parent first, span
-    after span; and how many keys each span has.
+    """Rows of every span's keys, parent first, span after span, and the number of keys of each span.
+
+    For kernels that take queries and keys of different lengths.
     """
     rows, lengths = [], []
     for span in spans:
@@ -126,22 +129,23 @@ def _range(span: Span) -> Ints:
     return np.arange(span.start, span.start + span.length)
 
 
-def _own(spans: Sequence[Span], causal: bool) -> list[Look]:
-    """Spans of about the same length at a time. A causal token never looks at the stand-ins behind a short span; where
-    tokens look ahead, only equal lengths go together.
+def _calls_within_spans(spans: Sequence[Span], causal: bool) -> list[AttentionCall]:
+    """Batch spans of similar length. Causal tokens never attend to the padding behind a short span; without a causal
+    mask, only spans of equal length share a batch.
     """
     buckets: dict[int, list[Span]] = {}
     for span in spans:
         buckets.setdefault((span.length - 1).bit_length() if causal else span.length, []).append(span)
-    looks = []
-    for alike in buckets.values():
-        queries, is_own = _batch([_range(span) for span in alike])
-        looks.append(_look(queries, queries, is_own, causal=causal))
-    return looks
+    calls = []
+    for bucket in buckets.values():
+        queries, is_real = _batch([_range(span) for span in bucket])
+        calls.append(_call(queries, queries, is_real, causal=causal))
+    return calls
 
 
-def _before(spans: Sequence[Span]) -> list[Look]:
-    """All children of a parent are one call; parents of the same length, with about as many tokens below, a batch."""
+def _calls_to_parents(spans: Sequence[Span]) -> list[AttentionCall]:
+    """Make one call of all children of a parent. Batch parents of equal length whose children have a similar number of
+    tokens."""
     children: dict[int, list[Ints]] = {}
     for span in spans:
         if span.parent is not None:
@@ -150,23 +154,23 @@ def _before(spans: Sequence[Span]) -> list[Look]:
     for parent, ranges in children.items():
         number = sum(map(len, ranges))
         buckets.setdefault((spans[parent].length, (number - 1).bit_length()), []).append(parent)
-    looks = []
+    calls = []
     for parents in buckets.values():
-        queries, is_own = _batch([np.concatenate(children[parent]) for parent in parents])
+        queries, is_real = _batch([np.concatenate(children[parent]) for parent in parents])
         keys = np.stack([_range(spans[parent]) for parent in parents])
-        looks.append(_look(queries, keys, is_own, causal=False))
-    return looks
+        calls.append(_call(queries, keys, is_real, causal=False))
+    return calls
 
 
 def _batch(ranges: list[Ints]) -> tuple[Ints, Bools]:
-    """[n, m] of rows, the last of each standing in behind it; and which of them are no stand-ins."""
+    """Stack rows as [n, m], each padded with its last; returns also the mask that is False on padding."""
     lengths = np.array([len(rows) for rows in ranges])[:, None]
     offset = np.arange(lengths.max())
     return np.stack([rows[np.minimum(offset, len(rows) - 1)] for rows in ranges]), offset < lengths
 
 
-def _look(queries: Ints, keys: Ints, is_own: Bools, *, causal: bool) -> Look:
-    own = Rows(queries[is_own][None])
-    mask = None if is_own.all() else torch.from_numpy(is_own.ravel())
+def _call(queries: Ints, keys: Ints, is_real: Bools, *, causal: bool) -> AttentionCall:
+    outputs = Rows(queries[is_real][None])
+    mask = None if is_real.all() else torch.from_numpy(is_real.ravel())
     rows = Rows(queries)
-    return Look(rows, rows if keys is queries else Rows(keys), causal, own, mask)
+    return AttentionCall(rows, rows if keys is queries else Rows(keys), causal, outputs, mask)

@@ -1,7 +1,7 @@
-"""Buffers that a model's code computes and no file holds, such as RoPE's frequencies, in full precision.
+"""Full precision for buffers that a model's code computes and no file holds, such as RoPE's frequencies.
 
-ZeRO-3 builds a model inside DeepSpeed's `zero.Init`, which casts every floating tensor that the constructors make to
-the type of the weights. A frequency in bf16 keeps 8 bits: at theta 1e6 an angle at distance 1,000 is off by a radian.
+Under ZeRO-3 a model is built inside DeepSpeed's `zero.Init`, which casts all floating tensors of the constructors to
+the dtype of the weights. A frequency in bf16 keeps 8 bits: at theta 1e6 an angle at distance 1,000 is off by a radian.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from transformers.modeling_utils import set_zero3_state
 from vlmrl.errors import ConfigError, VlmrlError
 
 _ROUNDING = 1e-5
-"""Relative: a hundred times that of fp32, and a hundredth of that of bf16."""
+"""Relative tolerance: a hundred times the rounding of fp32, a hundredth of that of bf16."""
 
 
 def computed_buffers(net: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> the value of each floating non-persistent buffer in a model of `net`'s class and configuration that is
-    built without ZeRO, in CPU memory. Reads no weight.
+    """Compute the floating non-persistent buffers of `net` without ZeRO; returns name -> value, in CPU memory.
 
-    A buffer that the class cannot compute again, because its `_init_weights` does not set it, holds NaN.
+    Reads no weights. A buffer that the class cannot compute again, because its `_init_weights` does not set it, is NaN.
     """
     kind, config = type(net), copy.deepcopy(net.config)
-    # As `from_pretrained` does it elsewhere: an empty model, and then the class fills in what no file holds.
+    # As in `from_pretrained`: make an empty model, then let the class compute what no file holds.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), set_zero3_state():
         bare = kind._from_config(config, dtype=net.dtype, attn_implementation="eager")
-        owned = list(_computed(bare))
-        for module, key, _ in owned:
+        buffers = list(_computed(bare))
+        for module, key, _ in buffers:
             module._buffers[key] = torch.full_like(_buffer(module, key), torch.nan, device="cpu")
     with torch.random.fork_rng(devices=[]):
         bare.initialize_weights()
-    return {name: _buffer(module, key) for module, key, name in owned}
+    return {name: _buffer(module, key) for module, key, name in buffers}
 
 
 def restore_buffers(net: PreTrainedModel) -> None:
-    """Put the values of `computed_buffers` into `net`, which `zero.Init` has built.
+    """Set the buffers of `net`, which was built inside `zero.Init`, to the values of `computed_buffers`.
 
     Raises ConfigError for a buffer in less than fp32 that the class cannot compute again.
     """
@@ -56,7 +55,7 @@ def restore_buffers(net: PreTrainedModel) -> None:
 
 
 def check_buffers(net: PreTrainedModel) -> None:
-    """Raise VlmrlError unless every buffer of `net` is that of a model built without ZeRO, but for the last bits, in
+    """Raise VlmrlError unless every buffer of `net` equals that of a model built without ZeRO, within rounding, in
     which devices may differ.
     """
     values = computed_buffers(net)
@@ -67,13 +66,13 @@ def check_buffers(net: PreTrainedModel) -> None:
         if held.dtype != value.dtype or not torch.allclose(held.detach().cpu(), value, rtol=_ROUNDING, atol=0.0):
             raise VlmrlError(
                 f"the buffer {name} of the model is not what its code computes ({held.dtype} instead of {value.dtype}, "
-                f"off by up to {_distance(held, value):.2g}), so it would learn another function than the engines "
-                "answer with: set ds.zero_stage 2"
+                f"off by up to {_max_difference(held, value):.2g}), so trainer and engines would run different "
+                "functions: set ds.zero_stage 2"
             )
 
 
 def _computed(net: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module, key in it, full name) of every floating buffer that is not in the files."""
+    """Yield (module, key in it, full name) of every floating buffer that is not in the files."""
     for prefix, module in net.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key in module._non_persistent_buffers_set and buffer.is_floating_point():
@@ -86,7 +85,7 @@ def _buffer(module: nn.Module, key: str) -> Tensor:
     return buffer
 
 
-def _distance(held: Tensor, value: Tensor) -> float:
+def _max_difference(held: Tensor, value: Tensor) -> float:
     if held.shape != value.shape:
         return torch.inf
     return float((held.detach().cpu().double() - value.double()).abs().max())

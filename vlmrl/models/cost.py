@@ -1,4 +1,4 @@
-"""What an image costs a training pass, in language tokens: counted from the model's own matrices."""
+"""Cost of a vision patch in a training pass, in language tokens, counted from the model's matrices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlmrl.plugins import ParameterGroup, Processor
 
 
 def patch_cost(net: PreTrainedModel, processor: Processor) -> float:
-    """Multiplications per vision patch over multiplications per language token, projector included; 0 without a tower.
+    """Divide the multiplications per vision patch, projector included, by those per language token; 0 without a tower.
 
-    A matrix is used once per patch or token (the projector's once per merged patch), so its size is what it costs: a
-    third of that in the forward pass, a third for the gradient of its inputs, where its part or an earlier one trains,
-    and a third for its own. It is counted rather than timed so that equal runs cut equal packs, and a run that goes on
-    after a kill makes the same numbers.
+    A matrix is used once per patch or token (the projector's once per merged patch), so its cost is its size: a third
+    for the forward pass, a third for the gradient of its inputs, needed if its part or an earlier one trains, and a
+    third for its own gradient. The cost is counted rather than timed, so that equal runs make equal packs and a resumed
+    run is reproducible.
     """
     dummy = processor.dummy_sample()
     if dummy is None:
@@ -25,20 +25,20 @@ def patch_cost(net: PreTrainedModel, processor: Processor) -> float:
     size = dummy.media[0].size
     tokens_per_patch = processor.num_tokens(size) / math.prod(processor.grid(size))
     tables = [module for module in net.modules() if isinstance(module, nn.Embedding)]
-    looked_up = {id(layer.weight) for layer in (*tables, net.get_output_embeddings())}
+    excluded = {id(layer.weight) for layer in (*tables, net.get_output_embeddings())}
     sizes: dict[ParameterGroup, float] = {"vision": 0.0, "projector": 0.0, "language": 0.0}
     passes = _passes(net, processor)
     for name, parameter in net.named_parameters():
         shape = true_shape(parameter)
-        if len(shape) > 1 and id(parameter) not in looked_up:
+        if len(shape) > 1 and id(parameter) not in excluded:
             group = processor.parameter_group(name)
             sizes[group] += (passes[group] + parameter.requires_grad) / 3 * math.prod(shape)
     return (sizes["vision"] + tokens_per_patch * sizes["projector"]) / max(1.0, sizes["language"])
 
 
 def _passes(net: PreTrainedModel, processor: Processor) -> dict[ParameterGroup, int]:
-    """How often a pass uses the matrices of each part, but for their own gradients: twice where something trains there
-    or upstream, else once."""
+    """Multiplications with each matrix, by part, without that for its own gradient: two if the part or one upstream
+    trains, else one."""
     training = {processor.parameter_group(name) for name, p in net.named_parameters() if p.requires_grad}
     downstream: tuple[ParameterGroup, ...] = ("vision", "projector", "language")
     return {group: 2 if training & {*downstream[: n + 1]} else 1 for n, group in enumerate(downstream)}

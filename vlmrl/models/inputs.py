@@ -1,4 +1,4 @@
-"""From a pack of samples to the arguments of a model's forward pass."""
+"""Arguments of a model's forward pass for a pack of samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from vlmrl.data.packing import Pack, Segment, place
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.models.attention import check_layers, keeps_samples_apart
-from vlmrl.models.attention_plan import Plan, Span, plan
+from vlmrl.models.attention import check_layers, isolates_samples
+from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
 from vlmrl.types import Bools, Ints, Sample
 
 if TYPE_CHECKING:
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 def model_inputs(
-    net: PreTrainedModel, processor: Processor, pack: Pack, *, seen: Container[str] = frozenset()
+    net: PreTrainedModel, processor: Processor, pack: Pack, *, cached: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """The arguments of `Scorer.forward` or `Valuer.forward` for one pack, on CPU. B rows, T tokens of the longest row.
+    """Make the arguments of `Scorer.forward` or `ValueModel.forward` for one pack of B rows and T tokens, on the CPU.
 
     * `input_ids` [B, T];
-    * `position_ids`: [B, T], each sample counting from 0; with M-RoPE [4, B, T], the three rows of `get_rope_index`
-      below them. Transformers tells packed samples apart by the first row alone, and only without a cache: with three
-      rows, or with the default cache, tokens attend to other samples and nothing warns. Answers that share a prompt
-      count on from it;
+    * `position_ids` [B, T], each sample counted from 0; with M-RoPE [4, B, T], followed by the three rows of
+      `get_rope_index`. Transformers separates packed samples by the first row alone, and only without a KV cache: with
+      three rows, or with the default cache, tokens attend to other samples without a warning. Responses that share a
+      prompt continue its positions;
     * `use_cache` False;
-    * `attention_mask` [B, T], when each row is one sample;
-    * `attention_plan`, when samples lie end to end and the attention is that of `models.attention`;
+    * `attention_mask` [B, T], if each row is one sample;
+    * `attention_plan`, if rows hold several samples and the attention is that of `models.attention`;
     * `mm_token_type_ids` [B, T];
-    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images that are not `seen`, each once; `images`, their n
-      content hashes, and `image_places`, the hash of the image at each place for one, in reading order;
-    * `scored` [B, T]: which tokens the loss wants, never the first of a sample; and `previous` [number of them]: where
-      the state that predicts each of them stands in [B * T].
+    * `pixel_values` [P, C] and `image_grid_thw` [n, 3] of the images that are not `cached`, each once; `images`, their
+      n content hashes, and `image_places`, the content hashes of all images in reading order;
+    * `scored` [B, T]: the tokens of the loss, never the first of a sample; and `previous` [scored tokens]: the index
+      in [B * T] of the state that predicts each of them.
 
-    Raises ConfigError when the model cannot keep samples apart in this layout.
+    Raises ConfigError when the model cannot isolate samples in this layout.
     """
     check_layers(net, samples_share_rows=not pack.is_one_per_row)
     _check_branches(net, pack)
-    images = _images(processor, pack, seen)
+    images = _images(processor, pack, cached)
     inputs: dict[str, Any] = {
         "input_ids": place(pack, [sample.tokens for sample in pack.samples], fill=processor.pad_token_id),
         "position_ids": _position_ids(net, processor, pack),
@@ -53,7 +53,7 @@ def model_inputs(
     if pack.is_one_per_row:
         lengths = [np.ones(len(sample.tokens), dtype=np.int64) for sample in pack.samples]
         inputs["attention_mask"] = place(pack, lengths, fill=0)
-    elif keeps_samples_apart(net):
+    elif isolates_samples(net):
         inputs["attention_plan"] = attention_plan(pack)
     if processor.resize_factor is not None:
         types = [processor.token_types(sample.tokens) for sample in pack.samples]
@@ -62,22 +62,22 @@ def model_inputs(
 
 
 def states_at(pack: Pack, marks: Sequence[Bools]) -> dict[str, Tensor]:
-    """`scored` and `previous` for who asks what a model thinks once a token is said: the tokens that `marks` marks, [T]
-    per sample, and the states at them.
+    """Make `scored` and `previous` for the tokens that `marks`, [T] per sample, marks, with the states at these tokens
+    instead of those before them.
 
-    A token that samples share is asked about when one of them has it marked: an empty answer ends with its prompt.
+    A shared token is scored if one of its samples marks it: an empty response ends with its prompt.
     """
     whole = [mark.copy() for mark in marks]
     for row in pack.rows:
         for members, prefix in row:
-            # Of what samples share, `place` takes the first one's.
+            # For a shared prefix, `place` reads the first sample.
             whole[members[0]][:prefix] = np.any([marks[i][:prefix] for i in members], axis=0)
     scored = place(pack, whole, fill=False)
     return {"scored": scored, "previous": scored.flatten().nonzero()[:, 0]}
 
 
-def attention_plan(pack: Pack) -> Plan:
-    """Who looks at whom in the rows of a pack, laid end to end; the padding behind a short row is a span of its own."""
+def attention_plan(pack: Pack) -> AttentionPlan:
+    """Plan attention over the rows of a pack, laid end to end. The padding behind a short row is a separate span."""
     _, width = pack.shape
     spans: list[Span] = []
     numbers: list[int] = []
@@ -89,13 +89,13 @@ def attention_plan(pack: Pack) -> Plan:
         is_last = i + 1 == len(pack.segments) or pack.segments[i + 1].row != segment.row
         if is_last and end < width:
             spans.append(Span(segment.row * width + end, width - end))
-    return plan(tuple(spans), causal=True)
+    return plan_attention(tuple(spans), causal=True)
 
 
 def _check_branches(net: PreTrainedModel, pack: Pack) -> None:
-    if any(branch.prefix for row in pack.rows for branch in row) and not keeps_samples_apart(net):
+    if any(branch.prefix for row in pack.rows for branch in row) and not isolates_samples(net):
         raise ConfigError(
-            "train.layout shared needs an attention that knows of shared prompts: set ds.attn_implementation to auto, "
+            "train.layout shared needs an attention that supports shared prompts: set ds.attn_implementation to auto, "
             "or train.layout to packed"
         )
 
@@ -105,29 +105,29 @@ def _position_ids(net: PreTrainedModel, processor: Processor, pack: Pack) -> Ten
     if getattr(net.base_model, "get_rope_index", None) is None:
         return text
     rows = np.zeros((3, *pack.shape), dtype=np.int64)
-    found: list[Ints] = []
+    by_segment: list[Ints] = []
     for segment in pack.segments:
-        positions = _positions(net, processor, pack, segment, found)
+        positions = _positions(net, processor, pack, segment, by_segment)
         row, columns = segment.place
         rows[:, row, columns] = positions
-        found.append(positions)
+        by_segment.append(positions)
     return torch.cat([text[None], torch.from_numpy(rows)])
 
 
-def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, segment: Segment, found: list[Ints]) -> Ints:
-    """[3, length] M-RoPE positions in time, height and width of one segment; `found` holds those before it."""
+def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, segment: Segment, previous: list[Ints]) -> Ints:
+    """[3, length] M-RoPE positions in time, height and width of a segment; `previous` are those of earlier segments."""
     sample = pack.samples[segment.sample]
-    own = sample.tokens[segment.first : segment.last]
-    if segment.parent is not None and not processor.token_types(own).any():
-        # Text goes on from the largest position of what comes before it, the same on all three axes.
-        following: Ints = found[segment.parent].max() + 1 + np.arange(len(own))
-        return np.broadcast_to(following, (3, len(own)))
+    segment_tokens = sample.tokens[segment.first : segment.last]
+    if segment.parent is not None and not processor.token_types(segment_tokens).any():
+        # Text continues from the largest position before it, equally on all three axes.
+        following: Ints = previous[segment.parent].max() + 1 + np.arange(len(segment_tokens))
+        return np.broadcast_to(following, (3, len(segment_tokens)))
     tokens = torch.from_numpy(sample.tokens)[None]
     types = torch.from_numpy(processor.token_types(sample.tokens))[None]
     grids = torch.tensor([processor.grid(item.size) for item in sample.media]) if sample.media else None
     positions, _ = net.base_model.get_rope_index(tokens, types, image_grid_thw=grids)
-    whole: Ints = positions[:, 0].numpy()
-    return whole[:, segment.first : segment.last]
+    of_sample: Ints = positions[:, 0].numpy()
+    return of_sample[:, segment.first : segment.last]
 
 
 def _scored(sample: Sample) -> Bools:
@@ -137,31 +137,31 @@ def _scored(sample: Sample) -> Bools:
 
 
 def _states_before(pack: Pack) -> dict[str, Tensor]:
-    """In the order in which `scored` is read: the state before a token, which for the first token of an answer that
-    shares its prompt is the prompt's last.
+    """Make `scored` and `previous` for the sampled tokens. The state before the first token of a response that shares
+    its prompt is that of the prompt's last token.
     """
     scored = place(pack, [_scored(sample) for sample in pack.samples], fill=False)
     _, width = pack.shape
-    found = []
+    previous = []
     for segment in pack.segments:
-        where = segment.row * width + segment.start + np.arange(-1, segment.last - segment.first - 1)
+        index = segment.row * width + segment.start + np.arange(-1, segment.last - segment.first - 1)
         if segment.parent is not None:
             prompt = pack.segments[segment.parent]
-            where[0] = prompt.row * width + prompt.start + prompt.last - 1
-        found.append(where[_scored(pack.samples[segment.sample])[segment.first : segment.last]])
-    return {"scored": scored, "previous": torch.from_numpy(np.concatenate(found))}
+            index[0] = prompt.row * width + prompt.start + prompt.last - 1
+        previous.append(index[_scored(pack.samples[segment.sample])[segment.first : segment.last]])
+    return {"scored": scored, "previous": torch.from_numpy(np.concatenate(previous))}
 
 
-def _images(processor: Processor, pack: Pack, seen: Container[str]) -> dict[str, Any]:
+def _images(processor: Processor, pack: Pack, cached: Container[str]) -> dict[str, Any]:
     if not pack.media:
         return {}
-    new = [item for name, item in pack.media.items() if name not in seen]
+    new = [item for name, item in pack.media.items() if name not in cached]
     places = tuple(name for segment in pack.segments for name in _image_names(processor, pack, segment))
     return {**processor.pixel_inputs(new), "images": tuple(item.hash for item in new), "image_places": places}
 
 
 def _image_names(processor: Processor, pack: Pack, segment: Segment) -> list[str]:
-    """Content hashes of the images whose tokens lie in a segment."""
+    """Content hashes of the images whose tokens are in a segment."""
     sample = pack.samples[segment.sample]
     if not sample.media:
         return []
@@ -169,8 +169,8 @@ def _image_names(processor: Processor, pack: Pack, segment: Segment) -> list[str
     ends = np.cumsum([processor.num_tokens(item.size) for item in sample.media])
     if is_image.sum() != ends[-1]:
         raise DataError(
-            f"{sample.source or 'a sample'} has {is_image.sum()} image tokens, and its {len(sample.media)} images take "
-            f"{ends[-1]}: the model would see none of them, or others"
+            f"{sample.source or 'a sample'} has {is_image.sum()} image tokens, but its {len(sample.media)} images take "
+            f"{ends[-1]}: the model would see none of them, or wrong ones"
         )
     places = np.flatnonzero(is_image)[ends - 1]
     inside = (places >= segment.first) & (places < segment.last)

@@ -1,4 +1,4 @@
-"""Read a model from its folder or Hub id, and choose which of its parts train."""
+"""Load a model from its folder or Hub id, and freeze parts of it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import set_zero3_state
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.attention import see_all_images_at_once
+from vlmrl.models.attention import use_packed_vision_attention
 from vlmrl.models.buffers import restore_buffers
-from vlmrl.models.patches import project_patches
-from vlmrl.models.quantize import FourBit, is_four_bit, quantization, settle, true_shape
+from vlmrl.models.quantize import FourBit, is_four_bit, prepare_four_bit, quantization, true_shape
 from vlmrl.plugins import MODEL_FLAG, ONLY_SAFETENSORS, first_line, located
 
 if TYPE_CHECKING:
@@ -27,14 +26,12 @@ if TYPE_CHECKING:
     from vlmrl.plugins import ParameterGroup, Processor
 
 
-class Part(NamedTuple):
-    """One line of the trainable-parameter table."""
+class ParameterCount(NamedTuple):
+    """A row of the table of trainable parameters."""
 
     group: ParameterGroup
     trainable: int
-    """Numbers that train."""
     total: int
-    """Numbers in all."""
 
 
 def load_model(
@@ -46,13 +43,13 @@ def load_model(
     four_bit: FourBit | None = None,
     flag: str = MODEL_FLAG,
 ) -> PreTrainedModel:
-    """The model in the folder or Hub id `path`: text and vision-language models alike.
+    """Load the text or vision-language model `path`, a folder or Hub id.
 
-    It is in CPU memory; with `four_bit`, its language model in 4 bits, it is on the GPU where there is one. `flag` is
-    the setting that named it, for messages.
+    The model is in CPU memory. With `four_bit` its language model is in 4 bits, and the model on the GPU if there is
+    one. `flag` is the setting that names the model, for messages.
 
-    Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight: a weight
-    that is not in the files would be random, and nothing later would tell.
+    Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight, which would
+    silently be random.
     """
     where = located(path, flag=flag)
     bare = None if four_bit is None else skeleton(path, trust_remote_code=trust_remote_code, flag=flag)
@@ -70,7 +67,7 @@ def load_model(
         bits=None if four_bit is None or bare is None else quantization(four_bit, bare, dtype=dtype),
         flag=flag,
     )
-    refuse_lacking(lacking, path, flag=flag)
+    refuse_missing_weights(lacking, path, flag=flag)
     return net
 
 
@@ -85,12 +82,12 @@ def read_weights(
     bits: BitsAndBytesConfig | None,
     flag: str,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """What `factory.from_pretrained` makes of the files, with our attention, and the names of weights that they lack.
+    """Call `factory.from_pretrained`, and use packed attention; returns the model and the names of missing weights.
 
-    `flag` is the setting that `path` came from, for messages. Raises ConfigError when they cannot be read.
+    `flag` is the setting that `path` came from, for messages. Raises ConfigError when the files cannot be read.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{flag}: the weights of {path} are quantised already: name the model that they were made of")
+        raise ConfigError(f"{flag}: the weights of {path} are already quantized: name the original model")
     more: dict[str, Any] = {} if bits is None else {"quantization_config": bits}
     try:
         net, report = factory.from_pretrained(
@@ -100,25 +97,25 @@ def read_weights(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            # Else it would fall back to pickles.
+            # Without it, Transformers falls back to pickles.
             use_safetensors=True,
             **more,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if "use_safetensors" in str(error):  # of a Hub id; a folder was refused before
+        if "use_safetensors" in str(error):  # of a Hub id; folders were checked before
             raise ConfigError(f"{flag}: {path} has no *.safetensors: {ONLY_SAFETENSORS}") from error
         raise _unreadable(path, error, flag) from error
     assert isinstance(net, PreTrainedModel)
     if bits is not None:
-        settle(net)
+        prepare_four_bit(net)
     elif is_deepspeed_zero3_enabled():
         restore_buffers(net)
-    see_all_images_at_once(net)
+    use_packed_vision_attention(net)
     project_patches(net)
     return net, sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
 
 
-def refuse_lacking(lacking: Sequence[str], path: str, *, flag: str) -> None:
+def refuse_missing_weights(lacking: Sequence[str], path: str, *, flag: str) -> None:
     """Raise ConfigError when the files in `path` lack a weight."""
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
@@ -126,9 +123,9 @@ def refuse_lacking(lacking: Sequence[str], path: str, *, flag: str) -> None:
 
 
 def skeleton(path: str, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> PreTrainedModel:
-    """The model without its weights, on the meta device: names, shapes and classes, as `load_model` has them in memory.
+    """Make the model without weights, on the meta device: the names, shapes and classes of `load_model`.
 
-    Reads the configuration alone, so that a driver can ask what a model has before any weight is read. `flag` is the
+    Reads the configuration alone, so that a driver can inspect a model before any weight is read. `flag` is the
     setting that `path` came from, for messages. Raises ConfigError when there is no such model.
     """
     try:
@@ -139,8 +136,8 @@ def skeleton(path: str, *, trust_remote_code: bool = False, flag: str = MODEL_FL
 
 
 def without_weights(make: Callable[[Any], Any], config: Any) -> PreTrainedModel:
-    """What `make` makes of a configuration, on the meta device."""
-    # Where ZeRO-3 is about to shard a model, Transformers would shard this one too, and there is nothing in it.
+    """Call `make` with a configuration, on the meta device."""
+    # Within `sharded_loading`, Transformers would try to shard this empty model too.
     with torch.device("meta"), set_zero3_state():
         net = make(config)
     assert isinstance(net, PreTrainedModel)
@@ -148,10 +145,10 @@ def without_weights(make: Callable[[Any], Any], config: Any) -> PreTrainedModel:
 
 
 def freeze(net: nn.Module, processor: Processor, *, vision: bool, projector: bool) -> None:
-    """Turn gradients off for the vision tower, for the projector, or for both; everything else trains, but for weights
-    in 4 bits, which have no gradient.
+    """Freeze the vision tower, the projector, or both. Everything else trains, except weights in 4 bits, which have no
+    gradient.
 
-    Raises ConfigError when the model has no such part: the setting would do nothing.
+    Raises ConfigError when the model has no such part: the setting would have no effect.
     """
     groups = {name: processor.parameter_group(name) for name, _ in net.named_parameters()}
     for part, is_frozen, flag in (
@@ -165,8 +162,8 @@ def freeze(net: nn.Module, processor: Processor, *, vision: bool, projector: boo
         parameter.requires_grad_(not frozen[groups[name]] and not is_four_bit(parameter))
 
 
-def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
-    """Numbers that train and numbers in all, for each part that the model has. Tied weights count once."""
+def trainable_table(net: nn.Module, processor: Processor) -> list[ParameterCount]:
+    """Count trainable and all parameters of each part of the model. Tied weights count once."""
     totals: dict[ParameterGroup, list[int]] = {}
     for name, parameter in net.named_parameters():
         size = math.prod(true_shape(parameter))
@@ -174,11 +171,11 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[Part]:
         counts[0] += size if parameter.requires_grad else 0
         counts[1] += size
     order: tuple[ParameterGroup, ...] = ("vision", "projector", "language")
-    return [Part(group, *totals[group]) for group in order if group in totals]
+    return [ParameterCount(group, *totals[group]) for group in order if group in totals]
 
 
 def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """What makes a model of this kind, and its configuration."""
+    """The Auto class of this kind of model, and the configuration."""
     config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     takes_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM, config
@@ -186,3 +183,29 @@ def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 def _unreadable(path: str, error: Exception, flag: str) -> ConfigError:
     return ConfigError(f"{flag}: {path} is not a model that can be read: {first_line(error)}")
+
+
+class PatchProjection(nn.Conv3d):
+    """A vision tower's patch embedding as a matrix product: PyTorch's 3-D convolutions are slow at it.
+
+    Parameters and their names stay the same.
+    """
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[P, C, t, h, w] patches of exactly the kernel's size -> [P, D, 1, 1, 1]."""
+        product = nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+        return product[:, :, None, None, None]
+
+
+def project_patches(net: nn.Module) -> None:
+    """Turn the patch embeddings of a model's vision tower into products, in place: layers `patch_embed.proj` whose
+    stride equals their kernel size.
+    """
+    for name, module in net.named_modules():
+        if type(module) is nn.Conv3d and name.endswith("patch_embed.proj") and _has_disjoint_patches(module):
+            module.__class__ = PatchProjection
+
+
+def _has_disjoint_patches(layer: nn.Conv3d) -> bool:
+    is_plain = layer.groups == 1 and set(layer.dilation) == {1} and set(layer.padding) == {0}
+    return is_plain and layer.stride == layer.kernel_size

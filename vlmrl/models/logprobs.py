@@ -1,7 +1,7 @@
 """Log-probabilities of tokens, without the [T, V] logits.
 
-The head's product, the log-softmax and the gather run over slices, and the backward pass recomputes the slices: memory
-is that of one slice. With z = (h W' + b) / temperature, p = softmax(z) and H its entropy,
+The head's product, the log-softmax and the gather run slice by slice, and the backward pass recomputes the slices, so
+that memory holds one slice. With z = (h W' + b) / temperature, p = softmax(z) and its entropy H,
 
     d log p[y] / d z = onehot(y) - p          d H / d z = -p (log p + H)
 """
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 
 BAN = -100.0
-"""Added to the logits of banned tokens, before the temperature: what the rollout engine's `logit_bias` does."""
+"""Added to the logits of banned tokens before the temperature, like the rollout engine's `logit_bias`."""
 
 SLICE = {"cpu": 2**23, "cuda": 2**25}
-"""Logits that exist at the same time, at most: on CPU as many as its caches hold, on a GPU enough to keep it busy."""
+"""Maximum number of logits in memory: on CPU as many as its caches hold, on a GPU enough to keep it busy."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of each target token, and of the distribution that it was drawn from."""
+    """Log-probs of the target tokens, and entropies of the distributions that they were sampled from."""
 
     logprobs: Tensor
     """[T] fp32 (fp64 for fp64 inputs)."""
     entropy: Tensor
-    """[T] in nats, of the tempered distribution with its bans."""
+    """[T] in nats, of the tempered distribution without the banned tokens."""
 
 
 class ScoringHead(nn.Linear):
     """A language model's output layer that can also score tokens.
 
-    A layer of its own kind, so that ZeRO-3, which gathers weights when a module is called, finds them in both passes.
+    It is a module, because ZeRO-3 gathers weights when a module is called, in both passes.
     """
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> ScoringHead:
-        """Turn `linear` itself into a scoring head: its parameters, their names and their ties stay what they are."""
+        """Change the class of `linear` in place; its parameters, their names and ties stay the same."""
         linear.__class__ = cls
         assert isinstance(linear, cls)
         return linear
@@ -46,7 +46,7 @@ class ScoringHead(nn.Linear):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, targets: Tensor | None = None, *, temperature: float = 1.0, banned: tuple[int, ...] = ()
     ) -> Tensor | TokenLogprobs:
-        """Without targets the logits [..., V] of hidden [..., D]; with targets [T] `TokenLogprobs` of hidden [T, D]."""
+        """Without targets, logits [..., V] of hidden [..., D]; with targets [T], `TokenLogprobs` of hidden [T, D]."""
         if targets is None:
             return super().forward(hidden)
         return token_logprobs(hidden, self.weight, self.bias, targets, temperature=temperature, banned=banned)
@@ -64,9 +64,8 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Score `targets` [T] under softmax((hidden W' + bias + bans) / temperature), for hidden [T, D] and weight [V, D].
 
-    Gradients reach hidden, weight and bias, from the log-probabilities and from the entropy alike. At most `slice_size`
-    logits (or one row, or one column of them) exist at a time; by default what suits the device. Sums run in fp32,
-    whatever the inputs are.
+    Gradients of log-probabilities and entropy reach hidden, weight and bias. At most `slice_size` logits (but at least
+    a row or a column) exist at a time, by default `SLICE` of the device. Sums are in fp32, or fp64 for fp64 inputs.
     """
     logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperature, banned, slice_size or SLICE.get(hidden.device.type, 2**25)
@@ -96,38 +95,38 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normalizer[rows]
             log_p = logits.sub_(normalizer[rows, None])
             entropy[rows] = -log_p.exp().mul_(log_p).sum(-1)
-        # The parameter itself is saved, not its data: under ZeRO-3 the data are released here and gathered again, in
-        # place, before the backward pass.
+        # Save the parameter, not its data: ZeRO-3 releases the data here and gathers them again, in place, before the
+        # backward pass.
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.temperature, ctx.banned, ctx.slice_size = temperature, banned, slice_size
-        # A loss without an entropy bonus spares the backward pass three walks over the logits.
+        # Without an entropy bonus, the backward pass skips three passes over the logits.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_logprobs, of_entropy = gradients
+        d_logprobs, d_entropy = gradients
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(normalizer)
+        if d_logprobs is None:
+            d_logprobs = torch.zeros_like(normalizer)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         offset = _offset(bias, ctx.banned, weight.shape[0], weight.device, normalizer.dtype)
         d_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype) if needs_hidden else None
         d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
-        # Slices of the vocabulary here: each row of the weight's gradient is then written once, by one product over all
-        # tokens, and needs no fp32 copy to be summed in.
+        # Slices of the vocabulary: each row of the weight's gradient is then one product over all tokens, and needs no
+        # fp32 buffer for a sum.
         for columns in _slices(len(weight), ctx.slice_size // max(1, len(hidden))):
             part = None if offset is None else offset[columns]
             log_p = _logits(hidden, weight[columns], part, ctx.temperature, normalizer.dtype).sub_(normalizer[:, None])
-            if of_entropy is None:
-                d_logits = log_p.exp_().mul_(-of_logprobs[:, None])
+            if d_entropy is None:
+                d_logits = log_p.exp_().mul_(-d_logprobs[:, None])
             else:
                 p = log_p.exp()
-                d_logits = log_p.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprobs[:, None]).mul_(p)
+                d_logits = log_p.add_(entropy[:, None]).mul_(-d_entropy[:, None]).sub_(d_logprobs[:, None]).mul_(p)
             is_inside = (targets >= columns.start) & (targets < columns.stop)
             inside = is_inside.nonzero(as_tuple=True)[0]
-            d_logits[inside, targets[inside] - columns.start] += of_logprobs[inside]
+            d_logits[inside, targets[inside] - columns.start] += d_logprobs[inside]
             if ctx.temperature != 1.0:
                 d_logits /= ctx.temperature
             if d_bias is not None:

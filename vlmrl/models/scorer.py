@@ -1,4 +1,4 @@
-"""A model that scores tokens: log-probability and entropy of each, and no [T, V] logits on the way."""
+"""Log-probability and entropy of each token of a model, without [T, V] logits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 
 
 class ScorerOutput(NamedTuple):
-    """Of each token, laid out like the inputs; 0 on tokens that were not scored."""
+    """Outputs per token in the layout of the inputs; 0 on tokens that are not scored."""
 
     logprobs: Tensor
-    """[B, T] log-probability of `input_ids[b, t]` given what its sample holds before it."""
+    """[B, T] log-probability of `input_ids[b, t]` given the tokens of its sample before it."""
     entropy: Tensor
-    """[B, T] entropy, in nats, of the distribution that this token was drawn from."""
+    """[B, T] entropy, in nats, of the distribution that this token was sampled from."""
 
 
 class ImageFeatures(NamedTuple):
-    """What the vision tower and the projector make of one image."""
+    """Outputs of vision tower and projector for one image."""
 
     rows: Tensor
-    """[number of its tokens, D]"""
+    """[tokens of the image, D]"""
     deepstack: tuple[Tensor, ...] = ()
-    """The same of earlier levels of the tower, for the families that have them (Qwen3-VL)."""
+    """[tokens of the image, D] each: outputs of earlier layers of the tower, in families that use them (Qwen3-VL)."""
 
 
 class Backbone(nn.Module):
-    """Wraps a Hugging Face model, `net`, whose parameters keep their names under `net.`, for what is read off its
-    hidden states: log-probabilities (`Scorer`) or values (`models.value_head.Valuer`).
+    """Wrapper of a Hugging Face model, `net`, that returns its hidden states at scored tokens.
+
+    The base of `Scorer` and `models.value_head.ValueModel`. Parameters keep their names under `net.`.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
@@ -45,21 +46,23 @@ class Backbone(nn.Module):
     def states(
         self, inputs: dict[str, Any], *, features: dict[str, ImageFeatures] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states [n, D] that belong to the scored tokens, and those tokens [n], row by row."""
+        """Compute the hidden states [n, D] that predict the n scored tokens, and these tokens [n], row by row."""
         inputs = dict(inputs)
         scored, previous = inputs.pop("scored"), inputs.pop("previous")
         images, places = inputs.pop("images", ()), inputs.pop("image_places", ())
         if places:
-            known = {} if features is None else features
-            known = known | self._see(images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None))
+            by_hash = {} if features is None else features
+            by_hash = by_hash | self._encode(
+                images, inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
+            )
             if features is not None:
-                features |= {name: known[name] for name in images}
-            inputs["mm_encoder_outputs"] = {"image": _laid_out([known[name] for name in places])}
+                features |= {name: by_hash[name] for name in images}
+            inputs["mm_encoder_outputs"] = {"image": _encoder_outputs([by_hash[name] for name in places])}
         hidden = self.net.base_model(**inputs).last_hidden_state
         return hidden.flatten(0, 1)[previous], inputs["input_ids"][scored]
 
-    def _see(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
-        """Each image once through the vision tower."""
+    def _encode(self, names: tuple[str, ...], pixels: Tensor | None, grid: Tensor | None) -> dict[str, ImageFeatures]:
+        """Run each image once through the vision tower."""
         if pixels is None:
             return {}
         output: Any = self.net.base_model.get_image_features(pixels, grid, return_dict=True)
@@ -71,9 +74,9 @@ class Backbone(nn.Module):
 
 
 class Scorer(Backbone):
-    """Wraps a causal or vision-language model, whose output layer becomes a `ScoringHead`.
+    """Wrapper of a text or vision-language model that scores tokens. The model's output layer becomes a `ScoringHead`.
 
-    Raises ConfigError for a model that does more than one linear layer between hidden states and logits.
+    Raises ConfigError for a model whose logits are more than a linear function of the hidden states.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
@@ -82,9 +85,9 @@ class Scorer(Backbone):
         text = net.config.get_text_config()
         scaled = [name for name in _CHANGES_LOGITS if getattr(text, name, None) not in (None, 1, 1.0)]
         if not isinstance(head, nn.Linear) or scaled:
-            what = scaled[0] if scaled else "an output layer that is not linear"
+            feature = scaled[0] if scaled else "an output layer that is not linear"
             raise ConfigError(
-                f"{type(net).__name__} has {what}, which its log-probabilities would ignore: use another model"
+                f"{type(net).__name__} has {feature}, which its log-probabilities would ignore: use another model"
             )
         ScoringHead.adopt(head)
 
@@ -99,22 +102,22 @@ class Scorer(Backbone):
         """Score the tokens that `inputs["scored"]` marks, under the tempered distribution without the banned tokens.
 
         Args:
-            inputs: what `models.inputs.model_inputs` made, on the model's device.
-            features: what is known of images by content hash, when nothing that they come from trains; those of new
-                images are added.
+            inputs: result of `models.inputs.model_inputs`, on the model's device.
+            features: cached features by content hash; those of new images are added. Pass them only if tower and
+                projector are frozen.
         """
         states, targets = self.states(inputs, features=features)
-        found = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
+        output = self.net.get_output_embeddings()(states, targets, temperature=temperature, banned=banned)
         scored = inputs["scored"]
-        return ScorerOutput(scattered(found.logprobs, scored), scattered(found.entropy, scored))
+        return ScorerOutput(scatter_scored(output.logprobs, scored), scatter_scored(output.entropy, scored))
 
 
-def _laid_out(images: list[ImageFeatures]) -> Any:
-    """As Transformers' models take it: the images in the order of their places."""
+def _encoder_outputs(images: list[ImageFeatures]) -> Any:
+    """The features in the form that Transformers' models take, in reading order."""
     levels = tuple(zip(*(image.deepstack for image in images), strict=True))
     return SimpleNamespace(pooler_output=tuple(image.rows for image in images), deepstack_features=list(levels))
 
 
-def scattered(values: Tensor, scored: Tensor) -> Tensor:
-    """[n] values of the n tokens that `scored` [B, T] marks -> [B, T], 0 on the others."""
+def scatter_scored(values: Tensor, scored: Tensor) -> Tensor:
+    """Scatter the values [n] of the n tokens that `scored` [B, T] marks into [B, T], with 0 on the others."""
     return torch.zeros(scored.shape, dtype=values.dtype, device=values.device).masked_scatter(scored, values)

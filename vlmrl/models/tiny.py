@@ -1,9 +1,9 @@
-"""Small models of real architectures, made from a configuration: weights, tokenizer, chat template, processor.
+"""Small models of real architectures with random weights, and their tokenizer, chat template and processor.
 
     python -m vlmrl.models.tiny --family qwen2_5_vl --out DIR
 
-What it writes loads in Transformers and in vLLM like the family's real checkpoints. The tokenizer knows the 256 bytes
-and Qwen's special tokens and merges nothing, so that one character of ASCII is one token; ids from 270 on mean nothing.
+They load in Transformers and vLLM like the family's real checkpoints. The vocabulary is the 256 bytes and Qwen's
+special tokens, without merges, so that an ASCII character is one token; ids from 270 on are unused.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _CHAT_TEMPLATE = """\
 
 
 _INITIALIZER_RANGE = 0.06
-"""Weights of the usual 0.02 pass on so little at a width of 128 that such a model does not learn to see."""
+"""With the usual 0.02, signals at a width of 128 are so weak that the model does not learn to use images."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How large a model is. Every head of the language model has 32 channels: vLLM's CPU attention takes no fewer."""
+    """Sizes of a model. Heads of the language model have 32 channels, the minimum of vLLM's CPU attention."""
 
     vocabulary: int
     hidden: int
@@ -94,13 +94,13 @@ _SHAPES: dict[str, _Shape] = {
 
 
 def build(family: Family, out: Path, *, tied: bool = False, seed: int = 0, size: Size = "tiny") -> Path:
-    """Write a randomly initialised fp32 model of `family` to the folder `out`, and return the folder.
+    """Write a randomly initialized fp32 model of `family` to the folder `out`, and return the folder.
 
-    `tiny` has about 1.6M parameters and learns to count in a hundred steps of supervised training; `micro` is the
-    smallest that vLLM serves; `small` has about 13M and a vocabulary of 8192, `medium` about 74M: for benchmarks. Equal
-    arguments write equal weights.
+    `tiny` has about 1.6M parameters and learns to count in a hundred steps of supervised training. `micro` is the
+    smallest that vLLM serves. `small`, with about 13M parameters and a vocabulary of 8192, and `medium`, with about
+    74M, are for benchmarks. Equal arguments write equal weights.
 
-    Raises ConfigError for a family or size that does not exist.
+    Raises ConfigError for an unknown family or size.
     """
     if family not in _FAMILIES:
         raise ConfigError(f"no tiny model of family {family!r}; there are: {', '.join(_FAMILIES)}")
@@ -144,7 +144,7 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerBase:
         merges=[],
         model_max_length=8192,
     )
-    # The class has added <|endoftext|> by itself; the end of a turn becomes `eos` last, so that it keeps its place.
+    # The class adds <|endoftext|> itself. Setting `eos` before `add_tokens` would change the order of the ids.
     tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = _CHAT_TEMPLATE.replace("IMAGE_PART", _IMAGE_PART if _takes_images(family) else "")
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tied", action="store_true", help="input and output embeddings are the same tensor")
     parser.add_argument("--seed", default=0, type=int, help="seed of the weights")
     arguments = parser.parse_args(argv)
-    # A bar for a file of a few megabytes says nothing.
+    # Progress bars for files of a few megabytes are noise.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         print(build(arguments.family, arguments.out, tied=arguments.tied, seed=arguments.seed, size=arguments.size))

@@ -1,9 +1,9 @@
-"""Buckets of weights in memory that the other processes of a machine can open: how they reach vLLM's workers.
+"""Buckets of weights in shared memory, from the trainer to vLLM's workers on the same machine.
 
-The memory is anonymous (`memfd_create`): a reader opens it as a file of the process that made it. It has no name, so
-nothing can be left behind in /dev/shm however a process ends, /dev/shm's size (64 MiB in many containers) does not
-bound it, and only processes of the same user can open it. It serves engines on CPU and on GPU; only the CPU was
-measured. Weights stay on the GPUs all the way with `rollout.transfer`.
+The memory is anonymous (`memfd_create`): a reader opens it as a file descriptor of the process that made it. It has no
+name, so nothing is left behind in /dev/shm however a process ends, the size of /dev/shm (64 MiB in many containers) is
+no limit, and only processes of the same user can open it. It serves engines on CPU and on GPU; only CPU was measured.
+`rollout.transfer` sends weights from GPU to GPU instead.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from vlmrl.errors import ClusterError
 from vlmrl.models.weights import Bucket, digest, layout
 
 Ticket = dict[str, Any]
-"""What a reader needs to open a shared bucket: plain strings, numbers and lists, so that any RPC carries it."""
+"""Everything that a reader needs to open a shared bucket, as strings, numbers and lists, which any RPC can carry."""
 
-NUM_UNDER_WAY = 3
-"""Buckets that have memory of their own at a time: one is packed, one waits, one is loaded."""
-_MOST_KEPT = 256 * 2**20
-"""Bytes. Larger blocks are of single tensors: their owner gives them back when a publish is over."""
+NUM_IN_FLIGHT = 3
+"""Buckets that exist at the same time: one is packed, one waits, one is loaded."""
+_MAX_KEPT = 256 * 2**20
+"""Bytes. Larger blocks hold single tensors; their owner frees them at the end of a weight sync."""
 
 
 class Outbox:
-    """Buckets that other processes of this machine can read, each until it is released.
+    """Buckets that other processes of this machine can read until they are released.
 
-    Later buckets take the memory of released ones: pages that are new cost several times what copying into them does
+    New buckets reuse the memory of released ones: allocating pages takes several times longer than copying into them
     (300 MB on two cores: 0.23 to 1.3 s instead of 0.09).
     """
 
     def __init__(self) -> None:
         self._free: list[_Block] = []
-        self._held: dict[int, _Block] = {}
-        """By the number of the bucket since `begin`."""
+        self._in_use: dict[int, _Block] = {}
+        """By number of the bucket since `begin`."""
         self._num_put = 0
 
     def put(self, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Ticket, dict[str, str]]:
-        """Copy the named tensors, once, from whatever device they are on; how to open them, and a digest of each.
+        """Copy the named tensors, once, from any device; returns the ticket that opens them, and their digests.
 
-        The digest is of the tensor itself where it lies in CPU memory, else of what arrived.
+        A digest is of the tensor itself if that is in CPU memory, else of the copy.
 
-        Raises ClusterError when the machine has no memory for them.
+        Raises ClusterError when the machine lacks the memory.
         """
         offsets, size = layout([tensor for _, tensor in tensors])
         block = self._block(self._num_put, size)
@@ -57,20 +57,20 @@ class Outbox:
         digests: dict[str, str] = {}
         for (name, tensor), offset in zip(tensors, offsets, strict=True):
             source = tensor.detach()
-            landing = block.view(offset, source)
-            landing.copy_(source)
-            lies_here = source.device.type == "cpu" and source.is_contiguous()
-            digests[name] = digest(name, source if lies_here else landing)
-        described = {
+            copy = block.view(offset, source)
+            copy.copy_(source)
+            is_in_memory = source.device.type == "cpu" and source.is_contiguous()
+            digests[name] = digest(name, source if is_in_memory else copy)
+        description = {
             "names": [name for name, _ in tensors],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
             "shapes": [list(tensor.shape) for _, tensor in tensors],
             "offsets": offsets,
         }
-        return block.ticket(size) | described, digests
+        return block.ticket(size) | description, digests
 
     def put_bucket(self, bucket: Bucket, number: int) -> Ticket:
-        """Copy bucket `number`, which came from another machine: they may come in any order.
+        """Copy bucket `number`, received from another machine. Buckets may arrive in any order.
 
         Raises ClusterError as `put` does.
         """
@@ -84,19 +84,19 @@ class Outbox:
         }
 
     def release(self, count: int) -> None:
-        """Say that nobody reads the first `count` buckets since `begin` any more."""
-        self._free += [self._held.pop(number) for number in sorted(self._held) if number < count]
+        """Release the first `count` buckets since `begin`: no reader may use them any more."""
+        self._free += [self._in_use.pop(number) for number in sorted(self._in_use) if number < count]
 
     def begin(self, *, keep_bytes: int = 0) -> None:
-        """Release all buckets, and give back the memory of those that are larger than `keep_bytes`."""
-        blocks, self._held, self._num_put = [*self._free, *self._held.values()], {}, 0
+        """Release all buckets, and free the memory of those larger than `keep_bytes`."""
+        blocks, self._in_use, self._num_put = [*self._free, *self._in_use.values()], {}, 0
         self._free = [block for block in blocks if block.num_bytes <= keep_bytes]
         for block in blocks:
             if block.num_bytes > keep_bytes:
                 block.close()
 
     def _block(self, number: int, num_bytes: int) -> _Block:
-        """For bucket `number` a free block, as small as will do; without one, a new one in the place of the largest."""
+        """Take the smallest free block that fits bucket `number`; if none does, replace the largest by a new one."""
         self._free.sort(key=lambda block: block.num_bytes)
         fitting = [n for n, block in enumerate(self._free) if block.num_bytes >= num_bytes]
         if fitting:
@@ -105,12 +105,12 @@ class Outbox:
             if self._free:
                 self._free.pop().close()
             block = _Block(num_bytes)
-        self._held[number] = block
+        self._in_use[number] = block
         return block
 
 
 class _Block:
-    """Memory without a name. It lives as long as this process holds it open, or another has it mapped."""
+    """Anonymous memory. It exists as long as this process keeps it open or another has it mapped."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -124,7 +124,7 @@ class _Block:
             os.fchmod(self._descriptor, 0o600)
             self.bytes = np.zeros(0, dtype=np.uint8)
             if num_bytes:
-                # All of it now: a lack of memory is an error here, and a SIGBUS where pages come one by one.
+                # Allocate all of it now: a lack of memory is an error here, but a SIGBUS when a page is first used.
                 os.posix_fallocate(self._descriptor, 0, num_bytes)
                 mapped = mmap.mmap(self._descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 self.bytes = np.frombuffer(mapped, dtype=np.uint8)
@@ -136,7 +136,7 @@ class _Block:
             ) from error
 
     def view(self, offset: int, like: Tensor) -> Tensor:
-        """The bytes from `offset` on as a tensor of the same dtype and shape."""
+        """View the bytes from `offset` on as a tensor with the dtype and shape of `like`."""
         end = offset + like.numel() * like.element_size()
         return torch.from_numpy(self.bytes[offset:end]).view(like.dtype).reshape(like.shape)
 
@@ -144,26 +144,26 @@ class _Block:
         return {"process": os.getpid(), "descriptor": self._descriptor, "num_bytes": num_bytes}
 
     def close(self) -> None:
-        """The mapping goes with its last view."""
+        """Close the descriptor. The memory is unmapped with its last view."""
         self.bytes = np.zeros(0, dtype=np.uint8)
         os.close(self._descriptor)
 
 
 class Reader:
-    """Opens shared buckets.
+    """Reader of shared buckets.
 
-    It keeps the memory mapped that it has seen last: mapping it anew costs more than reading it (300 MB: 38 ms instead
-    of 14, and as much again to undo it).
+    It keeps the latest blocks mapped: mapping a block again takes longer than reading it (300 MB: 38 ms instead of 14,
+    and as much again to unmap it).
     """
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int], NDArray[np.uint8]] = {}
-        """Device and inode, which no other memory has for as long as it is mapped -> the memory. The last is newest."""
+        """(device, inode), which is unique while the memory is mapped -> the memory. The last is newest."""
 
     def open(self, ticket: Ticket) -> Bucket:
-        """The bucket behind a ticket, as a view of the shared memory.
+        """Open the bucket of a ticket as a view of the shared memory.
 
-        Once the bucket is released others are written over it: copy what must last longer.
+        Once the bucket is released, others overwrite it: copy what must last longer.
         """
         data = np.zeros(0, dtype=np.uint8)
         if ticket["num_bytes"]:
@@ -178,19 +178,19 @@ class Reader:
 
     def _memory(self, path: Path) -> NDArray[np.uint8]:
         with path.open("rb") as file:
-            about = os.fstat(file.fileno())
-            key = (about.st_dev, about.st_ino)
-            found = self._mapped.pop(key, None)
-            if found is None:
-                # Copy-on-write, and nobody writes: torch wants its memory writable and this costs nothing.
-                found = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
-        if about.st_size <= _MOST_KEPT:
-            self._mapped[key] = found
-            for oldest in list(self._mapped)[:-NUM_UNDER_WAY]:
+            status = os.fstat(file.fileno())
+            key = (status.st_dev, status.st_ino)
+            memory = self._mapped.pop(key, None)
+            if memory is None:
+                # Copy-on-write, but never written to: torch requires writable memory, and this costs nothing.
+                memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        if status.st_size <= _MAX_KEPT:
+            self._mapped[key] = memory
+            for oldest in list(self._mapped)[:-NUM_IN_FLIGHT]:
                 del self._mapped[oldest]
-        return found
+        return memory
 
 
-def opened(ticket: Ticket) -> Bucket:
-    """The bucket behind a ticket, for who opens no other: see `Reader.open`."""
+def open_ticket(ticket: Ticket) -> Bucket:
+    """Open a single bucket: see `Reader.open`."""
     return Reader().open(ticket)

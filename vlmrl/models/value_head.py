@@ -1,4 +1,4 @@
-"""A model that gives each state a number: the value that a critic expects from there, or what a reward model thinks."""
+"""Models with a value head: one number per state, the value of a critic or the score of a reward model."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.load import read_weights, refuse_lacking, skeleton, without_weights
+from vlmrl.models.load import read_weights, refuse_missing_weights, skeleton, without_weights
 from vlmrl.models.quantize import FourBit, quantization
-from vlmrl.models.scorer import Backbone, ImageFeatures, scattered
+from vlmrl.models.scorer import Backbone, ImageFeatures, scatter_scored
 from vlmrl.plugins import MODEL_FLAG, located
 
 if TYPE_CHECKING:
     from vlmrl.plugins import Processor
 
 HEAD = "score.weight"
-"""The name of the head's weight [labels, D], in memory and in files: Transformers' own."""
+"""Name of the head's weight [labels, D], in memory and in files, as in Transformers."""
 
-_SCORES = "ForSequenceClassification"
+_CLASSIFIER = "ForSequenceClassification"
 
 
-class ValuerOutput(NamedTuple):
-    """Of each token, laid out like the inputs."""
+class ValueOutput(NamedTuple):
+    """Values in the layout of the inputs."""
 
     values: Tensor
-    """[B, T] fp32 (fp64 for fp64 models); 0 on tokens that were not asked about."""
+    """[B, T] fp32 (fp64 for fp64 models); 0 on tokens that are not scored."""
 
 
-class Valuer(Backbone):
-    """Wraps a model that `value_net` made."""
+class ValueModel(Backbone):
+    """Wrapper of a `value_net` model that returns values per token."""
 
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__(net)
@@ -50,31 +50,31 @@ class Valuer(Backbone):
         inputs: dict[str, Any],
         *,
         features: dict[str, ImageFeatures] | None = None,
-        asked: dict[str, Tensor] | None = None,
-    ) -> ValuerOutput:
-        """The values of the tokens that `inputs["scored"]` marks: V_t from the state before token t, which holds all
-        that was known when it was sampled.
+        positions: dict[str, Tensor] | None = None,
+    ) -> ValueOutput:
+        """Compute the values of the tokens that `inputs["scored"]` marks: V_t from the state before token t, which is
+        the context that it was sampled from.
 
         Args:
-            inputs: what `models.inputs.model_inputs` made, on the model's device.
-            features: as `Scorer.forward` has them.
-            asked: what `models.inputs.states_at` made, on the model's device, for the values of those tokens instead,
-                from the states at them.
+            inputs: result of `models.inputs.model_inputs`, on the model's device.
+            features: see `Scorer.forward`.
+            positions: result of `models.inputs.states_at`, on the model's device: values of these tokens instead, from
+                the states at them.
         """
-        inputs = inputs | (asked or {})
+        inputs = inputs | (positions or {})
         states, _ = self.states(inputs, features=features)
-        return ValuerOutput(scattered(self.net.score(states), inputs["scored"]))
+        return ValueOutput(scatter_scored(self.net.score(states), inputs["scored"]))
 
 
 class ScoreHead(nn.Linear):
-    """The head: one number per state, in fp32 whatever the model computes in, for bf16 has no third digit.
+    """The value head: one number per state, in fp32 even in models that compute in bf16, which has two digits.
 
-    A head of two labels gives the log-odds of the second, the one that says yes.
+    A head of two labels returns the log-odds of the second, the positive one.
     """
 
     @classmethod
     def adopt(cls, linear: nn.Linear) -> ScoreHead:
-        """Turn `linear` itself into such a head: its parameter and its name stay what they are."""
+        """Change the class of `linear` in place; its parameter and its name stay the same."""
         linear.__class__ = cls
         assert isinstance(linear, cls)
         return linear
@@ -97,16 +97,17 @@ def value_net(
     labels: int = 1,
     flag: str = MODEL_FLAG,
 ) -> PreTrainedModel:
-    """The model in the folder or Hub id `path` with a score layer, `net.score`, in the place of its output layer.
+    """Load a text or vision-language model with a score layer, `net.score`, in place of its output layer.
 
-    Text and vision-language models alike. The layer is read from the files where they have one. Else it is new: normal
-    with a deviation of 1 / (D + 1), so that the first values are small, drawn from `head_seed`. The model is where
-    `load_model` would put it. Written by `save_pretrained`, it is a model for sequence classification: Transformers'
-    `AutoModelForSequenceClassification` reads it where it knows the family, `value_net` always.
+    The score layer is read from the files if they have one. Otherwise it is initialized from `head_seed`, normally with
+    a deviation of 1 / (D + 1), so that the first values are small. `save_pretrained` writes the model as one for
+    sequence classification, which `AutoModelForSequenceClassification` reads if it knows the family, and `value_net`
+    always. The device is that of `load_model`.
 
     Args:
-        head_seed: None when the files must have a score layer: a reward model with a new one would score at random.
-        labels: 1 or 2, of a new layer.
+        path: folder or Hub id.
+        head_seed: None if the files must have a score layer: a reward model with a new one would score at random.
+        labels: 1 or 2, for a new layer.
         flag: the setting that `path` came from, for messages.
 
     Raises ConfigError when there is no such model, when it cannot be read, or when its files lack a weight.
@@ -114,8 +115,8 @@ def value_net(
     bare = skeleton(path, trust_remote_code=trust_remote_code, flag=flag)
     config = bare.config
     if type(bare).is_remote_code():
-        raise ConfigError(f"{flag}: {path} comes with code of its own, to which no value head can be added")
-    has_head = _says_classifier(config)
+        raise ConfigError(f"{flag}: {path} comes with its own code, to which no value head can be added")
+    has_head = _is_classifier(config)
     if not has_head:
         config.num_labels = labels
     elif config.num_labels > 2:
@@ -132,27 +133,27 @@ def value_net(
         flag=flag,
     )
     if lacking == [HEAD] and not has_head:
-        raise ConfigError(f"{flag}: {path} has no score layer, so it is no reward model: name one that has")
-    refuse_lacking(lacking, path, flag=flag)
+        raise ConfigError(f"{flag}: {path} has no score layer, so it is not a reward model: name a model that has one")
+    refuse_missing_weights(lacking, path, flag=flag)
     return net
 
 
 class Scale(NamedTuple):
-    """Where a reward model's scores lie on its own data."""
+    """Mean and standard deviation of a reward model's scores on its training data."""
 
     mean: float
     std: float
 
 
 def is_classifier(path: str, *, trust_remote_code: bool = False) -> bool:
-    """Whether the model in the folder or Hub id `path` says that it has a score layer."""
-    return _says_classifier(AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code))
+    """Whether the configuration of the model `path`, a folder or Hub id, names a score layer."""
+    return _is_classifier(AutoConfig.from_pretrained(located(path), trust_remote_code=trust_remote_code))
 
 
 def save_value_model(net: PreTrainedModel, processor: Processor, folder: Path, *, scale: Scale | None = None) -> None:
-    """Write a model of `value_net`, all of it in memory, and its processor, so that `folder` loads by itself.
+    """Write an unsharded `value_net` model and its processor to `folder`.
 
-    With a `scale` config.json holds it, under OpenRLHF's names `mean` and `std`.
+    A `scale` is stored in config.json under OpenRLHF's names, `mean` and `std`.
     """
     if scale is not None:
         net.config.mean, net.config.std = scale
@@ -160,31 +161,31 @@ def save_value_model(net: PreTrainedModel, processor: Processor, folder: Path, *
     processor.save(folder)
 
 
-def _says_classifier(config: PreTrainedConfig) -> bool:
-    return any(name.endswith(_SCORES) for name in config.architectures or ())
+def _is_classifier(config: PreTrainedConfig) -> bool:
+    return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
 def _classifier(bare: PreTrainedModel, *, head_seed: int | None) -> type[PreTrainedModel]:
-    """The class of `bare`'s family for sequence classification, made as Transformers makes its own: it has none of
-    most vision-language families. With a seed, its files need not have a score layer.
+    """Make the class for sequence classification of `bare`'s family, in the way of Transformers, which has none for
+    most vision-language families. With a seed, files may lack the score layer.
     """
     family = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", type(bare).__name__)
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(bare.config.model_type, f"{family}{_SCORES}")
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(bare.config.model_type, f"{family}{_CLASSIFIER}")
     names_in_files = get_checkpoint_conversion_mapping(type(bare).__name__)
     if names_in_files is not None:
-        # Some families call their weights otherwise in files, and Transformers looks that up by the name of the class.
+        # Some families have other weight names in files, which Transformers looks up by the name of the class.
         register_checkpoint_conversion_mapping(name, names_in_files, overwrite=True)
     logits = [n for n, module in bare.named_modules() if module is bare.get_output_embeddings()]
 
     def init_weights(self: Any, module: Any) -> None:
         if module is not self.score or head_seed is None:
-            super(made, self)._init_weights(module)
+            super(classifier, self)._init_weights(module)
             return
         labels, width = self.score.weight.shape
-        drawn = torch.randn(labels, width, generator=torch.Generator().manual_seed(head_seed), device="cpu")
-        initialization.copy_(module.weight, drawn / (width + 1))
+        noise = torch.randn(labels, width, generator=torch.Generator().manual_seed(head_seed), device="cpu")
+        initialization.copy_(module.weight, noise / (width + 1))
 
-    made: Any = type(
+    classifier: Any = type(
         name,
         (GenericForSequenceClassification, type(bare.base_model).__bases__[0]),
         {
@@ -192,9 +193,9 @@ def _classifier(bare: PreTrainedModel, *, head_seed: int | None) -> type[PreTrai
             "_init_weights": init_weights,
             "_keys_to_ignore_on_load_unexpected": [re.escape(f"{n}.") for n in logits],
             "_keys_to_ignore_on_load_missing": [] if head_seed is None else [re.escape(HEAD)],
-            # Transformers takes a class of another module for one that is not its own, and loads it differently.
+            # Transformers loads classes of modules outside Transformers differently.
             "__module__": type(bare).__module__,
         },
     )
-    found: type[PreTrainedModel] = made
-    return found
+    result: type[PreTrainedModel] = classifier
+    return result

@@ -1,9 +1,10 @@
-"""Weights on the move: tensors laid end to end in buckets, and a fingerprint that both ends compute for themselves."""
+"""Buckets of tensors for weight sync, and the digests and fingerprints by which both ends verify it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,6 +14,15 @@ from torch import Tensor
 
 _ALIGNMENT = 64
 """Bytes. A tensor that starts on a cache line can be viewed as any dtype."""
+_CHUNK = 1 << 22
+"""Elements of a partial sum: 32 MiB as int64."""
+_STEP = -0x61C8864680B583EB
+"""2^64 divided by the golden ratio, as a signed number: odd, so that multiplying a sum by it loses no bit."""
+_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""The multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed numbers."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> integer type that its bits are read as."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +49,7 @@ def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts when they are laid end to end, and how much they take together, in bytes."""
+    """Offsets of the tensors in one block, and the size of the block, in bytes."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -48,7 +58,7 @@ def layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
 
 
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Lay the named tensors end to end. Copies each once."""
+    """Copy the named tensors into one block. Copies each once."""
     named = [(name, tensor.detach()) for name, tensor in tensors]
     offsets, end = layout(tensor for _, tensor in named)
     data = np.zeros(end, dtype=np.uint8)
@@ -65,7 +75,7 @@ def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
 
 
 def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket, as views of its bytes: clone what must outlive them."""
+    """Yield the named tensors of a bucket as views of its bytes: clone what must outlive them."""
     for name, dtype, shape, offset in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.offsets, strict=True):
         kind: torch.dtype = getattr(torch, dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
@@ -73,14 +83,14 @@ def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(name: str, tensor: Tensor) -> str:
-    """Hexadecimal digest of a tensor's name, dtype, shape and bytes."""
+    """Hash a tensor's name, dtype, shape and bytes; returns hexadecimal digits."""
     state = xxhash.xxh3_128(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
     state.update(tensor_bytes(tensor).data)
     return state.hexdigest()
 
 
 def fingerprint(digests: Mapping[str, str]) -> str:
-    """One digest of many tensors, whatever the order in which they came. A missing or changed tensor changes it.
+    """Combine digests, in any order, into one that a missing or changed tensor changes.
 
     Args:
         digests: name -> `digest(name, tensor)`.
@@ -89,3 +99,40 @@ def fingerprint(digests: Mapping[str, str]) -> str:
     for name in sorted(digests):
         state.update(f"{name}:{digests[name]}\n".encode())
     return state.hexdigest()
+
+
+def device_digest(name: str, tensor: Tensor) -> str:
+    """Hash a tensor's name, dtype, shape and bits where it is: from a GPU only eight bytes are copied to the host.
+
+    The same on every device, but different from `digest`. It guards against accidents, not against an adversary.
+    """
+    content = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{checksum(tensor)}"
+    return xxhash.xxh3_128(content.encode()).hexdigest()
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> int:
+    """Sum the elements' bits, each weighted by its position, modulo 2^64, so that order and every bit count.
+
+    Integers overflow identically on CPU and GPU, and their sum does not depend on the order of summation.
+    """
+    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    weights = _weights(bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = total * _STEP + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return int(total)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """[_CHUNK] odd pseudo-random numbers: splitmix64 of the positions."""
+    numbers = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _STEP
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        numbers = (numbers ^ _shift_right(numbers, shift)) * factor
+    return (numbers ^ _shift_right(numbers, 31)) | 1
+
+
+def _shift_right(numbers: Tensor, by: int) -> Tensor:
+    """Logical shift, with zeros from the left; int64's own shift repeats the sign."""
+    return (numbers >> by) & ((1 << (64 - by)) - 1)

@@ -14,7 +14,7 @@ from vlmrl.config.changes import changes, described, plain_settings
 from vlmrl.config.run import RlConfig, SftConfig
 from vlmrl.config.schedule import share_done
 from vlmrl.errors import ConfigError, StorageError, VlmrlError
-from vlmrl.learning.checkpoint_size import least_bytes
+from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
 from vlmrl.learning.checksums import has_checksums
 from vlmrl.observe.atomic import checkpoints, partial, prune, remove, remove_partial, set_aside
 from vlmrl.observe.report import RunReport
@@ -70,7 +70,7 @@ class SavedModel(Protocol):
     def checkpoint_damage(self, folder: Path) -> list[str]:
         """Describe the damaged files of a checkpoint, a line each; empty when all match their checksums."""
 
-    def follow(self, share: float) -> None:
+    def set_progress(self, share: float) -> None:
         """Move the learning rate's schedule to this share of the run."""
 
     def save_model(self, folder: Path) -> None:
@@ -166,9 +166,9 @@ class RunCheckpoints:
     def _move_schedules(self, step: int) -> None:
         """Move the schedules to the run's progress: they count optimizer steps, whose number has changed."""
         share = share_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
-        self.policy.follow(share)
+        self.policy.set_progress(share)
         if self.critic is not None:
-            self.critic.follow(share)
+            self.critic.set_progress(share)
 
     def _newest_undamaged(self) -> Path | None:
         """The newest checkpoint whose files all match their checksums; None when there is no checkpoint.
@@ -311,7 +311,7 @@ class RunCheckpoints:
             critic = self.folder.critic_checkpoints / newest[0].name
             needed = size_of(newest[0]) + (size_of(critic) if critic.is_dir() else 0)
         else:
-            needed = least_bytes(self.config.actor, self.config.ds, self.policy.table())
+            needed = min_checkpoint_bytes(self.config.actor, self.config.ds, self.policy.table())
         count = len(checkpoints(self.folder.checkpoints))
         hint = "free some space there" + (
             f", or lower --ckpt.max_num: it holds {count} checkpoints" if count > 1 else ""

@@ -8,7 +8,7 @@ from vlmrl.cluster.remote_call import Call, recorded
 
 
 def test_a_call_is_a_method_with_its_arguments() -> None:
-    assert recorded(lambda policy: policy.follow(0.5)) == Call("follow", (0.5,), {})
+    assert recorded(lambda policy: policy.set_progress(0.5)) == Call("set_progress", (0.5,), {})
     call = recorded(lambda policy, packs: policy.logprobs(packs, adapter=False), ["pack"])
     assert call == Call("logprobs", (["pack"],), {"adapter": False})
 

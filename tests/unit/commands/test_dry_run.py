@@ -153,7 +153,7 @@ def test_a_dry_run_of_supervised_training_checks_the_responses(
         (["--rollout.batch_size", "1280"], "do not fill one batch of 1280: lower --rollout.batch_size"),
         (
             ["--ds.lora.rank", "8", "--ds.lora.target_modules", "qkv", "--actor.freeze_visual_encoder"],
-            "reaches into the frozen vision tower",
+            "of the frozen vision tower",
         ),
     ],
 )

@@ -22,8 +22,9 @@ from vlmrl.config.lora import Lora
 from vlmrl.config.run import MergeConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
+from vlmrl.models.adapter_files import Base, base_fingerprint, read_adapter, write_adapter
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
-from vlmrl.models.adapters import Base, adapter_tensors, base_fingerprint, inject, read_adapter, write_adapter
+from vlmrl.models.adapters import adapter_tensors, inject_adapter
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import four_bit
 from vlmrl.models.value_head import value_net
@@ -61,7 +62,7 @@ def trained(base: Path, adapter: Path, *, lora: Lora, in_4bit: bool = False) -> 
 
 
 def shaken(net: PreTrainedModel, plan: AdapterPlan) -> None:
-    inject(net, plan)
+    inject_adapter(net, plan)
     torch.manual_seed(3)
     with torch.no_grad():
         for _, parameter in adapter_tensors(net):
@@ -128,7 +129,7 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from vlmrl.commands.merge import dequantize
-    from vlmrl.models.quantize import quantization, settle
+    from vlmrl.models.quantize import prepare_four_bit, quantization
 
     base = folder("qwen3")
     reader = processor(str(base), min_pixels=3136, max_pixels=100_000)
@@ -140,7 +141,7 @@ def test_a_classifier_gets_its_score_layer_from_the_adapter(
         more["quantization_config"] = quantization(bits, bare, dtype=torch.float32)
     net = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1, **more)
     if in_4bit:
-        settle(net)
+        prepare_four_bit(net)
         dequantize(net)
     config = LoraConfig(
         task_type="SEQ_CLS", r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["score"], lora_alpha=16

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run. What is in one, and that it continues bit for bit, test_learning*.py prove."""
+"""Whether a checkpoint fits a run, and full disks. Contents and resuming bit for bit: end_to_end/test_learning*.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.learning.checkpoint import _check_identity, _write_whole
-from vlmrl.learning.checksums import damage, write_checksums
+from vlmrl.learning.checksums import find_damage, write_checksums
 from vlmrl.learning.deepspeed_engine import init_distributed
 from vlmrl.observe.atomic import checkpoints
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_fits_the_run_that_wrote_it(identity: dict[str, Any]) -> No
     _check_identity(dict(identity), identity, Path("c"))
 
 
-def test_a_checkpoint_of_before_there_were_adapters_still_fits() -> None:
+def test_a_checkpoint_from_before_adapters_still_fits() -> None:
     old = {
         name: value
         for name, value in FULL.items()
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_before_there_were_adapters_still_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("changed", "words"),
     [
         ({"ranks": 4}, "written with ranks 4, this run has 2"),
         ({"actor.optim": "muon"}, "written with actor.optim muon, this run has adam"),
@@ -64,14 +64,14 @@ def test_a_checkpoint_of_before_there_were_adapters_still_fits() -> None:
         ({"trained": ["other"]}, "trained other parts of the model"),
     ],
 )
-def test_what_differs_is_named_in_one_line(found: dict[str, Any], words: str) -> None:
+def test_a_difference_is_named_in_one_line(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        _check_identity(ADAPTED | found, ADAPTED, Path("c"))
+        _check_identity(ADAPTED | changed, ADAPTED, Path("c"))
     assert "\n" not in str(caught.value)
 
 
-def written(disk: Path, step: int, *, mib: int) -> Path:
-    """A checkpoint of so many MiB, as one rank writes it."""
+def write_checkpoint(disk: Path, step: int, *, mib: int) -> Path:
+    """Write a checkpoint of this many MiB with a single rank."""
 
     def write(path: Path) -> None:
         (path / "deepspeed").mkdir()
@@ -84,35 +84,35 @@ def written(disk: Path, step: int, *, mib: int) -> Path:
     return folder
 
 
-def is_whole(folder: Path) -> bool:
-    return damage(folder, rank=0, num_ranks=1) == []
+def is_complete(folder: Path) -> bool:
+    return find_damage(folder, rank=0, num_ranks=1) == []
 
 
-def test_a_disk_that_is_full_before_a_checkpoint_is_leaves_the_last_one_whole_and_no_half(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint_complete_and_no_partial_one(tmp_path: Path) -> None:
     init_distributed(timeout_s=60)
     with small_disk(tmp_path / "disk", mib=8) as disk:
-        whole = written(disk, 1, mib=3)
+        complete = write_checkpoint(disk, 1, mib=3)
         with pytest.raises(StorageError) as caught:
-            written(disk, 2, mib=6)
+            write_checkpoint(disk, 2, mib=6)
         line = f"step_000002 cannot be written to {disk}: No space left on device ("
         assert str(caught.value).startswith(line)
-        assert list(disk.iterdir()) == [whole]
-        assert is_whole(whole)
-        assert len(list((whole / "deepspeed").iterdir())) == 3
-        # What is written over an older one of its step leaves that.
+        assert list(disk.iterdir()) == [complete]
+        assert is_complete(complete)
+        assert len(list((complete / "deepspeed").iterdir())) == 3
+        # A failed overwrite keeps the older checkpoint of the step.
         with pytest.raises(StorageError):
-            written(disk, 1, mib=6)
-        assert checkpoints(disk) == [whole]
-        assert is_whole(whole)
-        assert is_whole(written(disk, 2, mib=3)), "with less to write it goes on"
+            write_checkpoint(disk, 1, mib=6)
+        assert checkpoints(disk) == [complete]
+        assert is_complete(complete)
+        assert is_complete(write_checkpoint(disk, 2, mib=3)), "a smaller checkpoint fits"
 
 
-def test_a_disk_that_turns_read_only_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+def test_a_disk_that_turns_read_only_leaves_the_last_checkpoint_complete(tmp_path: Path) -> None:
     init_distributed(timeout_s=60)
     with small_disk(tmp_path / "disk", mib=8) as disk:
-        whole = written(disk, 1, mib=1)
+        complete = write_checkpoint(disk, 1, mib=1)
         turn_read_only(disk)
         with pytest.raises(StorageError, match=r"step_000002 cannot be written to .*: Read-only file system"):
-            written(disk, 2, mib=1)
-        assert checkpoints(disk) == [whole]
-        assert is_whole(whole)
+            write_checkpoint(disk, 2, mib=1)
+        assert checkpoints(disk) == [complete]
+        assert is_complete(complete)

@@ -1,4 +1,4 @@
-"""The least that a checkpoint takes; that a real one takes no less, end_to_end/test_resume.py proves."""
+"""Minimum size of a checkpoint. That real ones are not smaller: end_to_end/test_resume.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.lora import Lora
-from vlmrl.learning.checkpoint_size import least_bytes
+from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
 
 TABLE = [("vision", 0, 10), ("language", 60, 90)]
 
@@ -28,4 +28,4 @@ TABLE = [("vision", 0, 10), ("language", 60, 90)]
 )
 def test_weights_copy_and_moments(optim: str, ds: dict[str, Any], wanted: int) -> None:
     model = Model.model_validate({"model_name_or_path": "m", "optim": optim})
-    assert least_bytes(model, Ds.model_validate(ds), TABLE) == wanted
+    assert min_checkpoint_bytes(model, Ds.model_validate(ds), TABLE) == wanted

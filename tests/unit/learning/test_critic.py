@@ -1,4 +1,4 @@
-"""How well a critic predicted, from sums. That it learns, on ranks and with DeepSpeed: test_learning_critic.py."""
+"""Explained variance from sums. That a critic learns, on ranks with DeepSpeed: end_to_end/test_learning_critic.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmrl.types import Experience, Floats, Sample
 
 
 def experience(*rows: tuple[str, list[float], list[float]]) -> Experience:
-    """Of each sample which tokens were sampled, as `..xx`, its returns and its values."""
+    """Make an experience from rows (sampled tokens as `..xx`, returns, values)."""
     samples = [Sample(np.arange(len(flags)), np.array([flag == "x" for flag in flags])) for flags, _, _ in rows]
 
     def column(n: int) -> list[Floats]:
@@ -26,7 +26,7 @@ def explained(*rows: tuple[str, list[float], list[float]]) -> float | None:
     return explained_variance(*_moments(experience(*rows)).tolist())
 
 
-def test_sums_are_over_the_sampled_tokens_alone() -> None:
+def test_sums_are_over_sampled_tokens_only() -> None:
     nan = float("nan")
     one = (".x.x", [nan, 1.0, nan, 2.0], [nan, 0.5, nan, 2.0])
     other = ("..x", [9.0, 9.0, -1.0], [5.0, 5.0, -3.0])
@@ -35,13 +35,13 @@ def test_sums_are_over_the_sampled_tokens_alone() -> None:
     assert _moments(experience((".", [1.0], [2.0]))).tolist() == [0.0] * 5
 
 
-def test_the_explained_variance_is_that_of_the_definition() -> None:
+def test_explained_variance_matches_its_definition() -> None:
     # Returns 1, 2, 3, 6 have a variance of 14 / 4; errors 1, -1, 1, -1 one of 1.
     rows = ("xx", [1.0, 2.0], [0.0, 3.0]), (".xx", [0.0, 3.0, 6.0], [0.0, 2.0, 7.0])
     assert explained(*rows) == pytest.approx(1 - 1 / 3.5)
 
 
-def test_a_critic_that_knows_explains_all_and_one_that_says_the_mean_nothing() -> None:
+def test_exact_values_explain_all_variance_and_the_mean_none() -> None:
     assert explained(("xxx", [1.0, 2.0, 5.0], [1.0, 2.0, 5.0])) == 1.0
     # An offset is not variance.
     assert explained(("xxx", [1.0, 2.0, 5.0], [3.0, 4.0, 7.0])) == 1.0
@@ -50,9 +50,9 @@ def test_a_critic_that_knows_explains_all_and_one_that_says_the_mean_nothing() -
     assert wrong == pytest.approx(1 - 4)
 
 
-def test_returns_that_are_all_the_same_leave_nothing_to_explain() -> None:
+def test_equal_returns_have_no_explained_variance() -> None:
     assert explained(("xxx", [0.3, 0.3, 0.3], [1.0, 2.0, 3.0])) is None
     assert explained(("...", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])) is None
-    # The last digits of sums are no variance.
+    # Rounding errors of the sums are no variance.
     row = np.full(1000, 1e3 / 3, np.float32).tolist()
     assert explained(("x" * 1000, row, [0.0] * 1000)) is None

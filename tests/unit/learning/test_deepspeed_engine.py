@@ -5,39 +5,39 @@ from torch import nn
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ClusterError, ConfigError
-from vlmrl.learning.deepspeed_engine import device, settings, sharded_loading
+from vlmrl.learning.deepspeed_engine import device, engine_config, sharded_loading
 from vlmrl.startup import driver
 
 
-def test_clipping_has_one_owner() -> None:
+def test_the_gradient_is_clipped_once() -> None:
     module, actor = nn.Linear(2, 2), Model(model_name_or_path="x", max_norm=0.5)
-    plain = settings(module, actor=actor, ds=Ds(zero_stage=0, param_dtype="fp32"))
-    sharded = settings(module, actor=actor, ds=Ds(zero_stage=2, param_dtype="fp32"))
+    plain = engine_config(module, actor=actor, ds=Ds(zero_stage=0, param_dtype="fp32"))
+    sharded = engine_config(module, actor=actor, ds=Ds(zero_stage=2, param_dtype="fp32"))
     assert (plain["gradient_clipping"], sharded["gradient_clipping"]) == (0.0, 0.5)
 
 
 def test_bf16_accumulates_in_fp32() -> None:
-    config = settings(nn.Linear(2, 2), actor=Model(model_name_or_path="x"), ds=Ds(param_dtype="bf16"))
+    config = engine_config(nn.Linear(2, 2), actor=Model(model_name_or_path="x"), ds=Ds(param_dtype="bf16"))
     assert config["bf16"] == {"enabled": True}
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 def test_offload_without_a_sharded_optimizer_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"ds\.adam_offload needs .* ds\.zero_stage"):
-        settings(nn.Linear(2, 2), actor=Model(model_name_or_path="x"), ds=Ds(zero_stage=0, adam_offload=True))
+        engine_config(nn.Linear(2, 2), actor=Model(model_name_or_path="x"), ds=Ds(zero_stage=0, adam_offload=True))
 
 
-def test_gradients_are_summed_in_a_bucket_no_larger_than_they_are() -> None:
+def test_the_gradient_bucket_is_no_larger_than_the_gradients() -> None:
     module, actor = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), Model(model_name_or_path="x")
     module[0].requires_grad_(False)
-    assert settings(module, actor=actor, ds=Ds())["zero_optimization"]["reduce_bucket_size"] == 4 * 5 + 5
+    assert engine_config(module, actor=actor, ds=Ds())["zero_optimization"]["reduce_bucket_size"] == 4 * 5 + 5
     with torch.device("meta"):
         huge = nn.Linear(100_000, 100_000)
-    assert settings(huge, actor=actor, ds=Ds())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert engine_config(huge, actor=actor, ds=Ds())["zero_optimization"]["reduce_bucket_size"] == 500_000_000
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_an_offloaded_model_is_cut_into_shards_where_they_will_lie(offload: bool) -> None:
+def test_an_offloaded_model_is_loaded_into_shards_in_main_memory(offload: bool) -> None:
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
     with sharded_loading(Ds(zero_stage=3, param_dtype="fp32"), offload=offload):
@@ -46,7 +46,7 @@ def test_an_offloaded_model_is_cut_into_shards_where_they_will_lie(offload: bool
     assert not is_deepspeed_zero3_enabled()
 
 
-def test_a_rank_that_was_given_a_gpu_never_computes_on_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_a_gpu_never_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(driver, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""The moving average on one rank, worked out by hand; `test_optimizers_ranks.py` has DeepSpeed and two ranks."""
+"""The moving average on one rank, by hand. With DeepSpeed, on two ranks: end_to_end/test_optimizers_ranks.py."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ def _alone() -> None:
 
 
 def net(*, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    found = nn.Linear(1, 2, dtype=dtype)
+    layer = nn.Linear(1, 2, dtype=dtype)
     with torch.no_grad():
-        found.weight.copy_(torch.tensor([[1.0], [2.0]]))
-        found.bias.zero_()
-    return found
+        layer.weight.copy_(torch.tensor([[1.0], [2.0]]))
+        layer.bias.zero_()
+    return layer
 
 
 def move(module: nn.Linear, by: float) -> None:
@@ -29,7 +29,7 @@ def move(module: nn.Linear, by: float) -> None:
         module.weight += by
 
 
-def test_the_average_is_what_its_definition_says() -> None:
+def test_the_average_matches_its_definition() -> None:
     module = net()
     ema = Ema(module, beta=0.75)
     move(module, 4.0)
@@ -42,13 +42,13 @@ def test_the_average_is_what_its_definition_says() -> None:
     assert ema.state()["bias"].tolist() == [0.0, 0.0]
 
 
-def test_what_is_frozen_has_no_average() -> None:
+def test_frozen_parameters_have_no_average() -> None:
     module = net()
     module.bias.requires_grad_(False)
     assert list(Ema(module, beta=0.5).state()) == ["weight"]
 
 
-def test_the_average_keeps_what_the_weights_dtype_would_lose() -> None:
+def test_the_average_is_more_precise_than_the_weights() -> None:
     module = net(dtype=torch.bfloat16)
     ema = Ema(module, beta=0.992)
     move(module, 0.125)
@@ -60,7 +60,7 @@ def test_the_average_keeps_what_the_weights_dtype_would_lose() -> None:
     assert module.weight[0].item() == 1.125
 
 
-def test_the_weights_come_back_to_the_last_bit_even_after_an_error() -> None:
+def test_swapping_restores_the_weights_to_the_last_bit_even_after_an_error() -> None:
     module = net()
     ema = Ema(module, beta=0.5)
     move(module, 1 / 3)
@@ -76,10 +76,10 @@ def test_the_weights_come_back_to_the_last_bit_even_after_an_error() -> None:
     with pytest.raises(OSError, match="disk"):
         save()
     assert torch.equal(module.weight, before)
-    assert module.weight.data_ptr() == place  # the optimizer looks there
+    assert module.weight.data_ptr() == place  # the optimizer holds this memory
 
 
-def test_a_run_that_goes_on_has_the_same_average(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_average(tmp_path: Path) -> None:
     module = net()
     ema = Ema(module, beta=0.75)
     move(module, 4.0)
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_has_the_same_average(tmp_path: Path) -> None:
     for average in (ema, other):
         average.update()
     assert all(torch.equal(other.state()[name], tensor) for name, tensor in ema.state().items())
-    # What was read is a copy: it does not follow the other one.
+    # The loaded average is a copy.
     assert other.state()["weight"].data_ptr() != ema.state()["weight"].data_ptr()
 
 
@@ -105,9 +105,9 @@ def test_the_average_of_another_model_is_refused() -> None:
         Ema(net(), beta=0.5).load_state(Ema(nn.Linear(2, 2), beta=0.5).state())
 
 
-def test_ranks_that_have_all_weights_share_the_average_evenly() -> None:
+def test_unsharded_averages_are_spread_evenly_over_ranks() -> None:
     sizes = {"a": 6, "b": 5, "c": 4, "d": 3}
     trained = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
-    # The largest first, each to whoever has least: 6 + 3 and 5 + 4.
+    # Largest first, each to the rank with the least so far: 6 + 3 and 5 + 4.
     assert _owners(trained, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
     assert _owners(trained, 1) == dict.fromkeys(sizes, 0)

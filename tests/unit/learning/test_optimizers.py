@@ -1,4 +1,4 @@
-"""Optimizers, what they do to which weights, and learning rates worked out by hand."""
+"""Optimizers, their parameter groups, and learning rates worked out by hand."""
 
 import math
 from pathlib import Path
@@ -10,22 +10,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from vlmrl.config.actor import Model
 from vlmrl.errors import ConfigError
-from vlmrl.learning.optimizers import move_schedule, optimizer, parameter_groups, schedule
+from vlmrl.learning.optimizers import make_optimizer, make_schedule, parameter_groups, set_schedule_step
 from vlmrl.models.load import load_model
 from vlmrl.models.scorer import Scorer
 from vlmrl.models.tiny import build
-from vlmrl.models.value_head import Valuer, value_net
+from vlmrl.models.value_head import ValueModel, value_net
 
 CPU = torch.device("cpu")
 
 
-def test_the_optimizer_has_the_settings_and_only_what_trains() -> None:
+def test_the_optimizer_has_the_settings_and_only_trainable_parameters() -> None:
     module = nn.Linear(2, 3)
     module.bias.requires_grad_(False)
     actor = Model.model_validate(
         {"model_name_or_path": "x", "adam": {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.2}}
     )
-    (group,) = optimizer(module, actor=actor, where=CPU).param_groups
+    (group,) = make_optimizer(module, actor=actor, where=CPU).param_groups
     assert [p is module.weight for p in group["params"]] == [True]
     assert [group[name] for name in ("lr", "betas", "eps", "weight_decay")] == [0.1, (0.5, 0.6), 1e-3, 0.2]
 
@@ -33,25 +33,25 @@ def test_the_optimizer_has_the_settings_and_only_what_trains() -> None:
 @pytest.mark.parametrize("name", ["adam_8bit", "adam_paged", "adam_8bit_paged"])
 def test_optimizers_of_bitsandbytes_are_refused_on_cpu_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^optim {name} .* needs CUDA: use adam") as caught:
-        optimizer(nn.Linear(2, 2), actor=Model(model_name_or_path="x", optim=name), where=CPU)  # type: ignore[arg-type]
+        make_optimizer(nn.Linear(2, 2), actor=Model(model_name_or_path="x", optim=name), where=CPU)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "is_paged", "bits"), [("adam_8bit", False, 8), ("adam_paged", True, 32), ("adam_8bit_paged", True, 8)]
 )
-def test_optimizers_of_bitsandbytes_are_what_their_names_say(name: str, is_paged: bool, bits: int) -> None:
-    # It holds no state yet, so that it can be made where it could not step.
+def test_optimizers_of_bitsandbytes_match_their_names(name: str, is_paged: bool, bits: int) -> None:
+    # Without state yet, it can be made without CUDA.
     actor = Model.model_validate({"model_name_or_path": "x", "optim": name, "adam": {"lr": 0.1, "weight_decay": 0.3}})
-    found = optimizer(nn.Linear(2, 2), actor=actor, where=torch.device("cuda"))
-    assert (found.is_paged, found.args.optim_bits, found.optimizer_name) == (is_paged, bits, "adam")
-    assert [(group["lr"], group["weight_decay"]) for group in found.param_groups] == [(0.1, 0.3), (0.1, 0.0)]
+    optimizer = make_optimizer(nn.Linear(2, 2), actor=actor, where=torch.device("cuda"))
+    assert (optimizer.is_paged, optimizer.args.optim_bits, optimizer.optimizer_name) == (is_paged, bits, "adam")
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.3), (0.1, 0.0)]
 
 
 def _rates(total_steps: int, **actor: object) -> list[float]:
     model = Model.model_validate({"model_name_or_path": "x", "adam": {"lr": 1.0}} | actor)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = schedule(optimizer, actor=model, total_steps=total_steps)
+    scheduler = make_schedule(optimizer, actor=model, total_steps=total_steps)
     rates = []
     for _ in range(total_steps):
         rates.append(scheduler.get_last_lr()[0])
@@ -60,7 +60,7 @@ def _rates(total_steps: int, **actor: object) -> list[float]:
     return rates
 
 
-def test_the_cosine_rises_over_the_warm_up_and_falls_to_its_floor() -> None:
+def test_the_cosine_warms_up_and_falls_to_its_floor() -> None:
     rates = _rates(21, lr_warmup_ratio=0.05, min_lr_ratio=0.2)
     assert rates[:2] == [0.0, 1.0]
     # Half way down: 0.2 + 0.8 * (1 + cos(pi / 2)) / 2.
@@ -74,11 +74,11 @@ def test_a_run_of_a_few_steps_has_no_warm_up_and_starts_at_the_peak() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [("constant", [1.0] * 4), ("linear", [0.0, 1.0, 2 / 3, 1 / 3])])
-def test_the_other_schedules_are_what_their_names_say(name: str, expected: list[float]) -> None:
+def test_other_schedules_match_their_names(name: str, expected: list[float]) -> None:
     assert _rates(4, lr_scheduler=name, lr_warmup_ratio=0.25) == pytest.approx(expected)
 
 
-def test_frozen_parameters_have_no_optimizer_state_and_vectors_no_decay() -> None:
+def test_frozen_parameters_are_in_no_group_and_vectors_have_no_decay() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     module[0].weight.requires_grad_(False)
     matrices, vectors = parameter_groups(module, weight_decay=0.1)
@@ -101,7 +101,7 @@ def vision_language(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 
 def test_muon_gets_the_matrices_inside_the_layers_and_adam_the_rest(vision_language: nn.Module) -> None:
     names = {id(p): name for name, p in vision_language.named_parameters()}
-    groups = optimizer(vision_language, actor=_model(), where=CPU).param_groups
+    groups = make_optimizer(vision_language, actor=_model(), where=CPU).param_groups
     by_muon, matrices, vectors = ([names[id(p)] for p in group["params"]] for group in groups)
     assert sorted([*by_muon, *matrices, *vectors]) == sorted(names.values())
     # Two layers of seven; the tower's, and its merger's.
@@ -117,35 +117,35 @@ def test_muon_gets_the_matrices_inside_the_layers_and_adam_the_rest(vision_langu
     assert [p.use_muon for p in vision_language.parameters()] == [n in by_muon for n in names.values()]
 
 
-def test_muon_and_the_adam_beside_it_have_settings_of_their_own(vision_language: nn.Module) -> None:
+def test_muon_and_its_adam_have_separate_settings(vision_language: nn.Module) -> None:
     actor = _model(muon={"lr": 0.5, "momentum": 0.75})
-    muon, matrices, vectors = optimizer(vision_language, actor=actor, where=CPU).param_groups
+    muon, matrices, vectors = make_optimizer(vision_language, actor=actor, where=CPU).param_groups
     assert [muon[name] for name in ("use_muon", "lr", "momentum", "weight_decay")] == [True, 0.5, 0.75, 0.2]
     for group, decay in ((matrices, 0.2), (vectors, 0.0)):
         assert [group[name] for name in ("use_muon", "lr", "betas", "eps")] == [False, 0.1, (0.5, 0.6), 1e-3]
         assert group["weight_decay"] == decay
 
 
-def test_muon_leaves_the_layer_of_a_critic_to_adam(tmp_path: Path) -> None:
+def test_muon_leaves_the_value_head_to_adam(tmp_path: Path) -> None:
     path = str(build("qwen3", tmp_path / "model", size="micro"))
     net = value_net(path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False, head_seed=1)
-    critic = Valuer(net)
-    by_muon, matrices, _ = optimizer(critic, actor=_model(), where=CPU).param_groups
+    critic = ValueModel(net)
+    by_muon, matrices, _ = make_optimizer(critic, actor=_model(), where=CPU).param_groups
     assert len(by_muon["params"]) == 14
     names = {id(p): name for name, p in critic.named_parameters()}
     assert sorted(names[id(p)] for p in matrices["params"]) == ["net.model.embed_tokens.weight", "net.score.weight"]
 
 
-def test_both_rates_of_muon_follow_the_schedule(vision_language: nn.Module) -> None:
+def test_the_schedule_moves_the_rates_of_muon_and_its_adam(vision_language: nn.Module) -> None:
     actor = _model(muon={"lr": 0.5}, lr_scheduler="linear", lr_warmup_ratio=0.0)
-    found = optimizer(vision_language, actor=actor, where=CPU)
-    scheduler = schedule(found, actor=actor, total_steps=4)
-    found.step()
+    optimizer = make_optimizer(vision_language, actor=actor, where=CPU)
+    scheduler = make_schedule(optimizer, actor=actor, total_steps=4)
+    optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.375, 0.075, 0.075])
 
 
-def test_muon_moves_a_matrix_by_its_rate_in_every_direction() -> None:
+def test_muon_steps_are_orthogonal_times_the_rate() -> None:
     class Net(PreTrainedModel):
         def __init__(self) -> None:
             super().__init__(PreTrainedConfig())
@@ -153,40 +153,40 @@ def test_muon_moves_a_matrix_by_its_rate_in_every_direction() -> None:
 
     net = Net()
     net.inner.weight.data.zero_()
-    found = optimizer(net, actor=_model(muon={"lr": 0.5}), where=CPU)
+    optimizer = make_optimizer(net, actor=_model(muon={"lr": 0.5}), where=CPU)
     net.inner.weight.grad = torch.tensor([[3.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, -2.0, 0], [0, 0, 0, 0.5]])
-    found.step()
-    # An orthogonal matrix with the signs of the gradient, however steep: Newton-Schulz leaves it within 0.7 and 1.2.
+    optimizer.step()
+    # Orthogonal, with the signs of the gradient, whatever its size: Newton-Schulz leaves values from 0.7 to 1.2.
     moved = -net.inner.weight.detach() / 0.5
     assert torch.equal(moved, moved.diag().diag())
     assert moved.diag().sign().tolist() == [1, 1, -1, 1]
     assert ((moved.diag().abs() > 0.6) & (moved.diag().abs() < 1.3)).all()
 
 
-def test_muon_without_a_matrix_to_move_is_refused() -> None:
+def test_muon_without_a_matrix_to_update_is_refused() -> None:
     class Net(PreTrainedModel):
         def __init__(self) -> None:
             super().__init__(PreTrainedConfig())
             self.table = nn.Embedding(3, 4)
 
-    with pytest.raises(ConfigError, match="optim muon moves the matrices inside the layers, and none of them trains"):
-        optimizer(Net(), actor=_model(), where=CPU)
+    with pytest.raises(ConfigError, match="optim muon updates the matrices inside the layers, and none of them trains"):
+        make_optimizer(Net(), actor=_model(), where=CPU)
 
 
 @pytest.mark.parametrize("name", ["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"])
-def test_a_schedule_can_be_put_where_a_run_is(name: str) -> None:
+def test_a_schedule_can_be_moved_to_any_step(name: str) -> None:
     model = Model.model_validate({"model_name_or_path": "x", "lr_scheduler": name, "lr_warmup_ratio": 0.25})
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = schedule(optimizer, actor=model, total_steps=8)
+    scheduler = make_schedule(optimizer, actor=model, total_steps=8)
     counted = []
     for _ in range(8):
         counted.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
     for step in (5, 2, 7, 0):
-        move_schedule(scheduler, step)
+        set_schedule_step(scheduler, step)
         assert optimizer.param_groups[0]["lr"] == counted[step]
-    move_schedule(scheduler, 0.5)
+    set_schedule_step(scheduler, 0.5)
     # A quarter of the way up, between the first two steps.
     assert optimizer.param_groups[0]["lr"] == pytest.approx((counted[0] + counted[1]) / 2)
     optimizer.step()

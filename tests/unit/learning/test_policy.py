@@ -1,4 +1,4 @@
-"""A loss of one's own. That a policy learns, on ranks and with DeepSpeed: test_learning*.py."""
+"""User-defined losses. That a policy learns, on ranks with DeepSpeed: end_to_end/test_learning*.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.errors import ConfigError
-from vlmrl.learning.policy import _with_own
+from vlmrl.learning.policy import _load_user_loss
 
 
 def loss(kind: str) -> PolicyLoss:
@@ -23,14 +23,14 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_a_loss_of_ours_stays_a_name(kind: str) -> None:
-    assert _with_own(loss(kind)) == loss(kind)
+def test_a_built_in_loss_stays_a_name(kind: str) -> None:
+    assert _load_user_loss(loss(kind)) == loss(kind)
 
 
-def test_a_loss_of_ones_own_is_read_where_the_policy_is(file: Path) -> None:
-    found = _with_own(loss(f"{file}:likely")).kind
-    assert callable(found)
-    assert found.__name__ == "likely"
+def test_a_user_loss_is_imported_in_the_policys_process(file: Path) -> None:
+    kind = _load_user_loss(loss(f"{file}:likely")).kind
+    assert callable(kind)
+    assert kind.__name__ == "likely"
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_loss_of_ones_own_is_read_where_the_policy_is(file: Path) -> None:
         ("nowhere.py:f", "there is no file nowhere.py"),
     ],
 )
-def test_a_loss_that_is_not_there_is_refused_in_one_line(file: Path, kind: str, words: str) -> None:
+def test_a_missing_or_unusable_user_loss_is_refused_in_one_line(file: Path, kind: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        _with_own(loss(kind.format(file=file)))
+        _load_user_loss(loss(kind.format(file=file)))
     assert "actor.policy_loss_type" in str(caught.value)
     assert "\n" not in str(caught.value)

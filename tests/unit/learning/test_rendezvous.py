@@ -1,4 +1,4 @@
-"""Ranks meet where nobody else can join them."""
+"""Rendezvous of ranks, which no other process can join."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LIMIT = timedelta(seconds=10)
 
 def listening() -> set[tuple[str, int]]:
     """Address and port of every socket on which this process listens."""
-    found = psutil.Process().net_connections(kind="inet")
-    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+    connections = psutil.Process().net_connections(kind="inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_one_rank_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     before = listening()
-    store = rendezvous.store(LIMIT)
+    store = rendezvous.open_store(LIMIT)
     store.set("a", "1")
     assert store.get("a") == b"1"
     assert listening() == before
 
 
-def test_ranks_of_one_machine_meet_in_a_file_and_listen_to_nobody(
+def test_ranks_of_one_machine_meet_in_a_file_and_open_no_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -49,31 +49,31 @@ def test_ranks_of_one_machine_meet_in_a_file_and_listen_to_nobody(
     stores = []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        stores.append(rendezvous.store(LIMIT))
+        stores.append(rendezvous.open_store(LIMIT))
     stores[0].set("a", "1")
     assert stores[1].get("a") == b"1"
     assert listening() == before
-    assert rendezvous.place() == str(tmp_path / "store")
+    assert rendezvous.address() == str(tmp_path / "store")
 
 
 def _join(port: int) -> None:
     dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=LIMIT).set("from", "1")
 
 
-def test_ranks_of_several_machines_meet_at_one_address_alone(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_ranks_of_several_machines_listen_at_one_address_only(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(MEETING_FILE, raising=False)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(_join, port)
-        store = rendezvous.store(LIMIT)
+        store = rendezvous.open_store(LIMIT)
         other.result()
     assert store.get("from") == b"1"
     assert {address for address, number in listening() if number == port} == {"127.0.0.1"}
     with pytest.raises(OSError, match="Address already in use"):
-        rendezvous.store(LIMIT)
+        rendezvous.open_store(LIMIT)
 
 
-def test_an_address_that_no_interface_has_is_listened_to_on_all(port: int) -> None:
-    with rendezvous.listener("192.0.2.1", port) as found:
-        assert found.getsockname()[0] == "0.0.0.0"
+def test_for_an_address_of_no_interface_all_interfaces_listen(port: int) -> None:
+    with rendezvous.listen("192.0.2.1", port) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"

@@ -1,4 +1,4 @@
-"""A reward model says what its head says of last tokens, or of the ends of steps, and refuses what it cannot read."""
+"""Reward models: scores of responses and of their steps, and refused models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import FILLER, Pack, make_pack
 from vlmrl.errors import ConfigError
-from vlmrl.learning.reward_model import RewardModel, Steps
+from vlmrl.learning.reward_model import RewardModel, StepBoundaries
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models import tiny
 from vlmrl.models.inputs import model_inputs
-from vlmrl.models.value_head import Scale, Valuer, save_value_model, value_net
+from vlmrl.models.value_head import Scale, ValueModel, save_value_model, value_net
 from vlmrl.observe.metrics import Sum
 from vlmrl.plugins import Processor, processor
 from vlmrl.types import Layout, Sample
@@ -39,10 +39,10 @@ def read(path: Path) -> Processor:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`folders("qwen3")`: the model under `base`; a reward model under `judge`, without its scale under `unscaled`."""
+    """`folders("qwen3")`: a model in `base`, a reward model in `scorer`, and one without its scale in `unscaled`."""
 
     def make(family: Any) -> Path:
-        out = tmp_path_factory.getbasetemp() / f"judged_{family}"
+        out = tmp_path_factory.getbasetemp() / f"reward_model_{family}"
         if not out.exists():
             base = tiny.build(family, out / "base", size="micro")
             net = value_net(str(base), dtype=torch.float32, attn_implementation="sdpa", head_seed=0)
@@ -51,15 +51,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 for parameter in net.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             save_value_model(net, read(base), out / "unscaled")
-            save_value_model(net, read(base), out / "judge", scale=Scale(0.5, 2.0))
+            save_value_model(net, read(base), out / "scorer", scale=Scale(0.5, 2.0))
         return out
 
     return make
 
 
-def start(folder: Path, *, judge: str = "judge", actor: Path | None = None, **how: Any) -> RewardModel:
+def start(folder: Path, *, name: str = "scorer", actor: Path | None = None, **options: Any) -> RewardModel:
     settings: dict[str, Any] = {
-        "path": str(folder / judge),
+        "path": str(folder / name),
         "flag": "reward.model_name_or_path",
         "actor": Model(model_name_or_path=str(actor or folder / "base")),
         "ds": Ds(param_dtype="fp32", zero_stage=0),
@@ -67,11 +67,11 @@ def start(folder: Path, *, judge: str = "judge", actor: Path | None = None, **ho
         "columns": Columns(min_pixels=3136, max_pixels=100_000),
         "vision": Vision(),
     }
-    return RewardModelSettings(**settings | how).build()
+    return RewardModelSettings(**settings | options).build()
 
 
 def samples_of(reader: Processor) -> list[Sample]:
-    """Answers to two prompts, one of them empty; with an image where the model takes any."""
+    """Responses to two prompts, one of them empty, with an image if the model takes images."""
     rng = np.random.default_rng(0)
     side = reader.resize_factor or 1
     rows = []
@@ -88,58 +88,56 @@ def samples_of(reader: Processor) -> list[Sample]:
 
 
 def packs_of(samples: list[Sample], layout: Layout) -> list[Pack]:
-    """Two packs, and a filler that nobody asked about."""
+    """Two packs, one with a filler."""
     ids = list(range(len(samples)))
     return [make_pack([*samples[:3], samples[0]], [*ids[:3], FILLER], layout), make_pack(samples[3:], ids[3:], layout)]
 
 
 def expected_scores(folder: Path, samples: list[Sample]) -> list[float]:
-    """What the head says of the last state of each sample by itself, through the model as Transformers has it."""
-    net = value_net(str(folder / "judge"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None).eval()
-    reader = read(folder / "judge")
-    found = []
+    """Score the last state of each sample by itself, with the plain Transformers model."""
+    net = value_net(str(folder / "scorer"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None).eval()
+    reader = read(folder / "scorer")
+    scores = []
     for sample in samples:
         inputs = model_inputs(net, reader, make_pack([sample], [0], "padded"))
         known = ("input_ids", "position_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw")
         with torch.no_grad():
             states = net.base_model(**{n: inputs[n] for n in known if n in inputs}, use_cache=False).last_hidden_state
-            found.append(float(states[0, -1] @ net.score.weight[0]))
-    return found
+            scores.append(float(states[0, -1] @ net.score.weight[0]))
+    return scores
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
-def test_the_score_of_an_answer_is_read_at_its_last_token_in_every_layout(
-    folders: Callable[[str], Path], family: str
-) -> None:
+def test_a_score_comes_from_the_last_token_in_every_layout(folders: Callable[[str], Path], family: str) -> None:
     folder = folders(family)
     samples, model = samples_of(read(folder / "base")), start(folder)
     expected = expected_scores(folder, samples)
     assert np.ptp(expected) > 0.1
     for layout in LAYOUTS:
-        found, counts = model.score(packs_of(samples, layout))
-        assert [i for i, _ in found] == [0, 1, 2, 3, 4]
-        np.testing.assert_allclose([score for _, score in found], expected, atol=2e-5)
+        scores, counts = model.score(packs_of(samples, layout))
+        assert [i for i, _ in scores] == [0, 1, 2, 3, 4]
+        np.testing.assert_allclose([score for _, score in scores], expected, atol=2e-5)
         assert counts.keys() == {"vision/tower_calls", "vision/cache_hits"}
 
 
-def test_its_own_tower_is_frozen_so_it_sees_an_image_once(folders: Callable[[str], Path]) -> None:
+def test_an_image_is_encoded_once(folders: Callable[[str], Path]) -> None:
     folder = folders("qwen2_5_vl")
     samples, model = samples_of(read(folder / "base")), start(folder)
     assert model.score(packs_of(samples, "shared"))[1] == {"vision/tower_calls": Sum(1), "vision/cache_hits": Sum(0)}
     assert model.score(packs_of(samples, "shared"))[1] == {"vision/tower_calls": Sum(0), "vision/cache_hits": Sum(1)}
 
 
-def test_normalised_scores_are_in_units_of_the_models_own_scale(folders: Callable[[str], Path]) -> None:
+def test_scores_are_normalized_by_the_models_scale(folders: Callable[[str], Path]) -> None:
     folder = folders("qwen3")
     samples = samples_of(read(folder / "base"))
-    found, _ = start(folder, normalize=True).score(packs_of(samples, "shared"))
+    scores, _ = start(folder, normalize=True).score(packs_of(samples, "shared"))
     expected = (np.array(expected_scores(folder, samples)) - 0.5) / 2.0
-    np.testing.assert_allclose([score for _, score in found], expected, atol=2e-5)
+    np.testing.assert_allclose([score for _, score in scores], expected, atol=2e-5)
 
 
-def test_a_model_that_does_not_know_its_scale_cannot_be_normalised(folders: Callable[[str], Path]) -> None:
+def test_normalizing_without_a_scale_is_refused(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.normalize_enable: config\.json of .* holds no mean and std"):
-        start(folders("qwen3"), judge="unscaled", normalize=True)
+        start(folders("qwen3"), name="unscaled", normalize=True)
 
 
 def test_offloaded_weights_give_the_same_scores(folders: Callable[[str], Path]) -> None:
@@ -149,36 +147,36 @@ def test_offloaded_weights_give_the_same_scores(folders: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_step_scores_are_shares_of_a_probability_at_the_ends_of_steps(
+def test_step_scores_are_probabilities_divided_by_the_number_of_steps(
     folders: Callable[[str], Path], layout: Layout
 ) -> None:
     folder = folders("qwen3")
     reader, model = read(folder / "base"), start(folder, separator=";")
     prompt, _ = reader.encode("add;", [])
-    # ";" is 59. Three steps, one that runs into the limit, and none at all.
-    answers = [[97, 59, 98, 98, 59, 99], [97, 98], []]
+    # ";" is 59. Three steps, one step without a separator, and none.
+    responses = [[97, 59, 98, 98, 59, 99], [97, 98], []]
     samples = [
-        Sample(np.array([*prompt, *answer]), np.arange(len(prompt) + len(answer)) >= len(prompt), (), 0, "test:0")
-        for answer in answers
+        Sample(np.array([*prompt, *response]), np.arange(len(prompt) + len(response)) >= len(prompt), (), 0, "test:0")
+        for response in responses
     ]
     rows, _ = model.step_scores([make_pack(samples, range(3), layout)])
-    found = [row[len(prompt) :] for _, row in rows]
-    assert [list(np.flatnonzero(row)) for row in found] == [[1, 4, 5], [1], []]
+    scores = [row[len(prompt) :] for _, row in rows]
+    assert [list(np.flatnonzero(row)) for row in scores] == [[1, 4, 5], [1], []]
     assert not any(row[: len(prompt)].any() for _, row in rows)
-    # A prefix is an answer of its own, so `score` tells the log-odds at the end of each step.
+    # `score` of a prefix is the log-odds at the end of its last step.
     prefixes = [samples[0].tokens[: len(prompt) + n] for n in (2, 5, 6)]
     whole = [replace(samples[0], tokens=t, sampled=samples[0].sampled[: len(t)]) for t in prefixes]
     odds, _ = model.score([make_pack(whole, range(3), "padded")])
     expected = [1 / (1 + np.exp(-score)) / 3 for _, score in odds]
-    np.testing.assert_allclose(found[0][[1, 4, 5]], expected, atol=1e-5)
-    assert float(found[0].sum()) == pytest.approx(3 * float(np.mean(expected)), abs=1e-5)
+    np.testing.assert_allclose(scores[0][[1, 4, 5]], expected, atol=1e-5)
+    assert float(scores[0].sum()) == pytest.approx(3 * float(np.mean(expected)), abs=1e-5)
 
 
 # ---------------------------------------------------------------- where steps end
 
 
 def ends(folders: Callable[[str], Path], separator: str, *runs: list[str], merged: str | None = None) -> list[int]:
-    """Places after a prompt of three where steps end. What others say after each run of the policy is two long."""
+    """Positions after a prompt of three tokens where steps end. Two tokens of the environment follow each run."""
     reader = read(folders("qwen3") / "base")
     if merged is not None:
         reader.tokenizer.add_tokens([merged])
@@ -188,11 +186,11 @@ def ends(folders: Callable[[str], Path], separator: str, *runs: list[str], merge
         tokens += [*ids, 100, 100]
         sampled += [True] * len(ids) + [False] * 2
     sample = Sample(np.array(tokens), np.array(sampled))
-    return [int(place) - 3 for place in np.flatnonzero(Steps(reader, separator).ends(sample))]
+    return [int(place) - 3 for place in np.flatnonzero(StepBoundaries(reader, separator).ends(sample))]
 
 
 def _name(token: str) -> str:
-    """A byte-level vocabulary has its own letters for blanks."""
+    """Byte-level vocabularies have special letters for whitespace."""
     return token if len(token) > 1 else token.replace("\n", "Ċ").replace(" ", "Ġ")
 
 
@@ -204,12 +202,12 @@ def test_a_separator_may_lie_within_a_token(folders: Callable[[str], Path]) -> N
     assert ends(folders, "\n\n", ["a", ".\n\n", "b", "<|im_end|>"], merged=".\n\n") == [1, 3]
 
 
-def test_an_answer_that_ends_with_a_separator_has_no_empty_step_behind_it(folders: Callable[[str], Path]) -> None:
+def test_a_response_that_ends_with_a_separator_has_no_empty_last_step(folders: Callable[[str], Path]) -> None:
     assert ends(folders, ";", ["a", ";", "b", ";", "\n", "<|im_end|>"]) == [1, 3]
 
 
-def test_every_turn_of_the_policy_ends_a_step_and_what_others_say_ends_none(folders: Callable[[str], Path]) -> None:
-    # "d" is what the environment says, twice after each turn.
+def test_every_turn_of_the_policy_ends_a_step_and_environment_tokens_end_none(folders: Callable[[str], Path]) -> None:
+    # The environment's tokens are "d", twice after each turn.
     assert ends(folders, "d", ["a", "d", "b"], ["c"]) == [1, 2, 5]
 
 
@@ -217,46 +215,46 @@ def test_a_special_token_can_be_the_separator(folders: Callable[[str], Path]) ->
     assert ends(folders, "<|im_start|>", ["a", "<|im_start|>", "b", "<|im_start|>", "<|im_end|>"]) == [1, 3]
 
 
-def test_an_answer_of_nothing_but_its_end_is_one_step(folders: Callable[[str], Path]) -> None:
+def test_a_response_of_only_the_end_token_is_one_step(folders: Callable[[str], Path]) -> None:
     assert ends(folders, ";", ["<|im_end|>"]) == [0]
 
 
-def test_a_separator_that_tokens_cut_within_a_character_is_refused(folders: Callable[[str], Path]) -> None:
+def test_a_separator_whose_characters_are_split_by_tokens_is_refused(folders: Callable[[str], Path]) -> None:
     with pytest.raises(
-        ConfigError, match=r"^reward\.process_separator 'é': the model's tokens cut it within a character"
+        ConfigError, match=r"^reward\.process_separator 'é': the model's tokens split one of its characters"
     ):
         ends(folders, "é", ["a"])
 
 
-# ---------------------------------------------------------------- what it cannot read
+# ---------------------------------------------------------------- refused models
 
 
 def test_a_model_with_other_tokens_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folders("qwen3")
     reader = read(folder / "base")
-    net = value_net(str(folder / "judge"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None)
+    net = value_net(str(folder / "scorer"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None)
     reader.tokenizer.add_tokens(["more"])
     save_value_model(net, reader, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: .* reads other tokens than .* serve-rm"):
         start(folder, path=str(tmp_path / "other"))
 
 
-def test_a_model_that_sees_images_otherwise_is_refused(folders: Callable[[str], Path]) -> None:
+def test_a_model_with_other_image_processing_is_refused(folders: Callable[[str], Path]) -> None:
     # Same tokens, larger patches.
     with pytest.raises(ConfigError, match=r"reads other images than"):
         start(folders("qwen3_vl"), actor=folders("qwen2_5_vl") / "base")
 
 
-def test_a_model_without_a_score_layer_is_no_reward_model(folders: Callable[[str], Path]) -> None:
+def test_a_model_without_a_score_layer_is_refused(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: .* has no score layer"):
-        start(folders("qwen3"), judge="base")
+        start(folders("qwen3"), name="base")
 
 
-def test_a_reward_model_that_does_not_exist_is_named_with_its_flag(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: there is no folder /nowhere/judge$"):
-        start(folders("qwen3"), path="/nowhere/judge")
+def test_a_missing_reward_model_is_named_with_its_flag(folders: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: there is no folder /nowhere/scorer$"):
+        start(folders("qwen3"), path="/nowhere/scorer")
 
 
-def test_nothing_of_it_trains(folders: Callable[[str], Path]) -> None:
-    module: Valuer = start(folders("qwen3"))._valuer
+def test_all_parameters_are_frozen(folders: Callable[[str], Path]) -> None:
+    module: ValueModel = start(folders("qwen3"))._value_model
     assert not any(parameter.requires_grad for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""The optimizer's state sleeps but for updates, and only where it is to."""
+"""The optimizer's state is offloaded between updates, if the settings say so."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
 from vlmrl.config.ds import Ds
-from vlmrl.learning.base import Learner
+from vlmrl.learning.base import TrainableModel
 
 
 class Engine:
-    """DeepSpeed's, as far as it sleeps."""
+    """DeepSpeed's offloading methods."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -25,23 +25,23 @@ class Engine:
         self.log.append("reload")
 
 
-def learner(ds: Ds, device: str) -> tuple[Learner, list[Any]]:
-    made, engine = Learner.__new__(Learner), Engine()
+def model(ds: Ds, device: str) -> tuple[TrainableModel, list[Any]]:
+    made, engine = TrainableModel.__new__(TrainableModel), Engine()
     made._ds, made._device, made._engine = ds, torch.device(device), engine
     return made, engine.log
 
 
-def test_what_only_a_step_reads_comes_for_the_step_and_goes_again() -> None:
-    made, log = learner(Ds(enable_sleep=True), "cuda")
+def test_optimizer_state_is_on_the_device_for_the_update_only() -> None:
+    made, log = model(Ds(enable_sleep=True), "cuda")
     with made._optimizer_awake():
         log.append("step")
-    # The weights of passes and publishes stay.
+    # The weights, which passes and weight syncs need, stay.
     assert log == ["reload", "step", {State.hp_params, State.optim_states}]
 
 
 @pytest.mark.parametrize(("ds", "device"), [(Ds(enable_sleep=True), "cpu"), (Ds(), "cuda")])
-def test_on_cpu_and_unless_asked_for_nothing_moves(ds: Ds, device: str) -> None:
-    made, log = learner(ds, device)
+def test_nothing_is_offloaded_on_cpu_or_without_the_setting(ds: Ds, device: str) -> None:
+    made, log = model(ds, device)
     with made._optimizer_awake():
         pass
     assert log == []

@@ -1,4 +1,4 @@
-"""What is written of a model: under its checkpoint's names, without adapters and 4 bits, or with adapters merged in."""
+"""Checkpoint tensors of a model: names of the checkpoint, dequantized, without adapters or with adapters merged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmrl.config.ds import Ds
-from vlmrl.learning.weights import cut, full_size, saved_tensors, written
+from vlmrl.learning.weights import checkpoint_tensors, saved_tensors, split_by_bytes, written_bytes
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.adapters import adapters_off, inject
+from vlmrl.models.adapters import adapters_off, inject_adapter
 from vlmrl.models.load import freeze, load_model
 from vlmrl.models.quantize import dequantized, four_bit, is_four_bit
 from vlmrl.plugins import processor
@@ -24,7 +24,7 @@ Make = Callable[..., PreTrainedModel]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`folder(family, tied=...)`: a micro model, made once."""
+    """`folder(family, tied=...)`: a micro model, built once."""
 
     def make(family: tiny.Family, *, tied: bool = False) -> Path:
         out = tmp_path_factory.getbasetemp() / f"weights_{family}_{tied}"
@@ -35,18 +35,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def adapted(folder: Callable[..., Path]) -> Make:
-    """`adapted(family, bits=..., plan=...)`: a micro model with adapters that add something to q and down."""
+    """`adapted(family, bits=..., **plan)`: a micro model with nonzero adapters on q and down."""
 
     def make(family: tiny.Family, *, bits: bool = False, tied: bool = False, **plan: Any) -> PreTrainedModel:
         path = str(folder(family, tied=tied))
         read = processor(path, min_pixels=3136, max_pixels=100_000)
-        how = four_bit(Ds(load_in_4bit=bits), read)
-        net = load_model(path, dtype=torch.float32, attn_implementation="sdpa", four_bit=how)
+        options = four_bit(Ds(load_in_4bit=bits), read)
+        net = load_model(path, dtype=torch.float32, attn_implementation="sdpa", four_bit=options)
         freeze(net, read, vision=False, projector=False)
         ends = ("language_model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "0.mlp.down_proj")
         targets = tuple(name for name, _ in net.named_modules() if "visual" not in name and name.endswith(ends))
         settings = {"rank": 2, "alpha": 3.0, "dropout": 0.0, "is_rank_stabilized": False, "has_magnitude": False}
-        inject(net, AdapterPlan(**(settings | plan), targets=targets, groups=frozenset({"language"})))
+        inject_adapter(net, AdapterPlan(**(settings | plan), targets=targets, groups=frozenset({"language"})))
         torch.manual_seed(0)
         for name, parameter in net.named_parameters():
             if ".lora_B." in name:
@@ -65,32 +65,32 @@ def _logits(net: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bits", [False, True])
-def test_names_and_shapes_are_those_of_the_checkpoint_with_adapters_and_4_bits_alike(
+def test_names_and_shapes_are_those_of_the_checkpoint_even_with_adapters_and_4_bits(
     adapted: Make, folder: Callable[..., Path], family: str, tied: bool, bits: bool
 ) -> None:
     net = adapted(family, bits=bits, tied=tied)
     stored = load_file(folder(family, tied=tied) / "model.safetensors")
     for merge in (False, True):
-        found = written(net, saved_tensors(net), merge=merge)
-        assert {name: tensor.shape for name, tensor in found} == {name: tensor.shape for name, tensor in stored.items()}
-        assert len(found) == len(stored)
+        tensors = checkpoint_tensors(net, saved_tensors(net), merge=merge)
+        assert {name: tensor.shape for name, tensor in tensors} == {
+            name: tensor.shape for name, tensor in stored.items()
+        }
+        assert len(tensors) == len(stored)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3"])
-def test_the_base_is_what_the_files_hold_whatever_its_adapters_add(
-    adapted: Make, folder: Callable[..., Path], family: str
-) -> None:
+def test_without_merging_tensors_equal_the_base_files(adapted: Make, folder: Callable[..., Path], family: str) -> None:
     net = adapted(family)
     stored = load_file(folder(family) / "model.safetensors")
-    for name, tensor in written(net, saved_tensors(net), merge=False):
+    for name, tensor in checkpoint_tensors(net, saved_tensors(net), merge=False):
         assert torch.equal(tensor, stored[name]), name
 
 
 @pytest.mark.parametrize("bits", [False, True])
-def test_merged_weights_are_the_base_and_alpha_over_rank_times_b_times_a(adapted: Make, bits: bool) -> None:
+def test_merged_weights_are_the_base_plus_alpha_over_rank_times_b_a(adapted: Make, bits: bool) -> None:
     net = adapted("qwen3", bits=bits)
     layer: Any = net.model.layers[1].self_attn.q_proj
-    merged = dict(written(net, saved_tensors(net), merge=True))
+    merged = dict(checkpoint_tensors(net, saved_tensors(net), merge=True))
     b, a = layer.lora_B["default"].weight, layer.lora_A["default"].weight
     wanted = dequantized(layer.base_layer.weight) + 3 / 2 * b @ a
     torch.testing.assert_close(merged["model.layers.1.self_attn.q_proj.weight"], wanted, rtol=0, atol=1e-6)
@@ -101,14 +101,14 @@ def test_merged_weights_are_the_base_and_alpha_over_rank_times_b_times_a(adapted
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3"])
 @pytest.mark.parametrize("magnitude", [False, True])
 @pytest.mark.parametrize("bits", [False, True])
-def test_a_model_of_what_is_written_answers_as_the_adapted_one_does(
+def test_a_model_of_the_written_tensors_has_the_logits_of_the_adapted_one(
     adapted: Make, folder: Callable[..., Path], tmp_path: Path, family: str, magnitude: bool, bits: bool
 ) -> None:
     net = adapted(family, bits=bits, has_magnitude=magnitude)
     base = load_model(str(folder(family)), dtype=torch.float32, attn_implementation="sdpa").eval()
     for merge in (False, True):
         tensors = [(name, t.clone()) for name, t in saved_tensors(base)]
-        new = dict(written(net, saved_tensors(net), merge=merge))
+        new = dict(checkpoint_tensors(net, saved_tensors(net), merge=merge))
         assert len(new) == len(tensors)
         base.save_pretrained(tmp_path / str(merge), state_dict=new, save_original_format=False)
         again = load_model(str(tmp_path / str(merge)), dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -121,14 +121,14 @@ def test_a_model_of_what_is_written_answers_as_the_adapted_one_does(
     assert float((_logits(net) - wanted).abs().max()) < 1e-6
 
 
-def test_runs_are_cut_by_what_is_written_not_by_4_bits(adapted: Make) -> None:
+def test_runs_are_split_by_dequantized_size(adapted: Make) -> None:
     net = adapted("qwen3", bits=True)
     tensors = dict(saved_tensors(net))
     up = tensors["model.layers.0.mlp.up_proj.weight"]
     assert is_four_bit(up)
-    assert full_size(up) == 96 * 64 * 4
-    runs = cut(list(tensors.items()), max_bytes=60_000)
+    assert written_bytes(up) == 96 * 64 * 4
+    runs = split_by_bytes(list(tensors.items()), max_bytes=60_000)
     assert [pair for run in runs for pair in run] == list(tensors.items())
     for run in runs:
-        size = sum(t.numel() * t.element_size() for _, t in written(net, run, merge=True))
+        size = sum(t.numel() * t.element_size() for _, t in checkpoint_tensors(net, run, merge=True))
         assert size <= 60_000 or len(run) == 1

@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and what is refused before anything starts."""
+"""Targets of adapters, and plans that are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAN = AdapterPlan(
 
 @pytest.fixture
 def planned(folder: Callable[..., Path], reader: Callable[..., Processor]) -> Callable[..., AdapterPlan]:
-    """`planned(family, *targets, frozen=...)`"""
+    """`planned(family, *targets, frozen=...)`: the plan of a micro model's adapter."""
 
     def make(family: Family, *targets: str, frozen: tuple[ParameterGroup, ...] = (), tied: bool = False) -> AdapterPlan:
         lora = Lora(rank=4, target_modules=targets or ("all-linear",))
@@ -50,7 +50,7 @@ def planned(folder: Callable[..., Path], reader: Callable[..., Processor]) -> Ca
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
-def test_the_default_is_every_layer_of_the_language_model_but_the_last(
+def test_the_default_is_every_layer_of_the_language_model_but_the_output_layer(
     planned: Any, family: Family, tied: bool
 ) -> None:
     plan = planned(family, tied=tied)
@@ -62,28 +62,28 @@ def test_the_default_is_every_layer_of_the_language_model_but_the_last(
     assert plan.fits_engine
 
 
-def test_vision_means_tower_and_projector_and_all_means_what_is_not_frozen(planned: Any) -> None:
-    vision, every = planned("qwen2_5_vl", "vision"), planned("qwen2_5_vl", "all")
+def test_vision_selects_tower_and_projector_and_all_every_unfrozen_layer(planned: Any) -> None:
+    vision, everything = planned("qwen2_5_vl", "vision"), planned("qwen2_5_vl", "all")
     assert vision.groups == {"vision", "projector"}
     assert all("visual" in name for name in vision.targets)
     assert not vision.fits_engine
-    # Two blocks of qkv, proj, gate, up, down; the merger's two.
+    # Two blocks of qkv, proj, gate, up and down; two layers of the merger.
     assert len(vision.targets) == 2 * 5 + 2
-    assert set(every.targets) == {*vision.targets, *planned("qwen2_5_vl").targets}
+    assert set(everything.targets) == {*vision.targets, *planned("qwen2_5_vl").targets}
     assert planned("qwen2_5_vl", "all", frozen=("vision", "projector")) == planned("qwen2_5_vl")
     assert planned("qwen2_5_vl", "all", frozen=("vision",)).groups == {"projector", "language"}
-    assert planned("qwen2_5_vl", "all-linear", "vision") == every
+    assert planned("qwen2_5_vl", "all-linear", "vision") == everything
     assert planned("qwen3", "all") == planned("qwen3")
 
 
-def test_the_skeleton_has_the_layers_that_the_model_has(net: Any, reader: Any, planned: Any) -> None:
+def test_the_skeleton_has_the_layers_of_the_model(net: Any, reader: Any, planned: Any) -> None:
     for family in ("qwen2_5_vl", "qwen3_vl", "qwen3"):
         model: PreTrainedModel = net(family)
         assert tuple(layers(model, reader(family))) == planned(family, "all").targets
         assert not any(name.endswith("lm_head") for name in planned(family, "all").targets)
 
 
-def test_a_name_means_the_language_models_and_the_towers_only_where_it_alone_has_it(planned: Any) -> None:
+def test_a_name_selects_layers_of_the_language_model_and_otherwise_of_the_tower(planned: Any) -> None:
     shared = planned("qwen2_5_vl", "gate_proj")
     assert shared.targets == tuple(f"model.language_model.layers.{i}.mlp.gate_proj" for i in range(2))
     assert planned("qwen2_5_vl", "layers.1.mlp.gate_proj").targets == shared.targets[1:]
@@ -98,17 +98,17 @@ def test_a_name_means_the_language_models_and_the_towers_only_where_it_alone_has
         ("qwen3", ["q_prj"], (), "no linear layer q_prj that can have an adapter: did you mean q_proj?"),
         ("qwen3", ["all-linaer"], (), "did you mean all-linear?"),
         ("qwen3", ["xyz"], (), "there are all-linear, vision, all, or down_proj gate_proj"),
-        # A part of a name is none.
+        # Names match whole components only.
         ("qwen3", ["proj"], (), "no linear layer proj"),
         ("qwen3", ["lm_head"], (), "no linear layer lm_head that can have an adapter"),
         ("qwen3", ["vision"], (), "the model has no vision tower"),
-        ("qwen2_5_vl", ["vision"], ("vision",), r"vision reaches into the frozen vision tower \(model\.visual"),
-        ("qwen2_5_vl", ["vision"], ("projector",), "reaches into the frozen projector .* actor.freeze_projector off"),
-        ("qwen2_5_vl", ["q_proj", "qkv"], ("vision",), "qkv reaches into the frozen vision tower"),
+        ("qwen2_5_vl", ["vision"], ("vision",), r"vision selects model\.visual\.\S+ of the frozen vision tower"),
+        ("qwen2_5_vl", ["vision"], ("projector",), "of the frozen projector.* actor.freeze_projector off"),
+        ("qwen2_5_vl", ["q_proj", "qkv"], ("vision",), "qkv selects .* of the frozen vision tower"),
         ("qwen2_5_vl", ["q_proj"], ("vision", "projector"), None),
     ],
 )
-def test_targets_that_mean_nothing_or_something_frozen_are_refused_in_one_line(
+def test_targets_without_a_match_or_in_a_frozen_part_are_refused_in_one_line(
     planned: Any, family: Family, targets: list[str], frozen: tuple[ParameterGroup, ...], words: str | None
 ) -> None:
     if words is None:
@@ -125,7 +125,7 @@ def test_no_targets_are_refused() -> None:
         choose_targets([], {"model.layers.0.q_proj": "language"}, frozen=())
 
 
-def test_a_model_that_is_not_there_is_named(reader: Any) -> None:
+def test_a_missing_model_is_named(reader: Any) -> None:
     with pytest.raises(ConfigError, match="there is no folder /nowhere/m"):
         plan_adapter(Model(model_name_or_path="/nowhere/m"), Lora(rank=1), reader("qwen3"))
 
@@ -134,7 +134,7 @@ def test_the_fingerprint_covers_matrices_and_scaling() -> None:
     tensors = {name: torch.full((2, 2), float(i)) for i, name in enumerate(PLAN.tensor_names)}
     digests = {name: digest(name, tensor) for name, tensor in tensors.items()}
     assert len(digests) == 4
-    found = adapter_fingerprint(digests, PLAN.scaling)
-    assert adapter_fingerprint(dict(reversed(digests.items())), 4.0) == found
-    assert adapter_fingerprint(digests, 4.0 * 2**0.5) != found
-    assert adapter_fingerprint({name: digests[name] for name in list(digests)[1:]}, 4.0) != found
+    expected = adapter_fingerprint(digests, PLAN.scaling)
+    assert adapter_fingerprint(dict(reversed(digests.items())), 4.0) == expected
+    assert adapter_fingerprint(digests, 4.0 * 2**0.5) != expected
+    assert adapter_fingerprint({name: digests[name] for name in list(digests)[1:]}, 4.0) != expected

@@ -1,4 +1,4 @@
-"""Buffers that no file holds are computed in full precision, and a model with others is refused."""
+"""Buffers that no file holds are computed in full precision, and models with rounded ones are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(folder: Make, family: str) -> Any:
 
 
 def rounded(net: Any) -> Any:
-    """As `zero.Init` leaves it."""
+    """Round the buffers, as `zero.Init` does."""
     for module in net.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -31,22 +31,22 @@ def rounded(net: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_computed_as_the_model_computes_them(folder: Make, family: str) -> None:
+def test_computed_buffers_equal_those_of_a_loaded_model(folder: Make, family: str) -> None:
     net = read(folder, family)
     held = {name: buffer for name, buffer in net.named_buffers() if buffer.is_floating_point()}
-    found = computed_buffers(net)
-    assert found.keys() == held.keys()
-    assert all(found[name].dtype == torch.float32 and torch.equal(found[name], held[name]) for name in held)
+    computed = computed_buffers(net)
+    assert computed.keys() == held.keys()
+    assert all(computed[name].dtype == torch.float32 and torch.equal(computed[name], held[name]) for name in held)
     check_buffers(net)
 
 
-def test_a_model_with_a_value_head_has_those_of_its_family(folder: Make) -> None:
+def test_a_model_with_a_value_head_has_the_buffers_of_its_family(folder: Make) -> None:
     net = value_net(str(folder("qwen2_5_vl")), dtype=torch.bfloat16, attn_implementation="sdpa", head_seed=0)
     assert len(computed_buffers(net)) == 4
     check_buffers(net)
 
 
-def test_rounded_ones_are_refused_and_restored(folder: Make) -> None:
+def test_rounded_buffers_are_refused_and_restored(folder: Make) -> None:
     net, plain = rounded(read(folder, "qwen3_vl")), read(folder, "qwen3_vl")
     with pytest.raises(VlmrlError, match=r"inv_freq .*bfloat16 instead of torch.float32.*ds\.zero_stage 2") as caught:
         check_buffers(net)
@@ -57,7 +57,7 @@ def test_rounded_ones_are_refused_and_restored(folder: Make) -> None:
     assert all(torch.equal(buffer, wanted[name]) for name, buffer in net.named_buffers())
 
 
-def test_looking_draws_no_random_number_and_leaves_the_model_alone(folder: Make) -> None:
+def test_computing_draws_no_random_number_and_does_not_change_the_model(folder: Make) -> None:
     net = read(folder, "qwen3")
     before = [parameter.detach().clone() for parameter in net.parameters()]
     torch.manual_seed(5)
@@ -68,7 +68,7 @@ def test_looking_draws_no_random_number_and_leaves_the_model_alone(folder: Make)
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
 
 
-def test_a_rounded_one_that_its_class_cannot_compute_again_is_refused(folder: Make) -> None:
+def test_a_rounded_buffer_that_cannot_be_computed_again_is_refused(folder: Make) -> None:
     net = read(folder, "llama")
 
     class OfItsOwn(type(net)):  # type: ignore[misc]

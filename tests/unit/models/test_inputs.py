@@ -1,4 +1,4 @@
-"""What a model is given for a pack: positions by hand, who looks at whom, what predicts what, images once."""
+"""Inputs of a model for a pack: positions by hand, attention plans, scored tokens and their states, images."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -42,27 +42,27 @@ def text(length: int) -> Sample:
     return Sample(tokens=np.arange(length) + 65, sampled=np.ones(length, dtype=np.bool_))
 
 
-def answers(
-    reader: Make, prompt: str, *said: str, media: Sequence[Media] = (), family: Family = "qwen2_5_vl", group: int = 0
+def responses(
+    reader: Make, prompt: str, *texts: str, media: Sequence[Media] = (), family: Family = "qwen2_5_vl", group: int = 0
 ) -> list[Sample]:
-    """Answers to a prompt. What stands in [brackets] in an answer, the environment said."""
-    found = []
-    for words in said:
+    """Samples of a prompt. Parts in [brackets] come from the environment."""
+    samples = []
+    for words in texts:
         sizes = iter([item.size for item in media])
         parts = [prompt, *re.findall(r"\[.*?\]|[^\[\]]+", words)]
         tokens = [
             reader(family).encode(part.strip("[]"), [next(sizes) for _ in range(part.count("<|image_pad|>"))])[0]
             for part in parts
         ]
-        is_own = [n > 0 and not part.startswith("[") for n, part in enumerate(parts)]
-        sampled = np.repeat(is_own, [len(ids) for ids in tokens])
-        found.append(Sample(np.concatenate(tokens), sampled, tuple(media), group))
-    return found
+        is_sampled = [n > 0 and not part.startswith("[") for n, part in enumerate(parts)]
+        sampled = np.repeat(is_sampled, [len(ids) for ids in tokens])
+        samples.append(Sample(np.concatenate(tokens), sampled, tuple(media), group))
+    return samples
 
 
 def pictured(reader: Make) -> Sample:
-    """Two letters, an image between its delimiters, one letter that was sampled."""
-    return answers(reader, f"ab{IMAGE}", "c", media=[SQUARE])[0]
+    """Two letters, an image with its delimiters, and a sampled letter."""
+    return responses(reader, f"ab{IMAGE}", "c", media=[SQUARE])[0]
 
 
 # ---------------------------------------------------------------- positions
@@ -71,7 +71,7 @@ def pictured(reader: Make) -> Sample:
 def test_position_rows_of_an_image_between_text(net: Make, reader: Make) -> None:
     pack = make_pack([pictured(reader), text(2)], [0, 1], "packed")
     inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
-    # a b <start>, four image tokens that begin at 3, <end> and c from the largest position + 1; then the next sample.
+    # a b <start>, four image tokens from 3, <end> and c from the largest position + 1; then the next sample.
     assert inputs["position_ids"][:, 0].tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1],
         [0, 1, 2, 3, 3, 3, 3, 5, 6, 0, 1],
@@ -82,10 +82,10 @@ def test_position_rows_of_an_image_between_text(net: Make, reader: Make) -> None
     assert inputs["use_cache"] is False
 
 
-def test_each_answer_counts_on_from_its_prompt(net: Make, reader: Make) -> None:
-    pack = make_pack([*answers(reader, f"ab{IMAGE}", "c", "def", media=[SQUARE]), text(2)], [0, 1, FILLER], "shared")
+def test_each_response_continues_the_positions_of_its_prompt(net: Make, reader: Make) -> None:
+    pack = make_pack([*responses(reader, f"ab{IMAGE}", "c", "def", media=[SQUARE]), text(2)], [0, 1, FILLER], "shared")
     inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
-    # The prompt takes 8 places, but its largest position is 5: c is at 6, and so is d.
+    # The prompt has 8 tokens, but its largest position is 5: c and d are at 6.
     assert inputs["position_ids"][:, 0].tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 0, 1],
         [0, 1, 2, 3, 3, 3, 3, 5, 6, 6, 7, 8, 0, 1],
@@ -95,9 +95,9 @@ def test_each_answer_counts_on_from_its_prompt(net: Make, reader: Make) -> None:
     assert inputs["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, *[0] * 7]]
 
 
-def test_answers_count_on_from_the_largest_position_not_from_the_last(net: Make, reader: Make) -> None:
-    # The prompt ends in 3x2 image tokens that begin at 1: their last row is 2, their last column 3.
-    pack = make_pack(answers(reader, "<|vision_start|><|image_pad|>", "b", "cd", media=[WIDE]), [0, 1], "shared")
+def test_responses_continue_from_the_largest_position_not_from_the_last(net: Make, reader: Make) -> None:
+    # The prompt ends with 3x2 image tokens from 1: the last row is 2, the last column 3.
+    pack = make_pack(responses(reader, "<|vision_start|><|image_pad|>", "b", "cd", media=[WIDE]), [0, 1], "shared")
     inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
     assert inputs["position_ids"][:, 0].tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 7, 8],
@@ -115,29 +115,31 @@ def test_every_sample_has_the_models_own_positions(
     model, read = net(family, attention=OURS), reader(family)
     samples = [*group(family, 3, 1, (5, 2)), *group(family, 0, 2, (3,)), *group(family, 1, 3, (1, 6, 4))]
     block = Block("b", (2 * read.resize_factor, 3 * read.resize_factor))
-    samples += answers(reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}f]", media=[block] * 2, family=family, group=9)
+    samples += responses(
+        reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}f]", media=[block] * 2, family=family, group=9
+    )
     pack = make_pack(samples, range(8), layout)
     positions = model_inputs(model, read, pack)["position_ids"]
-    found = [collect(pack, axis) for axis in positions]
+    rows = [collect(pack, axis) for axis in positions]
     for i, item in enumerate(samples):
         grids = read.pixel_inputs(item.media).get("image_grid_thw")
         types = torch.from_numpy(read.token_types(item.tokens))[None]
         expected, _ = model.base_model.get_rope_index(torch.from_numpy(item.tokens)[None], types, image_grid_thw=grids)
-        assert found[0][i].tolist() == list(range(len(item.tokens)))
-        assert [found[axis][i].tolist() for axis in (1, 2, 3)] == expected[:, 0].tolist()
+        assert rows[0][i].tolist() == list(range(len(item.tokens)))
+        assert [rows[axis][i].tolist() for axis in (1, 2, 3)] == expected[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
     ("layout", "row"), [("packed", [0, 1, 2, 0, 1, 2, 3, 0, 1]), ("shared", [0, 1, 2, 2, 3, 0, 1])]
 )
 def test_a_text_model_gets_one_row_of_positions(net: Make, reader: Make, layout: Layout, row: list[int]) -> None:
-    samples = [*answers(reader, "ab", "c", "de", family="qwen3"), text(2)]
+    samples = [*responses(reader, "ab", "c", "de", family="qwen3"), text(2)]
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1, FILLER], layout))
     assert inputs["position_ids"].tolist() == [row]
     assert not inputs.keys() & {"mm_token_type_ids", "pixel_values", "attention_mask", "images", "image_places"}
 
 
-# ---------------------------------------------------------------- who looks at whom
+# ---------------------------------------------------------------- attention plans
 
 
 def test_padded_rows_are_masked_on_the_right(net: Make, reader: Make) -> None:
@@ -147,7 +149,7 @@ def test_padded_rows_are_masked_on_the_right(net: Make, reader: Make) -> None:
     assert "attention_plan" not in inputs
 
 
-def test_a_plan_goes_only_to_attention_that_reads_it(net: Make, reader: Make) -> None:
+def test_only_packed_attention_gets_a_plan(net: Make, reader: Make) -> None:
     pack = make_pack([text(3), text(2)], [0, 1], "packed")
     ours = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
     assert ours["attention_plan"].spans == (Span(0, 3), Span(3, 2))
@@ -156,15 +158,15 @@ def test_a_plan_goes_only_to_attention_that_reads_it(net: Make, reader: Make) ->
     assert "attention_plan" not in model_inputs(net("qwen3"), reader("qwen3"), pack)
 
 
-def test_answers_have_their_prompt_for_a_parent(net: Make, reader: Make) -> None:
-    samples = [text(2), *answers(reader, "ab", "c", "", "def", family="qwen3", group=1), text(1)]
+def test_the_parent_of_a_response_is_its_prompt(net: Make, reader: Make) -> None:
+    samples = [text(2), *responses(reader, "ab", "c", "", "def", family="qwen3", group=1), text(1)]
     pack = make_pack(samples, range(5), "shared")
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
     assert inputs["attention_plan"].spans == (Span(0, 2), Span(2, 2), Span(4, 1, 1), Span(5, 3, 1), Span(8, 1))
 
 
-def test_padding_behind_a_short_row_is_a_sample_of_its_own(net: Make, reader: Make) -> None:
-    group = answers(reader, "ab", "c", "d", family="qwen3")
+def test_padding_behind_a_short_row_is_a_separate_span(net: Make, reader: Make) -> None:
+    group = responses(reader, "ab", "c", "d", family="qwen3")
     rows = ((Branch((0, 1), 2),), (Branch((2,), 0), Branch((3,), 0)), (Branch((4,), 0),))
     pack = Pack((*group, text(3), text(4), text(2)), rows, (0, 1, 2, 3, 4))
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), pack)
@@ -175,8 +177,8 @@ def test_padding_behind_a_short_row_is_a_sample_of_its_own(net: Make, reader: Ma
     )
 
 
-def test_a_shared_prompt_needs_an_attention_that_knows_of_it(net: Make, reader: Make) -> None:
-    group = answers(reader, "ab", "c", "d", family="qwen3")
+def test_a_shared_prompt_needs_packed_attention(net: Make, reader: Make) -> None:
+    group = responses(reader, "ab", "c", "d", family="qwen3")
     with pytest.raises(ConfigError, match=r"shared needs an attention .*: set ds\.attn_implementation to auto, or"):
         model_inputs(net("qwen3"), reader("qwen3"), make_pack(group, [0, 1], "shared"))
     # Nothing is shared here.
@@ -192,7 +194,7 @@ def test_recurrent_models_are_not_packed(net: Make, reader: Make, layout: Layout
         model_inputs(model, reader("qwen3"), make_pack([text(3), text(2)], [0, 1], layout))
 
 
-def test_layers_that_our_attention_does_not_know_are_refused(net: Make, reader: Make) -> None:
+def test_unsupported_layer_types_are_refused(net: Make, reader: Make) -> None:
     pack = make_pack([text(3), text(2)], [0, 1], "packed")
     for attention in ("sdpa", OURS):
         model = net("qwen3", attention=attention)
@@ -201,7 +203,7 @@ def test_layers_that_our_attention_does_not_know_are_refused(net: Make, reader: 
             model_inputs(model, reader("qwen3"), pack)
 
 
-# ---------------------------------------------------------------- what predicts what
+# ---------------------------------------------------------------- scored tokens and their states
 
 
 def test_only_sampled_tokens_are_scored_and_never_a_first_one(net: Make, reader: Make) -> None:
@@ -211,10 +213,10 @@ def test_only_sampled_tokens_are_scored_and_never_a_first_one(net: Make, reader:
     assert inputs["previous"].tolist() == [0, 3]
 
 
-def test_the_first_token_of_each_answer_is_predicted_by_the_end_of_the_prompt(net: Make, reader: Make) -> None:
-    # Places: a 0, b 1; c 2, d 3; e 4; a sample of three from 5 on; again a prompt 8, 9, 10 and its answers 11 and 12.
-    samples = [*answers(reader, "ab", "cd", "e", family="qwen3"), text(3)]
-    samples += answers(reader, "xyz", "f", "g", family="qwen3", group=1)
+def test_the_first_token_of_each_response_is_predicted_by_the_end_of_the_prompt(net: Make, reader: Make) -> None:
+    # Indices: a 0, b 1; c 2, d 3; e 4; a sample of three from 5; another prompt 8, 9, 10 and its responses 11 and 12.
+    samples = [*responses(reader, "ab", "cd", "e", family="qwen3"), text(3)]
+    samples += responses(reader, "xyz", "f", "g", family="qwen3", group=1)
     inputs = model_inputs(
         net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1, FILLER, 3, 4], "shared")
     )
@@ -222,23 +224,23 @@ def test_the_first_token_of_each_answer_is_predicted_by_the_end_of_the_prompt(ne
     assert inputs["previous"].tolist() == [1, 2, 1, 5, 6, 10, 10]
 
 
-def test_what_predicts_lies_in_the_same_row(net: Make, reader: Make) -> None:
+def test_states_are_in_the_row_of_their_tokens(net: Make, reader: Make) -> None:
     # Rows of five: a b c | . . and a b d e f.
-    samples = answers(reader, "ab", "c", "def", family="qwen3")
+    samples = responses(reader, "ab", "c", "def", family="qwen3")
     inputs = model_inputs(net("qwen3"), reader("qwen3"), make_pack(samples, [0, 1], "padded"))
     assert inputs["previous"].tolist() == [1, 6, 7, 8]
 
 
-def test_what_the_environment_said_is_seen_and_not_scored(net: Make, reader: Make) -> None:
-    samples = answers(reader, "a", "b[cd]e", "f", family="qwen3")
+def test_environment_tokens_are_inputs_and_not_scored(net: Make, reader: Make) -> None:
+    samples = responses(reader, "a", "b[cd]e", "f", family="qwen3")
     inputs = model_inputs(net("qwen3", attention=OURS), reader("qwen3"), make_pack(samples, [0, 1], "shared"))
     assert inputs["input_ids"][inputs["scored"]].tolist() == [*map(ord, "bef")]
     assert inputs["previous"].tolist() == [0, 3, 0]
 
 
-def test_states_at_tokens_lie_where_the_tokens_do(reader: Make) -> None:
-    # Places: a 0, b 1; c 2, d 3; e 4; the second answer is empty, and ends with the prompt. Then a sample from 5 on.
-    samples = [*answers(reader, "ab", "cd", "", "e", family="qwen3"), text(2)]
+def test_states_at_tokens_have_the_indices_of_the_tokens(reader: Make) -> None:
+    # Indices: a 0, b 1; c 2, d 3; e 4; the second response is empty, and ends with the prompt. Then a sample from 5.
+    samples = [*responses(reader, "ab", "cd", "", "e", family="qwen3"), text(2)]
     ends = [np.arange(len(s.tokens)) == len(s.tokens) - 1 for s in samples]
     shared = states_at(make_pack(samples, [0, 1, 2, FILLER], "shared"), ends)
     assert shared["scored"].tolist() == [[False, True, False, True, True, False, True]]
@@ -246,15 +248,15 @@ def test_states_at_tokens_lie_where_the_tokens_do(reader: Make) -> None:
     # Rows of four: a b c d | a b . . | a b e . | x y . .
     padded = states_at(make_pack(samples, range(4), "padded"), ends)
     assert padded["previous"].tolist() == [3, 5, 10, 13]
-    # The caller's marks stay what they were.
+    # The caller's marks are unchanged.
     assert [end.tolist().index(True) for end in ends] == [3, 1, 2, 1]
 
 
-def test_several_tokens_of_a_sample_can_be_asked_about_or_none(reader: Make) -> None:
-    samples = answers(reader, "a", "bcd", "ef", family="qwen3")
+def test_several_tokens_of_a_sample_can_be_marked_or_none(reader: Make) -> None:
+    samples = responses(reader, "a", "bcd", "ef", family="qwen3")
     marks = [np.array([False, True, False, True]), np.zeros(3, dtype=np.bool_)]
-    found = states_at(make_pack(samples, [0, 1], "packed"), marks)
-    assert found["previous"].tolist() == [1, 3]
+    states = states_at(make_pack(samples, [0, 1], "packed"), marks)
+    assert states["previous"].tolist() == [1, 3]
     assert not states_at(make_pack(samples[1:], [1], "packed"), marks[1:])["scored"].any()
 
 
@@ -262,10 +264,8 @@ def test_several_tokens_of_a_sample_can_be_asked_about_or_none(reader: Make) -> 
 
 
 @pytest.mark.parametrize(("layout", "places"), [("packed", 3), ("padded", 3), ("shared", 1)])
-def test_an_image_that_occurs_several_times_is_carried_once(
-    net: Make, reader: Make, layout: Layout, places: int
-) -> None:
-    pack = make_pack(answers(reader, f"ab{IMAGE}", "c", "d", "e", media=[SQUARE]), range(3), layout)
+def test_a_repeated_image_has_pixels_once(net: Make, reader: Make, layout: Layout, places: int) -> None:
+    pack = make_pack(responses(reader, f"ab{IMAGE}", "c", "d", "e", media=[SQUARE]), range(3), layout)
     inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
     assert inputs["pixel_values"].shape == (16, 1176)
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
@@ -274,8 +274,8 @@ def test_an_image_that_occurs_several_times_is_carried_once(
     assert (inputs["mm_token_type_ids"] == 1).sum() == 4 * places
 
 
-def test_places_are_in_the_order_of_the_rows_and_pixels_in_that_of_their_names(net: Make, reader: Make) -> None:
-    (wide,) = answers(reader, IMAGE, "", media=[WIDE])
+def test_image_places_are_in_reading_order_and_pixels_in_order_of_their_names(net: Make, reader: Make) -> None:
+    (wide,) = responses(reader, IMAGE, "", media=[WIDE])
     pack = Pack((pictured(reader), wide), rows=((Branch((1,), 0), Branch((0,), 0)),), ids=(0, 1))
     inputs = model_inputs(net("qwen2_5_vl"), reader("qwen2_5_vl"), pack)
     assert inputs["image_places"] == ("wide", "square")
@@ -283,9 +283,9 @@ def test_places_are_in_the_order_of_the_rows_and_pixels_in_that_of_their_names(n
     assert grids == {"wide": [1, 4, 6], "square": [1, 4, 4]}
 
 
-def test_images_that_come_up_in_an_answer_have_their_places_there(net: Make, reader: Make) -> None:
-    # The prompt shows the square; each answer is then shown the wide one, and the second the square again.
-    samples = answers(reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}]", media=[SQUARE, WIDE])
+def test_images_within_a_response_have_their_places_there(net: Make, reader: Make) -> None:
+    # The prompt has the square; each response then gets the wide image, the second also the square again.
+    samples = responses(reader, f"a{IMAGE}", f"b[{IMAGE}]c", f"d[e{IMAGE}]", media=[SQUARE, WIDE])
     pack = make_pack([*samples, pictured(reader)], [0, 1, FILLER], "shared")
     inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack)
     assert pack.rows[0][0] == Branch((0, 1), len("a") + 6)
@@ -296,12 +296,12 @@ def test_images_that_come_up_in_an_answer_have_their_places_there(net: Make, rea
 
 
 @pytest.mark.parametrize(
-    ("seen", "new"), [({"square"}, ("wide",)), ({"wide", "square"}, ()), ({"other"}, ("square", "wide"))]
+    ("cached", "new"), [({"square"}, ("wide",)), ({"wide", "square"}, ()), ({"other"}, ("square", "wide"))]
 )
-def test_images_that_were_seen_carry_no_pixels(net: Make, reader: Make, seen: set[str], new: tuple[str, ...]) -> None:
-    (wide,) = answers(reader, IMAGE, "", media=[WIDE])
+def test_cached_images_have_no_pixels(net: Make, reader: Make, cached: set[str], new: tuple[str, ...]) -> None:
+    (wide,) = responses(reader, IMAGE, "", media=[WIDE])
     pack = make_pack([pictured(reader), wide], [0, FILLER], "shared")
-    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack, seen=seen)
+    inputs = model_inputs(net("qwen2_5_vl", attention=OURS), reader("qwen2_5_vl"), pack, cached=cached)
     assert inputs["images"] == new
     assert inputs["image_places"] == ("square", "wide")
     patches = sum({"square": 16, "wide": 24}[name] for name in new)
@@ -318,7 +318,7 @@ def test_tokens_that_do_not_fit_the_images_are_refused(
 ) -> None:
     good = pictured(reader)
     bad = Sample(good.tokens, good.sampled, tuple(media), source="charts:3")
-    with pytest.raises(DataError, match=f"charts:3 has 4 image tokens, and its {number}: the model would see"):
+    with pytest.raises(DataError, match=f"charts:3 has 4 image tokens, but its {number}: the model would see"):
         model_inputs(net("qwen2_5_vl"), reader("qwen2_5_vl"), make_pack([bad], [0], "packed"))
 
 

@@ -1,4 +1,4 @@
-"""Where Liger's kernels cannot be had, the setting is refused in one line."""
+"""Without Liger's kernels, the setting is refused in one line."""
 
 import sys
 from collections.abc import Callable
@@ -18,5 +18,5 @@ def test_liger_without_cuda_is_refused(net: Callable[..., Any]) -> None:
 
 def test_liger_that_is_not_installed_is_refused(net: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(ConfigError, match="the package liger-kernel is not installed: make setup"):
+    with pytest.raises(ConfigError, match="the package liger-kernel is not installed: run make setup"):
         apply_liger(net("qwen3"), torch.device("cuda"))

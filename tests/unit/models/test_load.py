@@ -1,4 +1,4 @@
-"""Models are read whole or not at all; frozen parts are counted."""
+"""Models are loaded completely or refused; frozen parts, patch embeddings."""
 
 import json
 import shutil
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
-from vlmrl.models.load import freeze, load_model, skeleton, trainable_table
+from vlmrl.models.load import PatchProjection, freeze, load_model, project_patches, skeleton, trainable_table
 from vlmrl.models.quantize import four_bit
 
 Make = Callable[..., Any]
@@ -23,7 +24,7 @@ def read(path: Path | str, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
-def test_a_model_is_read_with_its_own_weights(folder: Make, family: str) -> None:
+def test_a_model_is_loaded_with_its_weights(folder: Make, family: str) -> None:
     stored = load_file(folder(family) / "model.safetensors")
     net = read(folder(family))
     assert "lm_head.weight" in stored
@@ -31,19 +32,19 @@ def test_a_model_is_read_with_its_own_weights(folder: Make, family: str) -> None
     assert read(folder(family), dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_folder_that_is_not_there_is_one_line() -> None:
+def test_a_missing_folder_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"there is no folder \./nowhere/model") as caught:
         read("./nowhere/model")
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model that can be read") as caught:
         read(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_pickled_weights_are_refused_by_all_who_read_a_model(folder: Make, tmp_path: Path) -> None:
+def test_every_loader_refuses_pickled_weights(folder: Make, tmp_path: Path) -> None:
     from vlmrl.plugins import processor
 
     copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
@@ -61,7 +62,7 @@ def test_pickled_weights_are_refused_by_all_who_read_a_model(folder: Make, tmp_p
 
 
 def test_pickled_weights_of_the_hub_are_refused(folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Transformers finds them in its cache, where it would fall back to pickles."""
+    """As in Transformers' cache, where Transformers falls back to pickles."""
     cached = tmp_path / "models--some--model"
     shutil.copytree(folder("qwen3"), cached / "snapshots" / "0")
     weights = cached / "snapshots" / "0" / "model.safetensors"
@@ -77,7 +78,7 @@ def test_pickled_weights_of_the_hub_are_refused(folder: Make, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("tied", "lost"), [(False, "lm_head.weight"), (True, "model.norm.weight")])
-def test_a_weight_that_the_files_lack_is_never_made_up(folder: Make, tmp_path: Path, tied: bool, lost: str) -> None:
+def test_a_missing_weight_is_refused(folder: Make, tmp_path: Path, tied: bool, lost: str) -> None:
     copy = shutil.copytree(folder("qwen3", tied=tied), tmp_path / "model")
     weights = load_file(copy / "model.safetensors")
     del weights[lost]
@@ -86,7 +87,7 @@ def test_a_weight_that_the_files_lack_is_never_made_up(folder: Make, tmp_path: P
         read(copy)
 
 
-def test_a_weight_of_another_shape_is_never_made_up(folder: Make, tmp_path: Path) -> None:
+def test_a_weight_of_another_shape_is_refused(folder: Make, tmp_path: Path) -> None:
     copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
@@ -126,7 +127,7 @@ def test_freezing_can_be_undone(net: Make, reader: Make) -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_weights_in_4_bits_are_counted_by_their_numbers_and_never_train(folder: Make, net: Make, reader: Make) -> None:
+def test_weights_in_4_bits_are_counted_dequantized_and_never_train(folder: Make, net: Make, reader: Make) -> None:
     read, path = reader("qwen2_5_vl"), str(folder("qwen2_5_vl"))
     bits = four_bit(Ds(load_in_4bit=True), read)
     model = load_model(path, dtype=torch.float32, attn_implementation="sdpa", four_bit=bits)
@@ -134,15 +135,15 @@ def test_weights_in_4_bits_are_counted_by_their_numbers_and_never_train(folder: 
     table = {part.group: part for part in trainable_table(model, read)}
     whole = {part.group: part for part in trainable_table(net("qwen2_5_vl"), read)}
     # Two layers: q and o, k and v for one of two heads, three matrices of the MLP.
-    quantised = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+    quantized = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
     assert {group: part.total for group, part in table.items()} == {group: part.total for group, part in whole.items()}
-    assert table["language"].trainable == whole["language"].total - quantised
+    assert table["language"].trainable == whole["language"].total - quantized
     assert table["vision"].trainable == table["projector"].trainable == 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_skeleton_has_the_names_shapes_and_layers_of_the_model_and_no_weights(
+def test_a_skeleton_has_the_names_shapes_and_layers_of_the_model_but_no_weights(
     folder: Make, family: str, tied: bool
 ) -> None:
     bones, model = skeleton(str(folder(family, tied=tied))), read(folder(family, tied=tied))
@@ -153,7 +154,7 @@ def test_a_skeleton_has_the_names_shapes_and_layers_of_the_model_and_no_weights(
     assert type(bones) is type(model)
 
 
-def test_a_skeleton_of_nothing_is_one_line(tmp_path: Path) -> None:
+def test_a_skeleton_of_a_missing_model_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model that can be read"):
         skeleton(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -165,12 +166,12 @@ def test_a_model_that_is_stored_in_4_bits_is_refused(folder: Make, tmp_path: Pat
     config = json.loads((copy / "config.json").read_text())
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (copy / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(ConfigError, match=r"quantised already: name the model that they were made of") as caught:
+    with pytest.raises(ConfigError, match=r"already quantized: name the original model") as caught:
         read(copy)
     assert "\n" not in str(caught.value)
 
 
-def test_a_weight_that_the_files_lack_is_never_made_up_in_4_bits(folder: Make, reader: Make, tmp_path: Path) -> None:
+def test_a_missing_weight_is_refused_in_4_bits(folder: Make, reader: Make, tmp_path: Path) -> None:
     copy = shutil.copytree(folder("qwen3"), tmp_path / "model")
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
@@ -180,6 +181,47 @@ def test_a_weight_that_the_files_lack_is_never_made_up_in_4_bits(folder: Make, r
         load_model(str(copy), dtype=torch.float32, attn_implementation="sdpa", four_bit=bits)
 
 
-def test_freezing_what_is_not_there_is_refused(net: Make, reader: Make) -> None:
+def test_freezing_a_missing_part_is_refused(net: Make, reader: Make) -> None:
     with pytest.raises(ConfigError, match=r"actor\.freeze_visual_encoder: the model has no vision parameters"):
         freeze(net("qwen3"), reader("qwen3"), vision=True, projector=False)
+
+
+# ---------------------------------------------------------------- patch embeddings as products
+
+
+def tower(**changes: Any) -> nn.Module:
+    settings = {"kernel_size": (2, 3, 3), "stride": (2, 3, 3)} | changes
+    return nn.ModuleDict({"patch_embed": nn.ModuleDict({"proj": nn.Conv3d(3, 5, **settings)})})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_is_the_convolution(bias: bool) -> None:
+    torch.manual_seed(0)
+    net = tower(bias=bias)
+    layer = net.patch_embed.proj
+    patches = torch.randn(7, 3, 2, 3, 3, requires_grad=True)
+    expected = layer(patches)
+    weights = torch.randn_like(expected)
+    inputs = [patches, *layer.parameters()]
+    theirs = torch.autograd.grad((expected * weights).sum(), inputs)
+    names = list(net.state_dict())
+    project_patches(net)
+    assert isinstance(layer, PatchProjection)
+    assert list(net.state_dict()) == names
+    output = layer(patches)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((output * weights).sum(), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"stride": (1, 3, 3)}, {"padding": 1}, {"dilation": (1, 2, 1)}])
+def test_other_convolutions_stay_convolutions(change: dict[str, Any]) -> None:
+    net = tower(**change)
+    project_patches(net)
+    assert type(net.patch_embed.proj) is nn.Conv3d
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_patch_embedding_of_every_family_is_a_product(net: Callable[..., Any], family: str) -> None:
+    assert isinstance(net(family).base_model.visual.patch_embed.proj, PatchProjection)

@@ -1,4 +1,4 @@
-"""The sliced log-probs against the plain ones: values, gradients, bans, temperature, memory."""
+"""Sliced log-probs against plain ones: values, gradients, bans, temperature, memory."""
 
 import pytest
 import torch
@@ -58,8 +58,8 @@ def test_a_loss_on_one_of_the_two_alone_has_the_gradients_of_full_logits(output:
     leaves, scale = (hidden, weight, bias), torch.randn(T)
     ours = getattr(token_logprobs(hidden, weight, bias, targets, temperature=temperature, slice_size=5 * T), output)
     theirs = dict(zip(("logprobs", "entropy"), plain(hidden, weight, bias, targets, temperature, ()), strict=True))
-    found = torch.autograd.grad((ours * scale).sum(), leaves)
-    for mine, other in zip(found, torch.autograd.grad((theirs[output] * scale).sum(), leaves), strict=True):
+    gradients = torch.autograd.grad((ours * scale).sum(), leaves)
+    for mine, other in zip(gradients, torch.autograd.grad((theirs[output] * scale).sum(), leaves), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
@@ -75,45 +75,45 @@ def test_gradients_pass_the_numerical_check() -> None:
 def test_two_tokens_by_hand() -> None:
     # Logits 0 and log 3: probabilities 1/4 and 3/4.
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0986123]])
-    found = token_logprobs(hidden, weight, None, torch.tensor([1]))
-    assert found.logprobs.item() == pytest.approx(-0.2876821)
-    assert found.entropy.item() == pytest.approx(0.25 * 1.3862944 + 0.75 * 0.2876821)
+    output = token_logprobs(hidden, weight, None, torch.tensor([1]))
+    assert output.logprobs.item() == pytest.approx(-0.2876821)
+    assert output.entropy.item() == pytest.approx(0.25 * 1.3862944 + 0.75 * 0.2876821)
 
 
 def test_a_ban_is_added_before_the_temperature() -> None:
-    # Token 0 banned with temperature 2: its logit is -100 / 2, and token 1 keeps nearly everything.
-    found = token_logprobs(torch.ones(1, 1), torch.zeros(2, 1), None, torch.tensor([0]), temperature=2.0, banned=(0,))
-    assert found.logprobs.item() == pytest.approx(-50.0)
+    # Token 0 is banned at temperature 2: its logit is -100 / 2, and token 1 has nearly all the probability.
+    output = token_logprobs(torch.ones(1, 1), torch.zeros(2, 1), None, torch.tensor([0]), temperature=2.0, banned=(0,))
+    assert output.logprobs.item() == pytest.approx(-50.0)
 
 
 def test_bf16_inputs_are_summed_in_fp32() -> None:
     hidden, weight, _, targets = case(with_bias=False)
     half = [hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()]
-    found = token_logprobs(half[0], half[1], None, targets, slice_size=2 * V)
-    assert found.logprobs.dtype == torch.float32
-    found.logprobs.sum().backward()
+    output = token_logprobs(half[0], half[1], None, targets, slice_size=2 * V)
+    assert output.logprobs.dtype == torch.float32
+    output.logprobs.sum().backward()
     expected, _ = plain(half[0].detach().float(), half[1].detach().float(), None, targets, 1.0, ())
-    torch.testing.assert_close(found.logprobs, expected, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(output.logprobs, expected, atol=5e-2, rtol=5e-2)
     assert half[0].grad is not None
     assert half[0].grad.dtype == torch.bfloat16
 
 
-def test_a_frozen_head_gets_no_gradient_and_passes_one_on() -> None:
+def test_a_frozen_head_gets_no_gradient_but_passes_it_on() -> None:
     hidden, weight, _, targets = case(with_bias=False)
     token_logprobs(hidden, weight.detach(), None, targets).logprobs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
 
-def test_no_tokens_still_give_zero_gradients() -> None:
+def test_without_tokens_gradients_are_zero() -> None:
     _, weight, _, _ = case(with_bias=False)
-    found = token_logprobs(torch.zeros(0, D), weight, None, torch.zeros(0, dtype=torch.long))
-    found.logprobs.sum().backward()
+    output = token_logprobs(torch.zeros(0, D), weight, None, torch.zeros(0, dtype=torch.long))
+    output.logprobs.sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().max() == 0
 
 
-def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -126,8 +126,8 @@ def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hidden, weight = torch.randn(200, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
     with Watch():
-        found = token_logprobs(hidden, weight, None, torch.zeros(200, dtype=torch.long), slice_size=3000)
-        (found.logprobs.sum() + found.entropy.sum()).backward()
+        output = token_logprobs(hidden, weight, None, torch.zeros(200, dtype=torch.long), slice_size=3000)
+        (output.logprobs.sum() + output.entropy.sum()).backward()
     assert 0 < largest <= 3000
 
 

@@ -1,4 +1,4 @@
-"""What is counted of memory, against numbers worked out by hand."""
+"""Memory estimates against numbers worked out by hand."""
 
 import json
 import re
@@ -16,19 +16,15 @@ from vlmrl.config.lora import Lora
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.memory import (
-    Blocks,
-    Role,
-    Sizes,
-    adapter_numbers,
-    engine,
+    RoleMemory,
+    engine_memory,
     pinned_bytes,
-    reward_model,
-    saved,
-    sizes,
-    trainer,
-    with_value_head,
+    reward_model_memory,
+    saved_per_token,
+    trainer_memory,
 )
 from vlmrl.models.quantize import quantized_layers
+from vlmrl.models.sizes import Blocks, Sizes, model_sizes, num_adapter_parameters, with_value_head
 from vlmrl.plugins import ParameterGroup, plugin
 
 GIB = 2**30
@@ -65,93 +61,95 @@ def parts(
     **model: bool | str,
 ) -> dict[str, float]:
     made = Model.model_validate({"model_name_or_path": "m", **model})
-    role = trainer(SIZE, model=made, ds=ds, adapter=adapter, ranks=ranks, tokens=tokens, patches=patches, device=device)
+    role = trainer_memory(
+        SIZE, model=made, ds=ds, adapter=adapter, ranks=ranks, tokens=tokens, patches=patches, device=device
+    )
     return {part.name: part.num_bytes for part in role.parts}
 
 
-def test_a_layer_keeps_of_a_token_what_its_backward_pass_reads() -> None:
+def test_a_layer_saves_per_token_what_its_backward_pass_reads() -> None:
     # Two norms: input in fp32, and result. Queries, keys, values, output, and the output laid out anew. Two inputs of
     # projections; gate, activated gate, up and product.
-    assert saved(BLOCKS, 4, adapted=False) == 2 * 4 * (4 + 4) + 4 * (3 * 4 + 2 * 2) + 4 * (2 * 4 + 4 * 8)
-    # Norms that do not train keep their input alone.
-    assert saved(BLOCKS, 2, adapted=True) == 2 * 4 * 4 + 2 * (3 * 4 + 2 * 2) + 2 * (2 * 4 + 4 * 8)
+    assert saved_per_token(BLOCKS, 4, adapted=False) == 2 * 4 * (4 + 4) + 4 * (3 * 4 + 2 * 2) + 4 * (2 * 4 + 4 * 8)
+    # Norms that do not train save their input only.
+    assert saved_per_token(BLOCKS, 2, adapted=True) == 2 * 4 * 4 + 2 * (3 * 4 + 2 * 2) + 2 * (2 * 4 + 4 * 8)
 
 
-def test_plain_fp32_holds_weights_gradients_and_two_moments() -> None:
-    found = parts(Ds(param_dtype="fp32", zero_stage=0))
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * 1200, 4 * 1200, 8 * 1200)
+def test_plain_fp32_has_weights_gradients_and_two_moments() -> None:
+    estimate = parts(Ds(param_dtype="fp32", zero_stage=0))
+    assert (estimate["weights"], estimate["gradients"], estimate["optimizer"]) == (4 * 1200, 4 * 1200, 8 * 1200)
 
 
-def test_zero_shards_what_it_shards() -> None:
-    # bf16 on two ranks: half a summed gradient in fp32 and a whole bucket in bf16; half of master copy and moments.
-    found = parts(Ds(zero_stage=2), ranks=2)
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (2400, 4 * 600 + 2 * 1200, 12 * 600)
-    # Stage 1 sums whole gradients; stage 3 shards the weights, and holds what it has gathered.
+def test_zero_shards_by_stage() -> None:
+    # bf16 on two ranks: half of the fp32 gradients and a full bucket in bf16; half of fp32 copy and moments.
+    estimate = parts(Ds(zero_stage=2), ranks=2)
+    assert (estimate["weights"], estimate["gradients"], estimate["optimizer"]) == (2400, 4 * 600 + 2 * 1200, 12 * 600)
+    # Stage 1 does not shard gradients; stage 3 shards the weights, and keeps gathered ones.
     assert parts(Ds(zero_stage=1), ranks=2)["gradients"] == 4 * 1200 + 4 * 1200
     assert parts(Ds(zero_stage=3), ranks=2)["weights"] == 2400 / 2 + 2400
     assert parts(Ds(zero_stage=3), ranks=1)["weights"] == 2400
 
 
-def test_what_is_frozen_has_no_gradient_and_no_state() -> None:
-    found = parts(Ds(param_dtype="fp32", zero_stage=0), freeze_visual_encoder=True)
-    assert (found["weights"], found["gradients"], found["optimizer"]) == (4800, 4000, 8000)
+def test_frozen_parts_have_no_gradient_and_no_optimizer_state() -> None:
+    estimate = parts(Ds(param_dtype="fp32", zero_stage=0), freeze_visual_encoder=True)
+    assert (estimate["weights"], estimate["gradients"], estimate["optimizer"]) == (4800, 4000, 8000)
 
 
-def test_with_adapters_they_alone_have_gradients_and_state() -> None:
+def test_with_adapters_only_they_have_gradients_and_optimizer_state() -> None:
     numbers = 3 * (4 + 6) + 3 * (2 + 6)
-    assert adapter_numbers(SIZE, ADAPTER) == numbers
-    found = parts(Ds(param_dtype="fp32", zero_stage=0, lora=Lora(rank=3)), adapter=ADAPTER)
-    assert (found["weights"], found["adapters"]) == (4800, 4 * numbers)
-    assert (found["gradients"], found["optimizer"]) == (4 * numbers, 8 * numbers)
+    assert num_adapter_parameters(SIZE, ADAPTER) == numbers
+    estimate = parts(Ds(param_dtype="fp32", zero_stage=0, lora=Lora(rank=3)), adapter=ADAPTER)
+    assert (estimate["weights"], estimate["adapters"]) == (4800, 4 * numbers)
+    assert (estimate["gradients"], estimate["optimizer"]) == (4 * numbers, 8 * numbers)
 
 
-def test_in_4_bits_the_language_models_layers_take_half_a_byte_and_their_scales() -> None:
-    found = parts(Ds(load_in_4bit=True, lora=Lora(rank=3)), adapter=ADAPTER)
-    assert found["weights"] == pytest.approx(600 * 0.515875 + 600 * 2)
+def test_in_4_bits_layers_of_the_language_model_take_half_a_byte_and_scales() -> None:
+    estimate = parts(Ds(load_in_4bit=True, lora=Lora(rank=3)), adapter=ADAPTER)
+    assert estimate["weights"] == pytest.approx(600 * 0.515875 + 600 * 2)
 
 
-def test_8_bit_adam_keeps_its_moments_in_a_byte_each() -> None:
+def test_8_bit_adam_has_moments_of_a_byte_each() -> None:
     assert parts(Ds(zero_stage=2), optim="adam_8bit")["optimizer"] == (4 + 2) * 1200
 
 
-def test_muon_keeps_one_moment_of_the_matrices_inside_the_layers() -> None:
+def test_muon_has_one_moment_of_the_matrices_inside_the_layers() -> None:
     # q and v have 4 * 6 + 2 * 6 numbers; the other 1164 have AdamW's two moments. All have the copy that is updated.
     assert parts(Ds(zero_stage=2), optim="muon")["optimizer"] == pytest.approx(4 * 1200 + 4 * 36 + 8 * 1164)
     adapters = parts(Ds(zero_stage=2, lora=Lora(rank=3)), adapter=ADAPTER, optim="muon")["optimizer"]
-    assert adapters == (4 + 4) * adapter_numbers(SIZE, ADAPTER)
+    assert adapters == (4 + 4) * num_adapter_parameters(SIZE, ADAPTER)
 
 
-def test_checkpointing_keeps_the_input_of_a_layer() -> None:
+def test_checkpointing_saves_the_input_of_each_layer() -> None:
     ds = Ds(param_dtype="fp32")
-    each, head = saved(BLOCKS, 4, adapted=False), 12 * 100 * 16
+    each, head = saved_per_token(BLOCKS, 4, adapted=False), 12 * 100 * 16
     passing = max(100 * each, head)
     assert parts(ds, tokens=100)["activations"] == 100 * 2 * each + passing
     with_it = parts(ds, tokens=100, gradient_checkpointing_enable=True)["activations"]
     assert with_it == 100 * (2 * 4 * 4 + each) + passing
 
 
-def test_a_tower_that_trains_keeps_activations_and_a_frozen_one_none() -> None:
+def test_a_trainable_tower_saves_activations_and_a_frozen_one_none() -> None:
     ds = Ds(param_dtype="fp32")
     frozen: dict[str, Any] = {"freeze_visual_encoder": True, "freeze_projector": True}
     text = parts(ds, tokens=100)["activations"]
     tower = SIZE.tower
     assert tower is not None
-    assert parts(ds, tokens=100, patches=10)["activations"] == text + 10 * saved(tower, 4, adapted=False)
+    assert parts(ds, tokens=100, patches=10)["activations"] == text + 10 * saved_per_token(tower, 4, adapted=False)
     assert parts(ds, tokens=100, patches=10, **frozen)["activations"] == text
 
 
-def test_a_short_pack_leaves_the_update_as_the_peak() -> None:
-    found = parts(Ds(zero_stage=2), tokens=1)
-    # A flat copy of the gradient in fp32, where the bucket in bf16 and the activations were.
-    assert found["update"] == 4 * 1200 - 2 * 1200 - found["activations"]
+def test_with_a_short_pack_the_update_is_the_peak() -> None:
+    estimate = parts(Ds(zero_stage=2), tokens=1)
+    # A flat fp32 copy of the gradient, minus the freed bf16 bucket and activations.
+    assert estimate["update"] == 4 * 1200 - 2 * 1200 - estimate["activations"]
     assert "update" not in parts(Ds(zero_stage=2), tokens=1000)
 
 
-def test_an_engine_holds_the_model_a_place_for_adapters_and_its_cache() -> None:
-    role = engine(SIZE, vllm=Vllm(cpu_kv_cache_gib=0.5), ds=Ds(), adapter=ADAPTER, device="cpu")
+def test_an_engine_has_the_model_slots_for_adapters_and_its_cache() -> None:
+    role = engine_memory(SIZE, vllm=Vllm(cpu_kv_cache_gib=0.5), ds=Ds(), adapter=ADAPTER, device="cpu")
     # vLLM rounds a rank of 3 up to 8.
     assert [part.num_bytes for part in role.parts] == [2400, 2 * 8 * (4 + 6 + 2 + 6), GIB / 2]
-    on_gpu = engine(
+    on_gpu = engine_memory(
         SIZE, vllm=Vllm(gpu_memory_utilization=0.5), ds=Ds(), adapter=None, device="cuda", device_bytes=80 * GIB
     )
     assert on_gpu.num_bytes() == 40 * GIB
@@ -160,7 +158,7 @@ def test_an_engine_holds_the_model_a_place_for_adapters_and_its_cache() -> None:
 MIB = 2**20
 
 
-def test_what_sleeps_is_pinned_in_blocks_of_powers_of_two() -> None:
+def test_sleeping_weights_are_pinned_in_blocks_of_powers_of_two() -> None:
     linears = {
         # One layer in vLLM: 4096 x (4096 + 512 + 512) numbers of 2 bytes are 40 MiB, in a block of 64.
         "l.q_proj": (4096, 4096),
@@ -179,18 +177,18 @@ def test_what_sleeps_is_pinned_in_blocks_of_powers_of_two() -> None:
     blocks = replace(BLOCKS, hidden=4096)
     total = 4096 * (5120 + 4096 + 2 * 11008) + 2560 * 1024 + 32000 * 4096 + 1000
     size = Sizes({"language": total}, 0, linears, vocabulary=32000, text=blocks, tower=None)
-    # The embedding has 250 MiB. The thousand numbers of norms and biases share what is there.
+    # The embedding has 250 MiB. The thousand parameters of norms and biases share other blocks.
     assert pinned_bytes(size, 2.0) == (64 + 32 + 256 + 8 + 256) * MIB + 2000
-    # An output layer of its own is another 250 MiB.
+    # An untied output layer is another 250 MiB.
     more = replace(size, parameters={"language": total + 32000 * 4096}, output=32000 * 4096)
     assert pinned_bytes(more, 2.0) == (64 + 32 + 256 + 8 + 256 + 256) * MIB + 2000
     # On two GPUs each engine's worker has half: 20, 16, 86, 2.5 and 125 MiB.
     assert pinned_bytes(size, 1.0) == (32 + 16 + 128 + 4 + 128) * MIB + 1000
 
 
-def test_an_engine_that_sleeps_takes_main_memory_and_one_that_does_not_none() -> None:
-    def beside(device: str, **how: bool) -> float:
-        return engine(SIZE, vllm=Vllm.model_validate(how), ds=Ds(), adapter=None, device=device).num_bytes(
+def test_only_an_engine_that_sleeps_takes_pinned_memory() -> None:
+    def beside(device: str, **options: bool) -> float:
+        return engine_memory(SIZE, vllm=Vllm.model_validate(options), ds=Ds(), adapter=None, device=device).num_bytes(
             on_device=False
         )
 
@@ -198,12 +196,12 @@ def test_an_engine_that_sleeps_takes_main_memory_and_one_that_does_not_none() ->
     assert beside("cuda") == beside("cpu", enable_sleep=True) == 0
 
 
-def test_an_optimizer_that_sleeps_takes_its_bytes_in_main_memory_too() -> None:
+def test_an_optimizer_that_sleeps_takes_pinned_memory() -> None:
     big = replace(SIZE, parameters={"language": 5 * MIB})
     made = Model.model_validate({"model_name_or_path": "m"})
 
     def beside(ds: Ds, ranks: int = 1, device: str = "cuda") -> tuple[float, bool]:
-        role = trainer(big, model=made, ds=ds, adapter=None, ranks=ranks, tokens=1, patches=0, device=device)
+        role = trainer_memory(big, model=made, ds=ds, adapter=None, ranks=ranks, tokens=1, patches=0, device=device)
         (optimizer,) = (part for part in role.parts if part.name == "optimizer")
         return role.num_bytes(on_device=False), optimizer.stays
 
@@ -214,22 +212,22 @@ def test_an_optimizer_that_sleeps_takes_its_bytes_in_main_memory_too() -> None:
     assert beside(Ds(enable_sleep=True), device="cpu")[0] == 0
 
 
-def test_only_stage_3_keeps_room_for_gradients_between_updates() -> None:
+def test_only_stage_3_keeps_gradients_between_updates() -> None:
     made = Model.model_validate({"model_name_or_path": "m"})
     for stage, stays in ((0, False), (1, False), (2, False), (3, True)):
         ds = Ds.model_validate({"zero_stage": stage})
-        role = trainer(SIZE, model=made, ds=ds, adapter=None, ranks=1, tokens=1, patches=0, device="cuda")
+        role = trainer_memory(SIZE, model=made, ds=ds, adapter=None, ranks=1, tokens=1, patches=0, device="cuda")
         assert [part.stays for part in role.parts if part.name == "gradients"] == [stays]
         assert not any(part.stays for part in role.parts if part.name in ("activations", "update"))
 
 
 def architecture(name: str) -> tuple[Sizes, AdapterPlan]:
-    """A published model, from the numbers of its configuration, and an adapter of rank 32 on its language model."""
+    """Sizes of a published model from its configuration, and an adapter of rank 32 on its language model."""
     processors = plugin("processors", "qwen_vl")
 
     def group(parameter: str) -> ParameterGroup:
-        found: ParameterGroup = processors.QwenVlProcessor.parameter_group(None, parameter)
-        return found
+        group: ParameterGroup = processors.QwenVlProcessor.parameter_group(None, parameter)
+        return group
 
     config = AutoConfig.for_model(**json.loads((ARCHITECTURES / f"{name}.json").read_text()))
     with torch.device("meta"):
@@ -243,19 +241,19 @@ def architecture(name: str) -> tuple[Sizes, AdapterPlan]:
         targets=tuple(quantized_layers(net, group)),
         groups=frozenset({"language"}),
     )
-    return sizes(net, group), plan
+    return model_sizes(net, group), plan
 
 
-def published(name: str, how: str, *, ranks: int = 1) -> Role:
-    """One of the guide's cells: bf16, ZeRO-2, checkpointing, 16384 tokens of which a half stands for 32768 patches."""
+def published(name: str, method: str, *, ranks: int = 1) -> RoleMemory:
+    """A cell of the guide's table: bf16, ZeRO-2, checkpointing, 16384 tokens, half of them for 32768 patches."""
     size, plan = architecture(name)
-    ds = Ds(lora=Lora(rank=0 if how == "full" else 32), load_in_4bit=how == "qlora")
+    ds = Ds(lora=Lora(rank=0 if method == "full" else 32), load_in_4bit=method == "qlora")
     model = Model(model_name_or_path="m", gradient_checkpointing_enable=True)
-    return trainer(
+    return trainer_memory(
         size,
         model=model,
         ds=ds,
-        adapter=None if how == "full" else plan,
+        adapter=None if method == "full" else plan,
         ranks=ranks,
         tokens=16384,
         patches=32768,
@@ -266,7 +264,7 @@ def published(name: str, how: str, *, ranks: int = 1) -> Role:
 @pytest.mark.parametrize(
     ("name", "billions"), [("qwen2_5_vl_3b", 3.75), ("qwen2_5_vl_7b", 8.29), ("qwen3_vl_8b", 8.77)]
 )
-def test_published_models_have_the_size_that_their_cards_tell(name: str, billions: float) -> None:
+def test_published_models_have_the_sizes_of_their_model_cards(name: str, billions: float) -> None:
     size, _ = architecture(name)
     assert size.total / 1e9 == pytest.approx(billions, abs=0.01)
     assert {"vision", "projector", "language"} == set(size.parameters)
@@ -286,34 +284,40 @@ def test_the_readme_has_a_table_of_three_models() -> None:
 
 @pytest.mark.parametrize("name", README)
 def test_the_table_of_the_readme(name: str) -> None:
-    found = (
+    roles = (
         published(name, "full"),
         published(name, "full", ranks=8),
         published(name, "lora"),
         published(name, "qlora"),
     )
-    assert tuple(round(role.num_bytes() / GIB) for role in found) == README[name]
+    assert tuple(round(role.num_bytes() / GIB) for role in roles) == README[name]
 
 
-def test_a_value_head_takes_the_place_of_an_output_layer() -> None:
-    # 16 tokens of a width of 4 go, and one row of 4 comes.
+def test_a_value_head_replaces_the_output_layer() -> None:
+    # 16 rows of 4 are replaced by one.
     untied = with_value_head(replace(SIZE, output=64))
     assert untied.parameters == {"vision": 200, "language": 1000 - 64 + 4}
-    # What is the embedding too stays.
+    # A tied embedding stays.
     assert with_value_head(SIZE).parameters["language"] == 1004
-    # Three arrays of one number a token instead of 16: the layer is then the largest thing that passes.
+    # Logits are 1 per token instead of 16, so that one layer is the largest transient part.
     assert untied.vocabulary == 1
 
 
-def test_a_reward_model_is_whole_on_every_rank_but_for_zero_3() -> None:
+def test_a_reward_model_is_sharded_under_zero_3_only() -> None:
     size = with_value_head(SIZE)
 
-    def weights(ds: Ds, **how: bool) -> tuple[float, bool]:
-        role = reward_model(
-            "reward_model", size, ds=ds, ranks=2, tokens=1, device="cuda", is_offloaded=how.get("is_offloaded", False)
+    def weights(ds: Ds, **options: bool) -> tuple[float, bool]:
+        role = reward_model_memory(
+            "reward_model",
+            size,
+            ds=ds,
+            ranks=2,
+            tokens=1,
+            device="cuda",
+            is_offloaded=options.get("is_offloaded", False),
         )
-        (found,) = (part for part in role.parts if part.name == "weights")
-        return found.num_bytes, found.in_host_memory
+        (part,) = (part for part in role.parts if part.name == "weights")
+        return part.num_bytes, part.in_host_memory
 
     assert weights(Ds(zero_stage=2)) == (2 * 1204, False)
     assert weights(Ds(zero_stage=3)) == (2 * 1204 / 2 + 2 * 1204, False)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.positions import check_length, positions
+from vlmrl.models.positions import check_length, max_positions
 
 
 def model(folder: Path, **more: object) -> str:
@@ -18,19 +18,19 @@ def model(folder: Path, **more: object) -> str:
     [
         (None, 128),
         ({"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, 512),
-        # Their max_position_embeddings count what the factor adds.
+        # Their max_position_embeddings include the factor.
         ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}, 128),
     ],
 )
-def test_positions_are_those_that_vllm_takes(rope: dict[str, object] | None, known: int, tmp_path: Path) -> None:
+def test_positions_equal_those_of_vllm(rope: dict[str, object] | None, known: int, tmp_path: Path) -> None:
     path = model(tmp_path, **({"rope_parameters": rope} if rope else {}))
-    assert positions(path) == known
+    assert max_positions(path) == known
 
 
-def test_sequences_that_no_engine_would_take_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_an_engine_would_refuse_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model(tmp_path)
-    check_length(path, 128, said="a and b")
+    check_length(path, 128, settings="a and b")
     with pytest.raises(ConfigError, match=r"^a and b are 129 tokens, and .* has 128 positions: lower one of them$"):
-        check_length(path, 129, said="a and b")
+        check_length(path, 129, settings="a and b")
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    check_length(path, 129, said="a and b")
+    check_length(path, 129, settings="a and b")

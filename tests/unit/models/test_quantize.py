@@ -1,4 +1,4 @@
-"""4-bit layers: the right ones, the same function in every mode, and their numbers written out exactly."""
+"""4-bit layers: which are quantized, equal outputs in every mode, exact dequantization."""
 
 import logging
 import subprocess
@@ -44,17 +44,15 @@ def read(folder: Make, reader: Make) -> Make:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
-def test_the_linear_layers_of_the_language_model_are_quantised_and_nothing_else(
-    read: Make, net: Make, family: str
-) -> None:
-    quantised = {name for name, p in read(family).named_parameters() if is_four_bit(p)}
+def test_only_linear_layers_of_the_language_model_are_quantized(read: Make, net: Make, family: str) -> None:
+    quantized = {name for name, p in read(family).named_parameters() if is_four_bit(p)}
     # Two layers with q, k, v, o and three matrices of the MLP; the names of towers hold "visual".
     linear = {f"{name}.weight" for name, module in net(family).named_modules() if type(module) is nn.Linear}
-    assert quantised == {name for name in linear if "visual" not in name and name != "lm_head.weight"}
-    assert len(quantised) == 14
+    assert quantized == {name for name in linear if "visual" not in name and name != "lm_head.weight"}
+    assert len(quantized) == 14
 
 
-def test_heads_of_any_name_are_never_quantised(folder: Make, reader: Make) -> None:
+def test_heads_of_any_name_are_never_quantized(folder: Make, reader: Make) -> None:
     model = skeleton(str(folder("qwen3")))
     model.score = nn.Linear(64, 1, device="meta")
     names = quantized_layers(model, reader("qwen3").parameter_group)
@@ -62,7 +60,7 @@ def test_heads_of_any_name_are_never_quantised(folder: Make, reader: Make) -> No
     assert not {"lm_head", "score"} & set(names)
 
 
-def test_tied_embeddings_stay_whole_and_tied(read: Make) -> None:
+def test_tied_embeddings_stay_unquantized_and_tied(read: Make) -> None:
     model = read("qwen3_vl", tied=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert not is_four_bit(model.lm_head.weight)
@@ -78,21 +76,21 @@ def test_tied_embeddings_stay_whole_and_tied(read: Make) -> None:
         ({"zero_stage": 2, "quant_storage": "fp32"}, torch.float32),
     ],
 )
-def test_bits_are_stored_as_the_zero_stage_can_hold_them(read: Make, ds: dict[str, Any], storage: torch.dtype) -> None:
+def test_the_storage_dtype_depends_on_the_zero_stage(read: Make, ds: dict[str, Any], storage: torch.dtype) -> None:
     model = read("qwen3", **ds)
     layer = model.model.layers[0].mlp.up_proj.weight
-    # Up goes from 64 to 96, two numbers to a byte.
+    # Up maps 64 to 96, two values per byte.
     assert layer.dtype == storage
     assert layer.numel() * layer.element_size() == 64 * 96 // 2
     assert true_shape(layer) == (96, 64)
     assert true_dtype(layer) == dequantized(layer).dtype == model.dtype
 
 
-def test_no_4_bits_are_none(reader: Make) -> None:
+def test_without_the_setting_there_are_no_4_bit_options(reader: Make) -> None:
     assert four_bit(Ds(), reader("qwen3")) is None
 
 
-def test_dequantised_numbers_are_levels_of_nf4_times_the_largest_of_their_block(read: Make, net: Make) -> None:
+def test_dequantized_values_are_nf4_levels_times_the_maximum_of_their_block(read: Make, net: Make) -> None:
     stored = net("qwen3")  # has other weights, but the same shapes
     model = read("qwen3")
     numbers = dequantized(model.model.layers[1].self_attn.q_proj.weight)
@@ -103,7 +101,7 @@ def test_dequantised_numbers_are_levels_of_nf4_times_the_largest_of_their_block(
     assert float(distance.max()) < 1e-3
 
 
-def test_a_tensor_that_is_not_in_4_bits_stands_for_itself() -> None:
+def test_other_tensors_are_returned_unchanged() -> None:
     plain = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     assert not is_four_bit(plain)
     assert dequantized(plain).data_ptr() == plain.data_ptr()
@@ -111,7 +109,7 @@ def test_a_tensor_that_is_not_in_4_bits_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3"])
-def test_every_kind_of_pass_is_the_function_of_the_dequantised_weights(read: Make, family: str) -> None:
+def test_every_kind_of_pass_equals_that_of_the_dequantized_weights(read: Make, family: str) -> None:
     layer = next(module for name, module in read(family).named_modules() if name.endswith("layers.0.self_attn.q_proj"))
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
     wanted = F.linear(x, dequantized(layer.weight), layer.bias)
@@ -123,7 +121,7 @@ def test_every_kind_of_pass_is_the_function_of_the_dequantised_weights(read: Mak
             assert torch.equal(got, wanted), (training, gradient)
 
 
-def test_the_trap_that_loading_disarms_is_real(read: Make) -> None:
+def test_without_preparation_a_pass_breaks_the_weights(read: Make) -> None:
     from bitsandbytes.functional import has_avx512bf16
 
     if not has_avx512bf16():
@@ -136,7 +134,7 @@ def test_the_trap_that_loading_disarms_is_real(read: Make) -> None:
     assert not torch.equal(before, layer.weight.data)
 
 
-def test_a_model_in_4_bits_is_saved_as_one_that_is_not(read: Make, tmp_path: Any) -> None:
+def test_a_model_in_4_bits_is_saved_dequantized(read: Make, tmp_path: Any) -> None:
     model = read("qwen3")
     numbers = {name: dequantized(p).clone() for name, p in model.named_parameters()}
     model.save_pretrained(tmp_path, state_dict=numbers)
@@ -147,7 +145,7 @@ def test_a_model_in_4_bits_is_saved_as_one_that_is_not(read: Make, tmp_path: Any
         torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-6)
 
 
-def test_bitsandbytes_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+def test_bitsandbytes_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     code = "import vlmrl.models.quantize, bitsandbytes"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "gemm_4bit_forward" not in done.stdout + done.stderr

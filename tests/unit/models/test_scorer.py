@@ -1,4 +1,4 @@
-"""Shared equals packed equals padded equals the model's own logits, and the ways to get it wrong are noticed."""
+"""All layouts equal each other and the model's own logits, and planted faults are detected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from vlmrl.data.packing import Branch, Pack, collect, make_pack
 from vlmrl.errors import ConfigError
 from vlmrl.models.attention import PACKED
-from vlmrl.models.attention_plan import Span, plan
+from vlmrl.models.attention_plan import Span, plan_attention
 from vlmrl.models.inputs import model_inputs
 from vlmrl.models.scorer import ImageFeatures, Scorer
 from vlmrl.models.tiny import Family
@@ -22,7 +22,7 @@ from vlmrl.types import Layout, Media, Sample
 Make = Callable[..., Any]
 Attention = str | dict[str, str]
 
-# (images, tokens of each answer) of each group
+# (images, tokens of each response) per group
 CASES: dict[str, Sequence[tuple[int, Sequence[int]]]] = {
     "text": [(0, (5, 2, 9)), (0, (4,)), (0, (3, 3))],
     "one image": [(1, (3, 7)), (1, (6, 1))],
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def run(net: PreTrainedModel, inputs: dict[str, Any], pack: Pack) -> Run:
-    """One pass whose loss has a part of everything: log-probs, entropy, and a scalar head on the states."""
+    """Run a pass whose loss depends on log-probs, entropy, and a scalar head on the states."""
     scorer = Scorer(net)
     scorer.zero_grad()
     torch.manual_seed(0)
@@ -64,8 +64,8 @@ def run(net: PreTrainedModel, inputs: dict[str, Any], pack: Pack) -> Run:
     loss = -(out.logprobs.sum() - 0.1 * out.entropy.sum() - 0.1 * values.square().sum()) / scored.sum()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    found = (collect(pack, column) for column in (out.logprobs, out.entropy, values))
-    return Run(*found, loss.item(), gradients)
+    columns = (collect(pack, column) for column in (out.logprobs, out.entropy, values))
+    return Run(*columns, loss.item(), gradients)
 
 
 def run_of(net: PreTrainedModel, reader: Make, family: Family, pack: Pack) -> Run:
@@ -73,9 +73,9 @@ def run_of(net: PreTrainedModel, reader: Make, family: Family, pack: Pack) -> Ru
 
 
 def difference(a: Run, b: Run) -> float:
-    """The largest difference of any log-prob, entropy, value, loss, or gradient; of the last relative to its tensor."""
+    """Largest difference of log-probs, entropies, values, loss and gradients; gradients relative to their tensor."""
     assert a.gradients.keys() == b.gradients.keys()
-    mine, other = ([*found.logprobs, *found.entropy, *found.values] for found in (a, b))
+    mine, other = ([*passed.logprobs, *passed.entropy, *passed.values] for passed in (a, b))
     values = [np.abs(x - y).max() for x, y in zip(mine, other, strict=True)]
     slopes = [
         ((g - b.gradients[n]).abs().max() / b.gradients[n].abs().max().clamp(min=1.0)).item()
@@ -95,7 +95,7 @@ def pack_of(group: Make, family: Family, case: str, layout: Layout) -> Pack:
     return make_pack(samples, range(len(samples)), layout)
 
 
-# ---------------------------------------------------------------- the layouts are one function
+# ---------------------------------------------------------------- equal layouts
 
 
 @pytest.mark.parametrize(("family", "case", "tied"), RUNS)
@@ -113,13 +113,13 @@ def test_shared_equals_packed_equals_padded(
 
 
 @pytest.mark.parametrize("family", [*VISION, "qwen3", "llama"])
-def test_scores_are_those_of_the_models_own_logits(net: Make, reader: Make, group: Make, family: Family) -> None:
+def test_scores_equal_those_of_the_models_own_logits(net: Make, reader: Make, group: Make, family: Family) -> None:
     pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
     ours, theirs = net(family, attention=OURS), net(family)
     scorer = Scorer(ours)
-    found = scorer(model_inputs(ours, reader(family), pack), temperature=TEMPERATURE, banned=BANNED)
-    (-(found.logprobs.sum() - 0.1 * found.entropy.sum())).backward()
-    rows = collect(pack, found.logprobs)
+    scores = scorer(model_inputs(ours, reader(family), pack), temperature=TEMPERATURE, banned=BANNED)
+    (-(scores.logprobs.sum() - 0.1 * scores.entropy.sum())).backward()
+    rows = collect(pack, scores.logprobs)
     ban = torch.zeros(theirs.config.get_text_config().vocab_size)
     ban[list(BANNED)] = -100
     loss = torch.zeros(())
@@ -143,13 +143,13 @@ def test_scores_are_those_of_the_models_own_logits(net: Make, reader: Make, grou
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])
-def test_adapters_change_nothing_about_it(net: Make, reader: Make, group: Make, family: Family) -> None:
+def test_layouts_are_equal_with_adapters(net: Make, reader: Make, group: Make, family: Family) -> None:
     from peft import LoraConfig
 
     def adapted(attention: Attention) -> PreTrainedModel:
         model: PreTrainedModel = net(family, attention=attention)
         torch.manual_seed(2)
-        # The projections of language model and vision tower alike.
+        # Projections of language model and vision tower.
         model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=r".*\.(q_proj|v_proj|down_proj|qkv|proj)"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -172,7 +172,7 @@ def test_adapters_change_nothing_about_it(net: Make, reader: Make, group: Make, 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3"])
-def test_gradient_checkpointing_changes_nothing(
+def test_layouts_are_equal_with_gradient_checkpointing(
     net: Make, reader: Make, group: Make, family: Family, reentrant: bool
 ) -> None:
     pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
@@ -192,14 +192,14 @@ def test_bf16_models_score_in_fp32(net: Make, reader: Make, group: Make, family:
     pack = pack_of(group, family, "mixed" if family in VISION else "text", "shared")
     model = net(family, attention=OURS)
     expected = run_of(model, reader, family, pack)
-    found = run_of(model.bfloat16(), reader, family, pack)
-    assert found.logprobs[0].dtype == np.float32
-    for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+    half = run_of(model.bfloat16(), reader, family, pack)
+    assert half.logprobs[0].dtype == np.float32
+    for mine, theirs in zip(half.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=0.5)
-    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.bfloat16}
+    assert {gradient.dtype for gradient in half.gradients.values()} == {torch.bfloat16}
 
 
-def test_rows_may_hold_groups_and_samples_of_any_length(net: Make, reader: Make, group: Make) -> None:
+def test_rows_may_mix_groups_and_samples_of_any_length(net: Make, reader: Make, group: Make) -> None:
     samples = samples_of(group, "qwen2_5_vl", "mixed")
     # Groups of 2, 1, 3, 1 and 2.
     lengths = [min(sample.prompt_length for sample in samples[i : i + 2]) for i in range(len(samples))]
@@ -213,11 +213,13 @@ def test_rows_may_hold_groups_and_samples_of_any_length(net: Make, reader: Make,
     assert difference(run_of(net("qwen2_5_vl", attention=OURS), reader, "qwen2_5_vl", pack), expected) < 1e-5
 
 
-# ---------------------------------------------------------------- nobody sees anybody else
+# ---------------------------------------------------------------- isolation
 
 
 @pytest.mark.parametrize("family", [*VISION, "qwen3"])
-def test_what_a_segment_says_reaches_only_who_may_see_it(net: Make, reader: Make, group: Make, family: Family) -> None:
+def test_a_segment_affects_only_segments_that_attend_to_it(
+    net: Make, reader: Make, group: Make, family: Family
+) -> None:
     pictures = (1, 2) if family in VISION else (0, 0)
     model = net(family, attention=OURS)
     samples = [
@@ -244,7 +246,9 @@ def test_what_a_segment_says_reaches_only_who_may_see_it(net: Make, reader: Make
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_an_image_reaches_only_the_answers_to_its_prompt(net: Make, reader: Make, group: Make, family: Family) -> None:
+def test_an_image_affects_only_the_responses_to_its_prompt(
+    net: Make, reader: Make, group: Make, family: Family
+) -> None:
     model = net(family, attention=OURS)
     groups = [group(family, 1, 1, (4, 3)), group(family, 2, 2, (5,)), group(family, 0, 3, (2, 7))]
     samples = [sample for members in groups for sample in members]
@@ -273,7 +277,7 @@ def assert_only_these_differ(before: Run, after: Run, members: set[int]) -> None
 
 @pytest.mark.parametrize("attention", ["sdpa", OURS], ids=["sdpa", "ours"])
 @pytest.mark.parametrize("family", VISION)
-def test_a_neighbour_of_another_length_changes_nothing(
+def test_the_length_of_a_neighbor_changes_nothing(
     net: Make, reader: Make, sample: Make, family: Family, attention: Attention
 ) -> None:
     model = net(family, attention=attention)
@@ -306,33 +310,33 @@ def no_plan(inputs: dict[str, Any]) -> None:
     del inputs["attention_plan"]
 
 
-def prompts_unseen(inputs: dict[str, Any]) -> None:
-    inputs["attention_plan"] = plan(
+def no_parents(inputs: dict[str, Any]) -> None:
+    inputs["attention_plan"] = plan_attention(
         tuple(span._replace(parent=None) for span in inputs["attention_plan"].spans), causal=True
     )
 
 
-def answers_see_each_other(inputs: dict[str, Any]) -> None:
+def responses_attend_to_each_other(inputs: dict[str, Any]) -> None:
     runs: list[Span] = []
     for span in inputs["attention_plan"].spans:
         if span.parent is None:
             runs.append(span._replace(parent=None))
         else:
             runs[-1] = runs[-1]._replace(length=runs[-1].length + span.length)
-    inputs["attention_plan"] = plan(tuple(runs), causal=True)
+    inputs["attention_plan"] = plan_attention(tuple(runs), causal=True)
 
 
-def the_place_before(inputs: dict[str, Any]) -> None:
-    """What was right before prompts were shared."""
+def index_minus_one(inputs: dict[str, Any]) -> None:
+    """Correct without shared prompts."""
     inputs["previous"] = inputs["scored"].flatten().nonzero()[:, 0] - 1
 
 
-def counting_on_from_the_neighbour(inputs: dict[str, Any]) -> None:
+def positions_from_the_neighbor(inputs: dict[str, Any]) -> None:
     inputs["position_ids"][:, :, 1:] = inputs["position_ids"][:, :, :-1] + 1
 
 
 PACKED_FAULTS = [(two_dimensions, "sdpa"), (three_rows, "sdpa"), (default_cache, "sdpa"), (no_plan, OURS)]
-SHARED_FAULTS = [no_plan, prompts_unseen, answers_see_each_other, the_place_before, counting_on_from_the_neighbour]
+SHARED_FAULTS = [no_plan, no_parents, responses_attend_to_each_other, index_minus_one, positions_from_the_neighbor]
 FAULTS: list[tuple[Callable[..., None], Attention, Layout]] = [
     *((fault, attention, "packed") for fault, attention in PACKED_FAULTS),
     *((fault, OURS, "shared") for fault in SHARED_FAULTS),
@@ -341,7 +345,7 @@ FAULTS: list[tuple[Callable[..., None], Attention, Layout]] = [
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize(("fault", "attention", "layout"), FAULTS)
-def test_a_planted_fault_breaks_the_equality(
+def test_a_planted_fault_breaks_equality(
     net: Make, reader: Make, group: Make, family: Family, fault: Make, attention: Attention, layout: Layout
 ) -> None:
     model = net(family, attention=attention)
@@ -353,11 +357,11 @@ def test_a_planted_fault_breaks_the_equality(
     assert difference(run(model, inputs, pack), expected) > 1e-3
 
 
-# ---------------------------------------------------------------- images once
+# ---------------------------------------------------------------- images encoded once
 
 
-def watched(model: PreTrainedModel) -> list[int]:
-    """How many images each call of the vision tower gets, from now on."""
+def count_images(model: PreTrainedModel) -> list[int]:
+    """Count the images of each call of the vision tower, from now on."""
     calls: list[int] = []
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -370,11 +374,11 @@ def watched(model: PreTrainedModel) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("family", VISION)
-def test_an_image_goes_through_the_tower_once_however_many_samples_see_it(
+def test_an_image_goes_through_the_tower_once_for_all_its_samples(
     net: Make, reader: Make, group: Make, family: Family, layout: Layout
 ) -> None:
     one, two = group(family, 2, 1, (4, 7, 2)), group(family, 1, 2, (3, 5))
-    # Another prompt shows the same pictures, in another order.
+    # Another prompt has the same images in another order.
     other = group(family, 2, 3, (4,))
     swapped = other_media(reader(family), other[0], one[0].media[::-1])
     samples = [*one, *two, *group(family, 0, 4, (3,)), swapped]
@@ -383,7 +387,7 @@ def test_an_image_goes_through_the_tower_once_however_many_samples_see_it(
     inputs = model_inputs(model, reader(family), pack)
     assert len(inputs["image_grid_thw"]) == len(inputs["images"]) == 3
     assert len(inputs["image_places"]) == (2 + 1 + 2 if layout == "shared" else 3 * 2 + 2 * 1 + 2)
-    calls = watched(model)
+    calls = count_images(model)
     with torch.no_grad():
         together = Scorer(model)(inputs)
     assert calls == [3]
@@ -397,13 +401,13 @@ def test_an_image_goes_through_the_tower_once_however_many_samples_see_it(
 def other_media(read: Any, sample: Sample, media: Sequence[Media]) -> Sample:
     shown = "<|vision_start|><|image_pad|><|vision_end|>" * len(media)
     prompt, _ = read.encode(f"these: {shown}", [item.size for item in media])
-    answer = sample.tokens[sample.sampled]
-    tokens = np.concatenate([prompt, answer])
+    response = sample.tokens[sample.sampled]
+    tokens = np.concatenate([prompt, response])
     return replace(sample, tokens=tokens, sampled=np.arange(len(tokens)) >= len(prompt), media=tuple(media))
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_known_features_take_the_towers_place(net: Make, reader: Make, group: Make, family: Family) -> None:
+def test_cached_features_replace_the_tower(net: Make, reader: Make, group: Make, family: Family) -> None:
     model = net(family, attention=OURS)
     model.model.visual.requires_grad_(False)
     pack = pack_of(group, family, "mixed", "shared")
@@ -411,24 +415,24 @@ def test_known_features_take_the_towers_place(net: Make, reader: Make, group: Ma
 
     def pass_with(features: dict[str, ImageFeatures] | None) -> tuple[Tensor, dict[str, Tensor]]:
         model.zero_grad()
-        inputs = model_inputs(model, reader(family), pack, seen=features or ())
+        inputs = model_inputs(model, reader(family), pack, cached=features or ())
         out = Scorer(model)(inputs, features=features)
         (out.logprobs.sum() + out.entropy.sum()).backward()
         return out.logprobs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     expected, slopes = pass_with(None)
     features: dict[str, ImageFeatures] = {}
-    calls = watched(model)
+    calls = count_images(model)
     pass_with(features)
     assert list(features) == names
     assert {len(image.deepstack) for image in features.values()} == {1 if family == "qwen3_vl" else 0}
     for known in (features, {name: features[name] for name in names[::2]}):
-        found, gradients = pass_with(dict(known))
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        output, gradients = pass_with(dict(known))
+        torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
         assert gradients.keys() == slopes.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, slopes[name], atol=1e-5, rtol=1e-5)
-    # All of them, none of them, every other one.
+    # All, none, and every second one.
     assert calls == [len(names), len(names) // 2]
     swapped = dict(zip(names, [features[name] for name in names[::-1]], strict=True))
     same_size = {
@@ -438,10 +442,10 @@ def test_known_features_take_the_towers_place(net: Make, reader: Make, group: Ma
         assert (pass_with(features | same_size)[0] - expected).abs().max() > 1e-3
 
 
-# ---------------------------------------------------------------- the model around it
+# ---------------------------------------------------------------- the wrapped model
 
 
-def test_a_pack_without_sampled_tokens_trains_nothing(net: Make, reader: Make) -> None:
+def test_a_pack_without_sampled_tokens_has_zero_gradients(net: Make, reader: Make) -> None:
     model = net("qwen2_5_vl", attention=OURS)
     blank: Sample = reader("qwen2_5_vl").dummy_sample()
     pack = make_pack([blank], [-1], "shared")
@@ -452,7 +456,7 @@ def test_a_pack_without_sampled_tokens_trains_nothing(net: Make, reader: Make) -
     assert all(p.grad.abs().max() == 0 for p in model.parameters() if p.grad is not None)
 
 
-def test_parameters_keep_their_names_and_their_tie(net: Make) -> None:
+def test_parameters_keep_their_names_and_ties(net: Make) -> None:
     model = net("qwen3", tied=True)
     names = list(model.state_dict())
     scorer = Scorer(model)
@@ -460,7 +464,7 @@ def test_parameters_keep_their_names_and_their_tie(net: Make) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_a_model_that_bends_its_logits_is_refused(net: Make) -> None:
+def test_a_model_with_nonlinear_logits_is_refused(net: Make) -> None:
     model = net("llama")
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ConfigError, match="final_logit_softcapping"):

@@ -1,4 +1,4 @@
-"""Tiny models are what their families' real checkpoints are, only smaller."""
+"""Tiny models have the format of their families' real checkpoints."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -43,7 +43,7 @@ def test_the_chat_template_marks_turns(built: dict[str, Path], family: str) -> N
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_images_and_text_stand_where_their_parts_stand(built: dict[str, Path], family: str) -> None:
+def test_images_and_text_are_in_the_order_of_their_parts(built: dict[str, Path], family: str) -> None:
     processor: Any = AutoProcessor.from_pretrained(built[family])
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
     image = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -53,19 +53,19 @@ def test_images_and_text_stand_where_their_parts_stand(built: dict[str, Path], f
 
 
 @pytest.mark.parametrize(("family", "side"), [("qwen2_5_vl", 112), ("qwen3_vl", 128), ("qwen2_vl", 112)])
-def test_the_usual_image_is_sixteen_tokens(built: dict[str, Path], family: str, side: int) -> None:
+def test_an_image_of_the_default_size_is_sixteen_tokens(built: dict[str, Path], family: str, side: int) -> None:
     processor: Any = AutoProcessor.from_pretrained(built[family])
     inputs = processor(text=["<|image_pad|>"], images=[torch.zeros(3, side, side)], return_tensors="pt")
     assert (inputs["input_ids"] == 268).sum() == 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_end_where_the_family_ends_them(built: dict[str, Path], family: str) -> None:
+def test_the_end_tokens_are_those_of_the_family(built: dict[str, Path], family: str) -> None:
     assert GenerationConfig.from_pretrained(built[family]).eos_token_id == [258, 256]
     assert AutoConfig.from_pretrained(built[family]).get_text_config().eos_token_id == 258
 
 
-def test_equal_seeds_give_equal_weights_and_leave_the_generator_alone(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_weights_and_do_not_move_the_generator(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -85,19 +85,19 @@ def test_tied_models_store_one_embedding(tmp_path: Path, family: tiny.Family) ->
     assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
 
 
-def test_the_default_size_is_the_one_that_learns(tmp_path: Path) -> None:
+def test_the_default_size_is_tiny(tmp_path: Path) -> None:
     stored = load_file(tiny.build("qwen2_5_vl", tmp_path) / "model.safetensors")
     assert 1.5e6 < sum(weight.numel() for weight in stored.values()) < 1.8e6
 
 
-def test_a_family_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tiny model of family 'gpt'; there are: qwen2_vl"):
         tiny.build("gpt", tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no tiny model of size 'huge'; there are: micro"):
         tiny.build("qwen3", tmp_path, size="huge")  # type: ignore[arg-type]
 
 
-def test_a_file_in_the_way_is_one_line(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("")
     with pytest.raises(ConfigError, match="model is a file"):
         tiny.build("qwen3", tmp_path / "model", size="micro")

@@ -1,4 +1,4 @@
-"""Values are what the head makes of the right states, in every layout, and the files are other programs' files too."""
+"""Values come from the right states in every layout, and files are compatible with Transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlmrl.models.load import load_model
 from vlmrl.models.quantize import FourBit, is_four_bit
 from vlmrl.models.scorer import ImageFeatures
 from vlmrl.models.tiny import Family
-from vlmrl.models.value_head import Scale, ScoreHead, Valuer, save_value_model, value_net
+from vlmrl.models.value_head import Scale, ScoreHead, ValueModel, save_value_model, value_net
 from vlmrl.types import Floats, Layout, Sample
 
 Make = Callable[..., Any]
@@ -33,27 +33,29 @@ TEXT: list[Family] = ["qwen3", "llama"]
 OURS = {"": PACKED, "text_config": PACKED, "vision_config": "sdpa"}
 
 
-def read(path: Path, *, seed: int | None = 5, attention: Any = OURS, **how: Any) -> PreTrainedModel:
-    return value_net(str(path), **{"dtype": torch.float32, "attn_implementation": attention, "head_seed": seed} | how)
+def read(path: Path, *, seed: int | None = 5, attention: Any = OURS, **options: Any) -> PreTrainedModel:
+    return value_net(
+        str(path), **{"dtype": torch.float32, "attn_implementation": attention, "head_seed": seed} | options
+    )
 
 
 @pytest.fixture
-def valuer(folder: Make) -> Make:
-    """`valuer(family)`: larger weights than a new model has, so that attention matters."""
+def value_model(folder: Make) -> Make:
+    """`value_model(family)`: with larger weights than a new model has, so that attention matters."""
 
-    def make(family: Family, attention: Any = OURS) -> Valuer:
+    def make(family: Family, attention: Any = OURS) -> ValueModel:
         net = read(folder(family), attention=attention)
         torch.manual_seed(1)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        return Valuer(net.eval())
+        return ValueModel(net.eval())
 
     return make
 
 
 def samples_of(group: Make, family: Family) -> list[Sample]:
-    """Two groups and a single answer; one answer is empty, in one the policy spoke twice, and images differ."""
+    """Two groups and a single sample; one response is empty, one has two turns, and images differ."""
     images = 0 if family in TEXT else 1
     rows: list[Sample] = [*group(family, images, 1, (4, 0, 7)), *group(family, 2 * images, 2, (3,))]
     rows += group(family, 0, 3, (6, 2))
@@ -69,46 +71,46 @@ def last(sample: Sample) -> np.ndarray[Any, Any]:
     return np.arange(len(sample.tokens)) == len(sample.tokens) - 1
 
 
-# ---------------------------------------------------------------- which state a value comes from
+# ---------------------------------------------------------------- states of values
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_value_of_a_token_is_the_heads_word_on_the_state_before_it(
-    valuer: Make, reader: Make, group: Make, family: Family
+def test_a_tokens_value_is_computed_from_the_state_before_it(
+    value_model: Make, reader: Make, group: Make, family: Family
 ) -> None:
-    model, samples = valuer(family), samples_of(group, family)
+    model, samples = value_model(family), samples_of(group, family)
     pack = pack_of(samples, "shared")
-    found = collect(pack, model(model_inputs(model.net, reader(family), pack)).values)
+    rows = collect(pack, model(model_inputs(model.net, reader(family), pack)).values)
     weight = model.net.score.weight[0]
-    for sample, values in zip(samples, found, strict=True):
+    for sample, values in zip(samples, rows, strict=True):
         states = states_of(model.net, reader(family), sample)
         expected = np.zeros(len(sample.tokens), dtype=np.float32)
         for t in np.flatnonzero(sample.sampled):
             expected[t] = float(states[t - 1] @ weight)
         np.testing.assert_allclose(values, expected, atol=2e-5)
-    assert np.abs(np.concatenate(found)).max() > 0.5
+    assert np.abs(np.concatenate(rows)).max() > 0.5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_score_is_the_heads_word_on_the_state_at_the_last_token(
-    valuer: Make, reader: Make, group: Make, family: Family, layout: Layout
+def test_a_score_is_computed_from_the_state_at_the_last_token(
+    value_model: Make, reader: Make, group: Make, family: Family, layout: Layout
 ) -> None:
-    model, samples = valuer(family), samples_of(group, family)
+    model, samples = value_model(family), samples_of(group, family)
     pack = pack_of(samples, layout)
-    asked = states_at(pack, [last(sample) for sample in samples])
-    found = collect(pack, model(model_inputs(model.net, reader(family), pack), asked=asked).values)
+    positions = states_at(pack, [last(sample) for sample in samples])
+    rows = collect(pack, model(model_inputs(model.net, reader(family), pack), positions=positions).values)
     expected = [float(states_of(model.net, reader(family), s)[-1] @ model.net.score.weight[0]) for s in samples]
-    np.testing.assert_allclose([row[-1] for row in found], expected, atol=2e-5)
-    # The empty answer is scored at the end of the prompt that it shares.
+    np.testing.assert_allclose([row[-1] for row in rows], expected, atol=2e-5)
+    # The empty response is scored at the end of its shared prompt.
     assert len(samples[1].tokens) == samples[1].prompt_length
     assert np.ptp(expected) > 0.1
 
 
 def states_of(net: PreTrainedModel, reader: Any, sample: Sample) -> Tensor:
-    """[T, D] of one sample by itself, through the model as Transformers has it."""
+    """[T, D] states of one sample by itself, from the plain Transformers model."""
     inputs = model_inputs(net, reader, make_pack([sample], [0], "padded"))
     known = ("input_ids", "position_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw")
     given = {name: inputs[name] for name in known if name in inputs}
@@ -118,15 +120,15 @@ def states_of(net: PreTrainedModel, reader: Any, sample: Sample) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3"])
 def test_values_and_gradients_do_not_depend_on_the_layout(
-    valuer: Make, reader: Make, group: Make, family: Family
+    value_model: Make, reader: Make, group: Make, family: Family
 ) -> None:
     samples = samples_of(group, family)
 
     def run(layout: Layout) -> tuple[list[Floats], dict[str, Tensor]]:
-        model, pack = valuer(family), pack_of(samples, layout)
+        model, pack = value_model(family), pack_of(samples, layout)
         values = model(model_inputs(model.net, reader(family), pack)).values
         (values - 0.5).square().sum().backward()
-        # Whatever the layout, tokens that nobody asked about weigh nothing.
+        # In every layout, the weight of other tokens is zero.
         return collect(pack, values), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     values, gradients = run("padded")
@@ -142,12 +144,12 @@ def test_values_and_gradients_do_not_depend_on_the_layout(
 
 
 @torch.no_grad()
-def test_known_features_take_the_place_of_the_tower(valuer: Make, reader: Make, group: Make) -> None:
-    model, pack = valuer("qwen3_vl"), pack_of(samples_of(group, "qwen3_vl"), "shared")
+def test_cached_features_replace_the_tower(value_model: Make, reader: Make, group: Make) -> None:
+    model, pack = value_model("qwen3_vl"), pack_of(samples_of(group, "qwen3_vl"), "shared")
     features: dict[str, ImageFeatures] = {}
     first = model(model_inputs(model.net, reader("qwen3_vl"), pack), features=features).values
     assert features.keys() == pack.media.keys()
-    again = model_inputs(model.net, reader("qwen3_vl"), pack, seen=features)
+    again = model_inputs(model.net, reader("qwen3_vl"), pack, cached=features)
     assert "pixel_values" not in again
     assert torch.equal(model(again, features=features).values, first)
 
@@ -155,7 +157,7 @@ def test_known_features_take_the_place_of_the_tower(valuer: Make, reader: Make, 
 # ---------------------------------------------------------------- the head
 
 
-def test_a_head_is_counted_in_fp32_whatever_the_model_computes_in() -> None:
+def test_the_head_computes_in_fp32_in_models_of_any_dtype() -> None:
     linear = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
     linear.weight.data = torch.tensor([[1.0, 2.0, 0.25]], dtype=torch.bfloat16)
     states = torch.tensor([[256.0, 1.0, 1.0], [0.0, 0.0, 4.0]], dtype=torch.bfloat16)
@@ -174,7 +176,7 @@ def test_two_labels_give_the_log_odds_of_the_second() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_head_is_small_and_comes_from_its_seed_alone(folder: Make, family: Family, tied: bool) -> None:
+def test_a_new_head_is_small_and_depends_on_its_seed_only(folder: Make, family: Family, tied: bool) -> None:
     path = folder(family, tied=tied)
     torch.manual_seed(0)
     first = read(path, seed=1)
@@ -190,7 +192,7 @@ def test_a_new_head_is_small_and_comes_from_its_seed_alone(folder: Make, family:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_backbone_is_the_models_own_and_has_no_output_layer(folder: Make, family: Family, tied: bool) -> None:
+def test_the_backbone_is_unchanged_and_has_no_output_layer(folder: Make, family: Family, tied: bool) -> None:
     path = folder(family, tied=tied)
     net = read(path)
     model = load_model(str(path), dtype=torch.float32, attn_implementation=OURS)
@@ -203,7 +205,7 @@ def test_the_backbone_is_the_models_own_and_has_no_output_layer(folder: Make, fa
 
 
 @torch.no_grad()
-def test_a_base_in_four_bits_keeps_its_head_whole(folder: Make, reader: Make, tmp_path: Path) -> None:
+def test_the_head_of_a_4_bit_model_is_not_quantized(folder: Make, reader: Make, tmp_path: Path) -> None:
     save_value_model(read(folder("qwen2_5_vl")), reader("qwen2_5_vl"), tmp_path)
     four_bit = FourBit(torch.uint8, reader("qwen2_5_vl").parameter_group)
     for path in (folder("qwen2_5_vl"), tmp_path):
@@ -220,7 +222,7 @@ def test_a_base_in_four_bits_keeps_its_head_whole(folder: Make, reader: Make, tm
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_read_again(folder: Make, reader: Make, tmp_path: Path, family: Family, tied: bool) -> None:
+def test_a_saved_model_is_loaded_again(folder: Make, reader: Make, tmp_path: Path, family: Family, tied: bool) -> None:
     net = read(folder(family, tied=tied))
     save_value_model(net, reader(family), tmp_path, scale=Scale(0.5, 2.0))
     again = read(tmp_path, seed=None)
@@ -228,7 +230,7 @@ def test_what_is_written_is_read_again(folder: Make, reader: Make, tmp_path: Pat
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (again.config.mean, again.config.std, again.config.num_labels) == (0.5, 2.0, 1)
-    # A critic that starts from a reward model takes its head over.
+    # A critic that starts from a reward model keeps its head.
     assert torch.equal(read(tmp_path, seed=99).score.weight, net.score.weight)
     stored = load_file(tmp_path / "model.safetensors")
     base = load_file(folder(family, tied=tied) / "model.safetensors")
@@ -239,21 +241,21 @@ def test_what_is_written_is_read_again(folder: Make, reader: Make, tmp_path: Pat
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", TEXT)
-def test_transformers_reads_our_files_and_gives_our_scores(
-    folder: Make, valuer: Make, reader: Make, group: Make, tmp_path: Path, family: Family
+def test_transformers_loads_saved_models_with_equal_scores(
+    folder: Make, value_model: Make, reader: Make, group: Make, tmp_path: Path, family: Family
 ) -> None:
-    model, samples = valuer(family), samples_of(group, family)
+    model, samples = value_model(family), samples_of(group, family)
     save_value_model(model.net, reader(family), tmp_path)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     pack = pack_of(samples, "shared")
-    asked = states_at(pack, [last(sample) for sample in samples])
-    found = collect(pack, model(model_inputs(model.net, reader(family), pack), asked=asked).values)
+    positions = states_at(pack, [last(sample) for sample in samples])
+    rows = collect(pack, model(model_inputs(model.net, reader(family), pack), positions=positions).values)
     expected = [float(theirs(input_ids=torch.from_numpy(s.tokens)[None]).logits[0, 0]) for s in samples]
-    np.testing.assert_allclose([row[-1] for row in found], expected, atol=2e-5)
+    np.testing.assert_allclose([row[-1] for row in rows], expected, atol=2e-5)
 
 
 @torch.no_grad()
-def test_a_classifier_that_transformers_wrote_is_a_reward_model(folder: Make, reader: Make, tmp_path: Path) -> None:
+def test_a_classifier_of_transformers_is_a_reward_model(folder: Make, reader: Make, tmp_path: Path) -> None:
     theirs = AutoModelForSequenceClassification.from_pretrained(folder("qwen3"), num_labels=2)
     theirs.save_pretrained(tmp_path)
     net = read(tmp_path, seed=None)
@@ -261,19 +263,21 @@ def test_a_classifier_that_transformers_wrote_is_a_reward_model(folder: Make, re
     assert net.score.weight.shape == (2, 64)
 
 
-def test_a_reward_model_must_have_its_head_in_its_files(folder: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: .* has no score layer, .*name one that has$"):
+def test_a_reward_model_without_a_score_layer_is_refused(folder: Make) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^reward\.model_name_or_path: .* has no score layer, .*name a model that has one$"
+    ):
         read(folder("qwen2_5_vl"), seed=None, flag="reward.model_name_or_path")
 
 
-def test_a_classifier_that_lost_its_head_does_not_get_a_new_one(folder: Make, reader: Make, tmp_path: Path) -> None:
+def test_a_classifier_without_its_head_is_refused(folder: Make, reader: Make, tmp_path: Path) -> None:
     save_value_model(read(folder("qwen3")), reader("qwen3"), tmp_path)
     drop(tmp_path, "score.weight")
     with pytest.raises(ConfigError, match=r"lack the weight score\.weight: get them again"):
         read(tmp_path, seed=1)
 
 
-def test_a_weight_that_is_lost_is_missed(folder: Make, tmp_path: Path) -> None:
+def test_a_missing_weight_is_refused(folder: Make, tmp_path: Path) -> None:
     path = tmp_path / "copy"
     shutil.copytree(folder("qwen2_5_vl"), path)
     drop(path, "model.norm.weight")
@@ -283,13 +287,13 @@ def test_a_weight_that_is_lost_is_missed(folder: Make, tmp_path: Path) -> None:
         read(path, flag="critic.model_name_or_path")
 
 
-def test_more_labels_than_two_are_no_score(folder: Make, tmp_path: Path) -> None:
+def test_more_than_two_labels_are_refused(folder: Make, tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(folder("qwen3"), num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="score layer of 3 labels: use one of 1 or 2"):
         read(tmp_path)
 
 
-def test_a_folder_that_does_not_exist_is_named_with_its_flag() -> None:
+def test_a_missing_folder_is_named_with_its_flag() -> None:
     with pytest.raises(ConfigError, match=r"^critic\.model_name_or_path: there is no folder /nowhere/model$"):
         read(Path("/nowhere/model"), flag="critic.model_name_or_path")
 

@@ -10,7 +10,7 @@ import torch
 
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import SyncError
-from vlmrl.models.transfer import Ticket, opened
+from vlmrl.models.transfer import Ticket, open_ticket
 from vlmrl.models.weights import pack_bucket, unpack_bucket
 from vlmrl.rollout.inbox import Inbox
 
@@ -30,7 +30,7 @@ class Engine(Inbox):
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         assert method == "vlmrl_load"
-        self.loaded.append([x for _, tensor in unpack_bucket(opened(arguments[0])) for x in tensor.tolist()])
+        self.loaded.append([x for _, tensor in unpack_bucket(open_ticket(arguments[0])) for x in tensor.tolist()])
         return []
 
 

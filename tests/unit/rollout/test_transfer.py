@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.models.checksum import device_digest
+from vlmrl.models.weights import device_digest
 from vlmrl.rollout.launch import engine_arguments
 from vlmrl.rollout.transfer import (
     NcclSender,

@@ -156,15 +156,15 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log:
     run = run_checkpoints(tmp_path, log, max_num=5)
     for step in (2, 4, 6, 8):
         run.save(step, LoopState(step / 10))
-    files = ["deepspeed/mp_rank_00_model_states.pt: its checksum differs", "random_rank_1.pt: it is gone"]
+    files = ["deepspeed/mp_rank_00_model_states.pt: its checksum differs", "random_rank_1.pt: it is missing"]
     run.policy.damage = {"step_000008": files, "step_000002": files}  # type: ignore[attr-defined]
     assert run.critic is not None
-    run.critic.damage = {"step_000006": ["extra.json: it is gone"]}  # type: ignore[attr-defined]
+    run.critic.damage = {"step_000006": ["extra.json: it is missing"]}  # type: ignore[attr-defined]
     log.clear()
     assert run.restore() == (4, LoopState(0.4))
     assert log[:2] == ["policy from step_000004", "critic from step_000004"]
     for line, step, why in zip(
-        lines(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is gone"), strict=True
+        lines(run), (8, 6), (f"{files[0]} (and 1 more)", "critic/step_000006: extra.json: it is missing"), strict=True
     ):
         assert line == (
             f"checkpoint step_00000{step} is damaged: {why}; it is renamed to step_00000{step}.damaged, and the run "
@@ -181,7 +181,7 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, log:
 
 def test_a_step_that_is_damaged_twice_is_kept_twice(tmp_path: Path, log: list[str]) -> None:
     run = run_checkpoints(tmp_path, log, max_num=5)
-    run.policy.damage = {"step_000004": ["extra.json: it is gone"]}  # type: ignore[attr-defined]
+    run.policy.damage = {"step_000004": ["extra.json: it is missing"]}  # type: ignore[attr-defined]
     run.save(2, LoopState(0.2))
     for _ in range(2):
         run.save(4, LoopState(0.4))
@@ -203,12 +203,12 @@ def test_a_run_with_damaged_checkpoints_only_is_refused(tmp_path: Path, log: lis
     run.save(2, LoopState(0.2))
     run.save(4, LoopState(0.4))
     run.policy.damage = {  # type: ignore[attr-defined]
-        f"step_00000{step}": ["latest: it is gone"] for step in (2, 4)
+        f"step_00000{step}": ["latest: it is missing"] for step in (2, 4)
     }
     with pytest.raises(ConfigError) as caught:
         run.restore()
     assert str(caught.value) == (
-        f"all 2 checkpoints in {tmp_path}/checkpoints are damaged; the newest, step_000004: latest: it is gone: "
+        f"all 2 checkpoints in {tmp_path}/checkpoints are damaged; the newest, step_000004: latest: it is missing: "
         "bring the file back, or start a new run with another --ckpt.output_dir"
     )
     assert names(tmp_path / "checkpoints") == ["step_000002", "step_000004"]

@@ -17,7 +17,7 @@ from vlmrl.data.packing import make_pack
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError, VlmrlError
 from vlmrl.learning import forward
-from vlmrl.learning.forward import Forward
+from vlmrl.learning.forward import LogprobForward
 from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import load_model
@@ -42,7 +42,7 @@ class Model:
         kind = implementation("auto", where) if attention == "ours" else attention
         self.net = load_model(str(folder), dtype=torch.float32, attn_implementation=kind)
         self.net.requires_grad_(cache_bytes == 0)
-        self.forward = Forward(
+        self.forward = LogprobForward(
             Scorer(self.net).eval(), self.tools, temperature=0.7, bans=True, device=where, cache_bytes=cache_bytes
         )
         bare = [self._group(index, images) for index, images in enumerate((1, 1, 2))]
@@ -243,13 +243,13 @@ def test_a_vision_cache_that_swaps_images_is_detected(
 ) -> None:
     frozen = model("qwen3_vl", cache_bytes=2**24)
     assert frozen.check("shared")["verify/images/shared_gap"] < 1e-5
-    sound = VisionCache.take
-    frozen.forward.forget()
+    sound = VisionCache.get
+    frozen.forward.clear_cache()
 
-    def take(self: VisionCache, names: Iterable[str], *, device: torch.device) -> dict[str, ImageFeatures]:
-        first = next(iter(sound(self, list(self._held), device=device).values()), None)
+    def get(self: VisionCache, names: Iterable[str], *, device: torch.device) -> dict[str, ImageFeatures]:
+        first = next(iter(sound(self, list(self._features), device=device).values()), None)
         return {} if first is None else dict.fromkeys(names, first)
 
-    monkeypatch.setattr(VisionCache, "take", take)
+    monkeypatch.setattr(VisionCache, "get", get)
     with pytest.raises(SyncError, match="path shared"):
         frozen.check("shared")

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError
-from vlmrl.learning.exact import widened
-from vlmrl.learning.forward import Forward
+from vlmrl.learning.forward import LogprobForward
+from vlmrl.learning.higher_precision import higher_precision
 from vlmrl.models import tiny
 from vlmrl.models.attention import implementation
 from vlmrl.models.load import load_model
@@ -37,10 +37,12 @@ class Both:
         self.copy = copy.deepcopy(net)
         self.engine = self.forward(self.copy)
 
-    def forward(self, net: PreTrainedModel) -> Forward:
-        return Forward(Scorer(net), self.read, temperature=self.temperature, bans=True, device=CPU, cache_bytes=0)
+    def forward(self, net: PreTrainedModel) -> LogprobForward:
+        return LogprobForward(
+            Scorer(net), self.read, temperature=self.temperature, bans=True, device=CPU, cache_bytes=0
+        )
 
-    def path(self, passes: Forward, layout: Layout) -> Callable[[Sequence[Group]], list[Floats]]:
+    def path(self, passes: LogprobForward, layout: Layout) -> Callable[[Sequence[Group]], list[Floats]]:
         def logprobs(groups: Sequence[Group]) -> list[Floats]:
             found = dict(passes.logprobs(packs(to_samples(groups), layout)))
             return [found[i] for i in range(len(found))]
@@ -48,7 +50,7 @@ class Both:
         return logprobs
 
     def exact(self, groups: Sequence[Group]) -> list[Floats]:
-        with widened(self.net, torch.float32 if self.dtype == torch.bfloat16 else torch.float64):
+        with higher_precision(self.net, torch.float32 if self.dtype == torch.bfloat16 else torch.float64):
             return self.path(self.trainer, "padded")(groups)
 
     def responses(self) -> list[Group]:

@@ -38,7 +38,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import Pack, place
 from vlmrl.learning.deepspeed_engine import device
-from vlmrl.learning.forward import Forward
+from vlmrl.learning.forward import LogprobForward
 from vlmrl.learning.policy import Policy, PolicyLoss
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import plan_adapter
@@ -188,7 +188,7 @@ class _TimedPolicy(Policy):
         """Record log-probs, gradients and FLOPs of a layout; compare its gradients with those of `first`."""
         measurement.logprobs = self.logprobs_by_sample(measurement.packs)
         # Not through DeepSpeed's engine, which would count these gradients as a step's.
-        forward = Forward(
+        forward = LogprobForward(
             self._engine.module, self._processor, temperature=1.0, bans=True, device=self._device, cache_bytes=0
         )
         trainable = [p for p in self._net.parameters() if p.requires_grad]

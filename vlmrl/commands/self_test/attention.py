@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlmrl.commands.self_test.outcome import Broken
 from vlmrl.models.attention import packed_attention
-from vlmrl.models.attention_plan import Plan, Span, plan, spans_of
+from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention, spans_of
 
 HEADS, KEY_HEADS = 8, 2
 HEAD_DIMS = (64, 72, 80, 128)
@@ -42,7 +42,7 @@ def compare(
     dim: int, dtype: torch.dtype, spans: tuple[Span, ...], where: torch.device, *, window: int | None = None
 ) -> Errors:
     """Compare attention of a language model, with heads of `dim` channels, grouped as in GQA, over a pack's spans."""
-    layout = plan(spans, causal=True)
+    layout = plan_attention(spans, causal=True)
     query, key, value = _states(layout.length, dim, dtype, where)
     output, _ = packed_attention(
         nn.Identity(), query, key, value, None, attention_plan=layout, scaling=dim**-0.5, sliding_window=window
@@ -57,7 +57,7 @@ def compare_images(dim: int, dtype: torch.dtype, where: torch.device) -> Errors:
     output, _ = packed_attention(
         nn.Identity(), query, key, value, None, is_causal=False, cu_seq_lens_q=starts, max_length_q=max(IMAGES)
     )
-    layout = plan(spans_of(list(IMAGES)), causal=False)
+    layout = plan_attention(spans_of(list(IMAGES)), causal=False)
     return _errors(output, dense(query, key, value, allowed(layout, None).to(where)), (query, key, value))
 
 
@@ -73,7 +73,7 @@ def check(_: object) -> str:
     return f"at most {worst:.2f} of the tolerance on {where.type}, head dims {', '.join(map(str, HEAD_DIMS))}"
 
 
-def allowed(layout: Plan, window: int | None) -> Tensor:
+def allowed(layout: AttentionPlan, window: int | None) -> Tensor:
     """[T, T] mask, True where the token of the row attends to that of the column."""
     number = np.repeat(np.arange(len(layout.spans)), [span.length for span in layout.spans])
     parent = np.array([-1 if span.parent is None else span.parent for span in layout.spans])[number]

@@ -31,7 +31,7 @@ def nf4(_: object) -> str:
     plain = nn.Linear(256, 128, bias=False)
     layer = Linear4bit(256, 128, bias=False, compute_dtype=dtype, quant_type="nf4", compress_statistics=True)
     layer.load_state_dict(plain.state_dict())
-    # As `models.quantize.settle` does: the first pass would repack the weight on CPUs that can multiply bf16.
+    # As `models.quantize.prepare_four_bit` does: the first pass would repack the weight on CPUs that can multiply bf16.
     layer.support_avx512bf16_for_cpu = False
     layer = layer.to(device)
     dequantized = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()

@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's checkpoint files without running code that somebody put into them."""
+"""Load checkpoint files, DeepSpeed's included, without running code that they may contain."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from vlmrl.errors import ConfigError
 
 CLASSES: tuple[type, ...] = (LossScaler, ZeroStageEnum, fragment_address)
-"""All that DeepSpeed writes beside tensors and plain values, whatever the stage, precision and optimizer. None of them
-does anything when it is made."""
+"""All classes that DeepSpeed writes beside tensors and plain values, at every stage, precision and optimizer. Their
+constructors have no side effects."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
-"""The name in the message of torch's unpickler for what it does not import."""
+"""The refused name in the error message of torch's unpickler."""
 
 
-class WeightsOnly(TorchCheckpointEngine):
-    """DeepSpeed's own way to write checkpoint files, with a reader that makes nothing but tensors, plain values and
-    `CLASSES`. DeepSpeed's reader unpickles, so that a file can run whatever it wants to."""
+class SafeCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint engine with a loader that creates nothing but tensors, plain values and `CLASSES`.
+
+    DeepSpeed's own loader unpickles, so that a file can run arbitrary code.
+    """
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of a file. Raises ConfigError for one that holds anything else."""
-        return read(Path(path), map_location=map_location, classes=CLASSES)
+        """Load a file. Raises ConfigError if it holds anything else."""
+        return safe_load(Path(path), map_location=map_location, classes=CLASSES)
 
 
-def guard(engine: Any) -> None:
-    """Have a DeepSpeed engine load checkpoints by `WeightsOnly`."""
-    engine.checkpoint_engine = WeightsOnly(engine._config)
+def use_safe_load(engine: Any) -> None:
+    """Make a DeepSpeed engine load checkpoints through `SafeCheckpointEngine`."""
+    engine.checkpoint_engine = SafeCheckpointEngine(engine._config)
 
 
-def read(
+def safe_load(
     file: Path, *, map_location: str | torch.device | Callable[..., Any] | None = "cpu", classes: tuple[type, ...] = ()
 ) -> Any:
-    """What `torch.save` wrote into `file`: tensors, plain values and objects of `classes`.
+    """Load what `torch.save` wrote into `file`: tensors, plain values and objects of `classes`.
 
-    Raises ConfigError when the file holds anything else, which loading would run.
+    Raises ConfigError when the file holds anything else, whose loading could run code.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
@@ -54,5 +56,5 @@ def read(
             raise
         raise ConfigError(
             f"{file} holds a Python object that no checkpoint of vlmrl has ({refused[1]}), and loading it could run "
-            "anything: somebody has changed the file, so continue from a checkpoint that you trust"
+            "arbitrary code: the file was changed, so resume from a checkpoint that you trust"
         ) from None

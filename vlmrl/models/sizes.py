@@ -1,0 +1,103 @@
+"""Sizes of a model that decide its memory, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.models.quantize import quantized_layers
+from vlmrl.plugins import ParameterGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A stack of equal layers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    """Heads times channels of the queries."""
+    keys: int
+    """Heads times channels of the keys, and of the values."""
+    norms_heads: bool = False
+    """Queries and keys are normalized (Qwen3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a model that decide its memory, as numbers of parameters."""
+
+    parameters: dict[ParameterGroup, int]
+    quantized: int
+    """Parameters of the layers that are quantized in 4 bits."""
+    linears: dict[str, tuple[int, int]]
+    """(out, in) of every linear layer."""
+    vocabulary: int
+    text: Blocks
+    tower: Blocks | None
+    output: int = 0
+    """Parameters of the output layer; 0 if it is tied to the embedding."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parameters.values())
+
+
+def model_sizes(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) -> Sizes:
+    """Read the sizes off a model, which may be a skeleton. `group` is `Processor.parameter_group`."""
+    counts: dict[ParameterGroup, int] = {}
+    for name, parameter in net.named_parameters():
+        counts[group(name)] = counts.get(group(name), 0) + parameter.numel()
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    text = net.config.get_text_config()
+    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    vision = getattr(net.config, "vision_config", None)
+    return Sizes(
+        parameters=counts,
+        quantized=sum(linears[name][0] * linears[name][1] for name in quantized_layers(net, group)),
+        linears=linears,
+        vocabulary=text.vocab_size,
+        output=_num_output(net),
+        text=Blocks(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            queries=channels * text.num_attention_heads,
+            keys=channels * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+            norms_heads=any(name.endswith("q_norm.weight") for name, _ in net.named_parameters()),
+        ),
+        tower=None if vision is None else _tower(vision),
+    )
+
+
+def with_value_head(size: Sizes) -> Sizes:
+    """Sizes of the same model with a score layer in place of its output layer."""
+    language = size.parameters["language"] - size.output + size.text.hidden
+    return replace(size, parameters={**size.parameters, "language": language}, vocabulary=1, output=0)
+
+
+def num_adapter_parameters(size: Sizes, adapter: AdapterPlan) -> int:
+    """Parameters of an adapter: r (in + out) of each layer, and DoRA's magnitudes."""
+    shapes = [size.linears[target] for target in adapter.targets]
+    return sum(adapter.rank * (out + inner) + (out if adapter.has_magnitude else 0) for out, inner in shapes)
+
+
+def _tower(vision: object) -> Blocks:
+    hidden = int(getattr(vision, "hidden_size", 0) or getattr(vision, "embed_dim", 0))
+    intermediate = getattr(vision, "intermediate_size", None) or hidden * getattr(vision, "mlp_ratio", 4)
+    depth = int(getattr(vision, "depth", 0) or getattr(vision, "num_hidden_layers", 0))
+    return Blocks(layers=depth, hidden=hidden, intermediate=int(intermediate), queries=hidden, keys=hidden)
+
+
+def _num_output(net: PreTrainedModel) -> int:
+    layer, embedding = net.get_output_embeddings(), net.get_input_embeddings()
+    return 0 if layer is None or layer.weight is embedding.weight else int(layer.weight.numel())
