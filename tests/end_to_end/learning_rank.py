@@ -251,7 +251,7 @@ def adapt(
     save: str | None = None,
     **settings: Any,
 ) -> None:
-    """Steps of an adapter: what it and its base say before and after, what is published of it, the folder."""
+    """Steps of an adapter: what it and its base say before and after, what is synced of it, the folder."""
     from vlmrl.observe.metrics import reduce
 
     learner = policy(model, **settings)

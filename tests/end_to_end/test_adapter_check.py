@@ -71,7 +71,7 @@ class Both:
         )
 
     def send(self) -> int:
-        """Publish the adapter; its version."""
+        """Sync the adapter; its version."""
         version = self.engine.version + 1
         assert self.runner.run(send(self.engine, self.trainer, version)) == self.trainer.fingerprint()
         return version

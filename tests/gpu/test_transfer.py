@@ -81,7 +81,7 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
     return asyncio.run(run())
 
 
-async def publish(engine: RolloutEngine, sender: Any, buckets: list[Named], *, version: int) -> str:
+async def sync(engine: RolloutEngine, sender: Any, buckets: list[Named], *, version: int) -> str:
     await engine.begin_update(version, readback={"seed": version, "is_full": True})
     for bucket in buckets:
         offer = merged([sender.offer(bucket)])
@@ -107,7 +107,7 @@ def test_an_engine_holds_what_was_sent_from_gpu_to_gpu(
 
     async def use(engine: RolloutEngine, sender: Any) -> tuple[list[str], Group]:
         # The second time every buffer is a new one; a layer's tensors are split over buckets.
-        said = [await publish(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
+        said = [await sync(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
         return said, await engine.generate(question(model), GREEDY)
 
     said, group = with_engine(model, backend, use)
@@ -125,10 +125,10 @@ def test_a_tensor_that_never_came_leaves_the_engine_refusing(
 
     async def use(engine: RolloutEngine, sender: Any) -> int:
         with pytest.raises(SyncError, match="no weights came for"):
-            await publish(engine, sender, [weights[:-1]], version=1)
+            await sync(engine, sender, [weights[:-1]], version=1)
         with pytest.raises(SyncError, match="no weights came for"):
             await engine.generate(question(model), GREEDY)
-        await publish(engine, sender, [weights], version=2)
+        await sync(engine, sender, [weights], version=2)
         await engine.generate(question(model), GREEDY)
         return engine.version
 

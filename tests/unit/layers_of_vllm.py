@@ -125,7 +125,7 @@ class Worker:
                     stack.enter_context(mock.patch(name, return_value=value))
             yield
 
-    def publish(
+    def sync(
         self, sent: dict[str, Tensor], *, seed: int, full: bool = True, kind: type[WeightUpdate] = WeightUpdate
     ) -> Report:
         with self.as_worker():

@@ -59,7 +59,7 @@ def check_engine_base(adapter: AdapterPlan | None, *, ds: Ds, vllm: Vllm) -> Non
         return
     raise ConfigError(
         f"vllm.qlora_base {vllm.qlora_base} cannot be had with merged weights, which replace the engines' base with "
-        f"every publish ({why_merged(adapter)}): leave it at dequantized, or change --ds.lora.target_modules"
+        f"every weight sync ({why_merged(adapter)}): leave it at dequantized, or change --ds.lora.target_modules"
     )
 
 
@@ -92,7 +92,7 @@ def check_devices(vllm: Vllm, machines: Session, places: Mapping[str, Sequence[P
 def format_sync(adapter: AdapterPlan, *, ds: Ds, vllm: Vllm) -> str:
     """One line for people: what the engines get, and why."""
     if not adapter.fits_engine:
-        return f"publish: the whole model with its adapters merged in, for {why_merged(adapter)}"
+        return f"sync: the whole model with its adapters merged in, for {why_merged(adapter)}"
     base = "the model's own"
     if ds.load_in_4bit:
         base = {
@@ -101,7 +101,7 @@ def format_sync(adapter: AdapterPlan, *, ds: Ds, vllm: Vllm) -> str:
             "bitsandbytes": "of 4 bits too (vllm.qlora_base bitsandbytes)",
         }[vllm.qlora_base]
     return (
-        f"publish: adapters of {len(adapter.targets)} layers at rank {adapter.rank} and nothing else; "
+        f"sync: adapters of {len(adapter.targets)} layers at rank {adapter.rank} and nothing else; "
         f"the engines' base weights are {base}"
     )
 

@@ -118,7 +118,7 @@ class Learner:
     def _optimizer_awake(self) -> Iterator[None]:
         """Within the context the optimizer's state is on the device, which with `ds.enable_sleep` it is not otherwise.
 
-        Weights stay there: passes and publishes need them. On CPU nothing happens.
+        Weights stay there: passes and weight syncs need them. On CPU nothing happens.
         """
         if self._sleeps:
             self._engine.reload_states()

@@ -28,7 +28,7 @@ Ticket = dict[str, Any]
 NUM_UNDER_WAY = 3
 """Buckets that have memory of their own at a time: one is packed, one waits, one is loaded."""
 _MOST_KEPT = 256 * 2**20
-"""Bytes. Larger blocks are of single tensors: their owner gives them back when a publish is over."""
+"""Bytes. Larger blocks are of single tensors: their owner gives them back when a weight sync is over."""
 
 
 class Outbox:

@@ -55,7 +55,7 @@ class RolloutEngine(Inbox):
     goes wrong the engine refuses to generate, with the reason, until one goes right; its `version` stays what it was.
 
     An engine with an adapter answers as base and adapter together or as the base alone, request by request. It has its
-    adapter once one was published on the base that it holds: a new base waits for its adapter.
+    adapter once one was synced on the base that it holds: a new base waits for its adapter.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -239,7 +239,7 @@ class RolloutEngine(Inbox):
         if adapter and not self._base_is_whole:
             raise SyncError(
                 f"rollout engine {self.name} was sent an adapter, and not all of the base below it: "
-                f"{self._broken}; publish the base first"
+                f"{self._broken}; sync the base first"
             )
         self._pending, self._coming = version, self._plan if adapter else None
         self._release_all()
@@ -340,7 +340,7 @@ class RolloutEngine(Inbox):
             raise SyncError(self._broken)
         if adapter and self._adapter is None:
             raise SyncError(
-                f"rollout engine {self.name} has no adapter on its base of version {self.version}: publish one first"
+                f"rollout engine {self.name} has no adapter on its base of version {self.version}: sync one first"
             )
 
     def _lora_request(self) -> LoRARequest:
@@ -372,7 +372,7 @@ class RolloutEngine(Inbox):
     async def _refusal(self, version: int | None, problem: str) -> SyncError:
         """From here on nothing is generated, and what was under way is given up."""
         self._pending, self._adapter = None, None
-        self._broken = f"publishing version {version} to rollout engine {self.name} failed: {problem}"
+        self._broken = f"sync of version {version} to rollout engine {self.name} failed: {problem}"
         await self._started().abort(list(self._running))
         return SyncError(self._broken)
 

@@ -1,4 +1,4 @@
-"""What the layers of an engine hold after a publish, read back from them and compared with what came.
+"""What the layers of an engine hold after a weight sync, read back from them and compared with what came.
 
 The digests of an update are of the tensors that were received. Between them and the answers lie vLLM's loaders, which
 fuse and shard, its re-packing for the CPU's matrix products, and the copies into the memory that CUDA graphs know. So
@@ -9,7 +9,7 @@ convolutions and biases are read directly.
 
 The chain is whole: what a layer is compared with is taken from the same tensor, in the worker's memory, whose digest
 enters the fingerprint that the trainer compares with its own weights. The driver draws the columns anew for each
-publish, so no engine is lucky twice.
+weight sync, so no engine is lucky twice.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Reader(NamedTuple):
 def readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
     """How to read each parameter of vLLM's model, by its path, but for those that are held in a form of their own.
 
-    Those are weights of quantised layers and of fused experts. vlmrl publishes to neither.
+    Those are weights of quantised layers and of fused experts. vlmrl syncs neither.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:
@@ -231,7 +231,7 @@ def _direct(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def chosen(readers: Mapping[str, Reader], plan: ReadbackPlan) -> dict[str, Reader]:
-    """Those that this publish reads: all, or the parameters of one layer in `SHARE`, by the seed."""
+    """Those that this sync reads: all, or the parameters of one layer in `SHARE`, by the seed."""
     if plan["is_full"]:
         return dict(readers)
     layers = {path.rpartition(".")[0] for path in readers}

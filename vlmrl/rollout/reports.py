@@ -27,7 +27,7 @@ class ReadbackPlan(TypedDict):
     """Which layers of the engines are read back after an update of the model, and by which of their columns."""
 
     seed: int
-    """Another with each publish; the same for all engines and workers."""
+    """Another with each sync; the same for all engines and workers."""
     is_full: bool
     """All layers, or a sample of them."""
 

@@ -92,7 +92,7 @@ def step(
         engines.generate([PROMPT], SAMPLING)
 
 
-PUBLISH = [
+SYNC = [
     *("actor begin_sync", "actor share", "engines begin_update", "engines load"),
     *("actor finish_sync", "engines finish_update"),
 ]
@@ -109,7 +109,7 @@ def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_doe
     release = [f"{name} release" for name in ("actor", "critic", "ref", "reward_model")]
     assert log == [
         "actor update",
-        *(*release, "engines wake weights", *PUBLISH),
+        *(*release, "engines wake weights", *SYNC),
         *(*release, "engines wake weights kv_cache", "engines generate", "engines sleep"),
     ]
 
@@ -119,7 +119,7 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
     log.clear()
     weight_sync.sync(0)
     weight_sync.sync(1)
-    assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
+    assert log == ["actor release", "engines wake weights", *SYNC, *SYNC]
     log.clear()
     engines.respond_each(PROMPT, SAMPLING)
     engines.respond_each(PROMPT, SAMPLING)
@@ -130,4 +130,4 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_nobody_sleeps_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, policy, weight_sync, log = start("ref", sleeps=False)
     step(engines, policy, weight_sync, monkeypatch)
-    assert log == ["engines start", "actor update", *PUBLISH, "engines generate"]
+    assert log == ["engines start", "actor update", *SYNC, "engines generate"]

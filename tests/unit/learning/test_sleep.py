@@ -35,7 +35,7 @@ def test_what_only_a_step_reads_comes_for_the_step_and_goes_again() -> None:
     made, log = learner(Ds(enable_sleep=True), "cuda")
     with made._optimizer_awake():
         log.append("step")
-    # The weights of passes and publishes stay.
+    # The weights of passes and weight syncs stay.
     assert log == ["reload", "step", {State.hp_params, State.optim_states}]
 
 

@@ -41,7 +41,7 @@ def bucket(value: float) -> Any:
 def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
     first, second = Engine(), Engine()
 
-    async def publish() -> list[Ticket]:
+    async def sync() -> list[Ticket]:
         tickets = []
         for number in range(4):
             # Three are under way: when the fourth comes, the first has been loaded by both.
@@ -50,7 +50,7 @@ def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
                 await engine.load(tickets[-1])
         return tickets
 
-    tickets = asyncio.run(publish())
+    tickets = asyncio.run(sync())
     assert first.loaded == second.loaded == [[float(n)] * 2 for n in range(4)]
     assert len({ticket["descriptor"] for ticket in tickets[:3]}) == 3
     assert tickets[3]["descriptor"] == tickets[0]["descriptor"]
@@ -59,7 +59,7 @@ def test_all_engines_of_a_machine_load_what_one_of_them_received() -> None:
 def test_a_bucket_that_overtakes_another_is_not_written_over_before_it_is_loaded() -> None:
     engine = Engine()
 
-    async def publish() -> None:
+    async def sync() -> None:
         tickets = {number: await engine.relay(bucket(float(number)), number, 0) for number in (0, 2, 1)}
         await engine.load(tickets[0])
         await engine.load(tickets[1])
@@ -68,7 +68,7 @@ def test_a_bucket_that_overtakes_another_is_not_written_over_before_it_is_loaded
         for number in (2, 3, 4):
             await engine.load(tickets[number])
 
-    asyncio.run(publish())
+    asyncio.run(sync())
     assert engine.loaded == [[float(n)] * 2 for n in range(5)]
 
 

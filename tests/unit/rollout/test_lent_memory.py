@@ -36,12 +36,12 @@ class Careless(Lent):
 def test_layers_hold_what_was_sent_whatever_is_written_to_its_memory_later(dtype: torch.dtype, tied: bool) -> None:
     made = Worker(tied=tied, dtype=dtype)
     for seed in range(3):
-        assert problem_of([made.publish(weights(tied=tied, dtype=dtype), seed=seed, kind=Lent)]) is None
+        assert problem_of([made.sync(weights(tied=tied, dtype=dtype), seed=seed, kind=Lent)]) is None
 
 
 def test_without_copies_of_what_waits_fused_and_padded_layers_hold_something_else() -> None:
     made = Worker(tied=False, dtype=torch.float32)
-    problem = problem_of([made.publish(weights(tied=False, dtype=torch.float32), seed=0, kind=Careless)])
+    problem = problem_of([made.sync(weights(tied=False, dtype=torch.float32), seed=0, kind=Careless)])
     assert problem is not None
     # Vocabularies have padding, for which vLLM waits till the end.
     assert "embed_tokens" in problem

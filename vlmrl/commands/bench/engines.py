@@ -1,4 +1,4 @@
-"""`vlmrl bench publish` and `vlmrl bench rollout`: throughput of weight sync and of sampling."""
+"""`vlmrl bench sync` and `vlmrl bench rollout`: throughput of weight sync and of sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmrl.cluster.sync_plan import check_devices, plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.bench.output import print_json
 from vlmrl.config.data import Columns
-from vlmrl.config.run import PublishBench, RolloutBench
+from vlmrl.config.run import RolloutBench, SyncBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.learning.settings import PolicySettings
@@ -28,7 +28,7 @@ from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Metrics, Part
 
 
-def publish(config: PublishBench) -> None:
+def sync(config: SyncBench) -> None:
     """Measure seconds and bytes of syncing weights to all engines; the first repeat is a warm-up.
 
     With `ds.lora.rank`, base and adapters are synced in turn.
@@ -73,7 +73,7 @@ def publish(config: PublishBench) -> None:
                 seconds = time.perf_counter() - started
                 _print(
                     machines,
-                    bench="publish",
+                    bench="sync",
                     model=config.actor.model_name_or_path,
                     part=part,
                     repeat=number,
@@ -140,7 +140,7 @@ def _session(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBu
 
 def _engines(
     builder: RoleBuilder,
-    config: PublishBench | RolloutBench,
+    config: SyncBench | RolloutBench,
     columns: Columns,
     *,
     max_model_len: int,

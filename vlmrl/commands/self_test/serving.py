@@ -151,7 +151,7 @@ class Pair:
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
 
-    def publish_base(self, weight_sync: WeightSync) -> int:
+    def sync_base(self, weight_sync: WeightSync) -> int:
         """Sync the base, then the adapter, which a new base removes; return the bytes of the base.
 
         Raises SyncError when digests differ.
@@ -161,7 +161,7 @@ class Pair:
         weight_sync.send("adapter", version=self.version, readback=None)
         return num_bytes
 
-    def publish_adapter(self) -> None:
+    def sync_adapter(self) -> None:
         self.version += 1
         self.memory_sync.sync(self.version)
 
@@ -249,7 +249,7 @@ def _weight_sync(
 
 def generates(pair: Pair) -> str:
     """Check that the engine's log-probs, of decode and of prefill, are the policy's."""
-    pair.publish_adapter()
+    pair.sync_adapter()
     started = time.monotonic()
     groups = pair.generate()
     seconds = time.monotonic() - started
@@ -267,26 +267,26 @@ def generates(pair: Pair) -> str:
     )
 
 
-def publishes_by_memory(pair: Pair) -> str:
+def syncs_by_memory(pair: Pair) -> str:
     """Check weight sync through shared memory (`vllm.sync_backend` shm)."""
-    return _published(pair, pair.memory_sync)
+    return _synced(pair, pair.memory_sync)
 
 
-def publishes_by_device(pair: Pair) -> str:
+def syncs_by_device(pair: Pair) -> str:
     """Check weight sync from GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
     if pair.device_sync is None:
         raise Skipped("no CUDA device")
-    return _published(pair, pair.device_sync)
+    return _synced(pair, pair.device_sync)
 
 
-def _published(pair: Pair, weight_sync: WeightSync) -> str:
+def _synced(pair: Pair, weight_sync: WeightSync) -> str:
     """Sync weights x 1.5, and then the old ones: digests, responses and log-probs must follow each time."""
-    pair.publish_base(weight_sync)
+    pair.sync_base(weight_sync)
     before, old_digest = pair.generate(), _fingerprint(pair)
     pair.policy_group.call(lambda policy: policy.scale(_FACTOR))
     try:
         started = time.monotonic()
-        num_bytes = pair.publish_base(weight_sync)
+        num_bytes = pair.sync_base(weight_sync)
         seconds = time.monotonic() - started
         after, new_digest = pair.generate(), _fingerprint(pair)
         gap = pair.gap(after)
@@ -297,7 +297,7 @@ def _published(pair: Pair, weight_sync: WeightSync) -> str:
         raise Broken(f"the engine's digest {old_digest[:12]} did not change after weights x {_FACTOR}")
     if _sampled_tokens(before) == _sampled_tokens(after):
         raise Broken(f"the engine's responses did not change after weights x {_FACTOR}")
-    pair.publish_base(weight_sync)
+    pair.sync_base(weight_sync)
     if _fingerprint(pair) != old_digest:
         raise Broken("the engine does not have the old digest after the old weights were synced again")
     old_gap = pair.gap(pair.generate())
@@ -338,9 +338,9 @@ def _greedy_response(pair: Pair) -> list[Group]:
 
 def adapts(pair: Pair) -> str:
     """Check that the engine computes what the policy computes, with and without the adapter in one batch."""
-    pair.publish_base(pair.memory_sync)
+    pair.sync_base(pair.memory_sync)
     _randomize_adapter(pair, 0)
-    pair.publish_adapter()
+    pair.sync_adapter()
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
         raise Broken(f"the engine holds the adapter {held}, after a sync of version {pair.version}")
@@ -368,7 +368,7 @@ def checks_adapters(pair: Pair) -> str:
     count = _NUM_SYNCS["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
         _randomize_adapter(pair, number)
-        pair.publish_adapter()
+        pair.sync_adapter()
         metrics.append(pair.adapters.check(pair.version))
     worst = max(line["verify/adapters/gap"] for line in metrics)
     return f"{count} weight syncs pass, log-probs differ by at most {worst:.1g}"
