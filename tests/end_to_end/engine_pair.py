@@ -20,9 +20,8 @@ from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.weights import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt, Rollout
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sampling
 
 COLUMNS = Columns(max_pixels=200 * 200)
 TEMPERATURE = 0.7

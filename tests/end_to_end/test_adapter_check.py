@@ -18,8 +18,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
 from vlmrl.verify.noise import NoiseCheck, Paths
 

@@ -288,13 +288,13 @@ async def until_running(engine: RolloutEngine, count: int) -> None:
 # ---------------------------------------------------------------- planted faults
 
 FAULTS = [
-    ("Ignores", r"vLLM ignores the adapter: it did not switch it on"),
+    ("Ignores", r"vLLM did not activate the adapter"),
     ("Forgets", r"vLLM's layers hold nothing of .*layers\.0\.mlp\.down_proj\.lora_A\.weight.* and \d+ more"),
     ("Keeps", r"vLLM's layers hold still the older .*lora_A\.weight.* and \d+ more"),
     ("TakesOtherNames", r"vLLM's model has no place for base_model\.model\.model\.language_model\.layers\.0.* more"),
     ("SwapsLayers", r"vLLM's layers hold something else than was sent for .*layers\.0"),
     ("LosesOne", r"vLLM's layers hold nothing of \S+layers\.1\.self_attn\.k_proj\.lora_A\.weight$"),
-    ("LosesOneOnTheWay", r"no weights came for \S+layers\.1\.mlp\.down_proj\.lora_B\.weight$"),
+    ("LosesOneOnTheWay", r"no weights arrived for \S+layers\.1\.mlp\.down_proj\.lora_B\.weight$"),
     ("AppliesTwice", r"vLLM's layers apply the adapter 2 times: by 16 instead of 8"),
     ("ScalesWrongly", r"vLLM's layers apply the adapter wrongly scaled: by 4 instead of 8"),
     (
@@ -335,9 +335,9 @@ def test_a_tensor_of_another_adapter_is_refused(pair: AdaptedPair) -> None:
 
 
 def test_an_adapter_is_not_put_on_half_a_base(pair: AdaptedPair) -> None:
-    with pytest.raises(SyncError, match="no weights came for"):
+    with pytest.raises(SyncError, match="no weights arrived for"):
         pair.sync(skip="layers.1.self_attn.k_proj.weight")
-    with pytest.raises(SyncError, match=r"was sent an adapter, and not all of the base below it: .*sync the base"):
+    with pytest.raises(SyncError, match=r"was sent an adapter but has no complete base: .*sync the base"):
         pair.send()
     pair.sync()
     pair.send()

@@ -186,7 +186,7 @@ def test_a_sync_that_skips_a_tensor_is_refused_until_one_is_whole(vision: Pair) 
     before = vision.engine.version
     vision.trainer.change("everything")
     with pytest.raises(
-        SyncError, match=r"no weights came for .*layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"
+        SyncError, match=r"no weights arrived for .*layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"
     ):
         vision.sync(skip="layers.1.self_attn.k_proj.weight")
     assert vision.engine.version == before
@@ -194,7 +194,7 @@ def test_a_sync_that_skips_a_tensor_is_refused_until_one_is_whole(vision: Pair) 
         vision.answers(vision.trainer.prompts())
     vision.sync()
     assert vision.difference() < EXACT
-    with pytest.raises(SyncError, match=r"no weights came for visual\.patch_embed\.proj"):
+    with pytest.raises(SyncError, match=r"no weights arrived for visual\.patch_embed\.proj"):
         vision.sync(skip="visual.patch_embed.proj.weight")
     vision.sync()
     assert vision.difference() < EXACT
@@ -247,7 +247,7 @@ class Half(Trainer):
 
 
 def test_weights_without_a_beginning_are_refused(vision: Pair) -> None:
-    with pytest.raises(SyncError, match="without the beginning of an update"):
+    with pytest.raises(SyncError, match="outside of an update"):
         vision.run(vision.engine.load_bucket(pack_bucket(vision.trainer.weights()[:1])))
 
 

@@ -16,9 +16,8 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.models import tiny
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Sampling
 
 TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 

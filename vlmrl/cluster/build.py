@@ -44,7 +44,7 @@ from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.parallel import run_parallel, settle
 from vlmrl.plugins import Processor
-from vlmrl.rollout.capacity import described
+from vlmrl.rollout.capacity import format_limits
 
 if TYPE_CHECKING:
     from vlmrl.cluster.engines import Neighbours
@@ -181,7 +181,7 @@ class RoleBuilder:
             neighbours=partial(self._neighbours, config),
         )
         self.stack.callback(engines.shutdown)
-        report.say(described(engines.status()[0]["limits"]))
+        report.say(format_limits(engines.status()[0]["limits"]))
         return engines
 
     def _neighbours(self, config: RlConfig | EvalConfig) -> Neighbours:

@@ -13,9 +13,8 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
-from vlmrl.types import Floats, Group, Media, Metrics, Prompt, Sample
+from vlmrl.types import Floats, Group, Media, Metrics, Prompt, Sample, Sampling
 
 if TYPE_CHECKING:
     from vlmrl.learning.critic import Critic

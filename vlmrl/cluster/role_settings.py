@@ -16,7 +16,7 @@ from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSet
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.rewards.client import read_token
-from vlmrl.rollout.capacity import LEAST_DEPTH, Demand, prompts_at_once
+from vlmrl.rollout.capacity import MIN_PROMPTS_AT_ONCE, Demand, prompts_at_once
 from vlmrl.rollout.settings import EngineSettings
 
 
@@ -160,7 +160,7 @@ def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
         return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
     responses = prompts * rollout.n_samples_per_prompt
     if config.evaluates:
-        responses = max(responses, LEAST_DEPTH * config.eval.n_samples_per_prompt)
+        responses = max(responses, MIN_PROMPTS_AT_ONCE * config.eval.n_samples_per_prompt)
     return Demand(responses, prompts, config.data.max_len)
 
 

@@ -12,7 +12,7 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import SyncError
 from vlmrl.models.transfer import NUM_UNDER_WAY
 from vlmrl.rollout.reports import ReadbackPlan
-from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merged
+from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.types import Metrics, Part
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class WeightSync:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        offer = merged(self._policy.call(lambda policy: policy.offer(number)))
+        offer = merge_offers(self._policy.call(lambda policy: policy.offer(number)))
         receiving = self._workers.submit(lambda engine: engine.receive(offer))
         # Waited for together: when one end fails the other hangs in NCCL, and the failure must be heard.
         self._workers.wait([*receiving, *self._policy.submit(lambda policy: policy.send())])

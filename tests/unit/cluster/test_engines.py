@@ -11,8 +11,7 @@ import pytest
 from vlmrl.cluster import engines as roles
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.remote_call import recorded
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Group, Prompt
+from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 

@@ -15,8 +15,7 @@ from vlmrl.cluster.remote_call import recorded
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Prompt, Sample
+from vlmrl.types import Experience, Prompt, Sample, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)

@@ -17,8 +17,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.plugins import processor
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, LogProbs, fault, format_check, prompt_of, sampling_of
 
 BOUND = 1e-3

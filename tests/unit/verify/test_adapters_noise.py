@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, sampling_of
 
 Values = NDArray[np.float64]

@@ -23,9 +23,8 @@ from vlmrl.config.vision import Vision
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Metrics, Part
+from vlmrl.types import Metrics, Part, Sampling
 
 
 def sync(config: SyncBench) -> None:

@@ -39,9 +39,8 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system.machine import GIB
-from vlmrl.types import Floats, Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Sampling
 from vlmrl.verify.adapters import AdapterCheck
 from vlmrl.verify.logprobs import largest_gap
 
