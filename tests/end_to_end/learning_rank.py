@@ -205,8 +205,8 @@ def update(
     rows = samples(learner._processor)
     if look:
         quiet, _ = learner.logprobs(packs_of(learner, rows, **cut))
-        recorded, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
-        for (i, mine), (n, other) in zip(quiet, recorded, strict=True):
+        record_call, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
+        for (i, mine), (n, other) in zip(quiet, record_call, strict=True):
             assert i == n
             np.testing.assert_allclose(mine, other, atol=2e-6)
     if warm:

@@ -142,11 +142,11 @@ def test_an_error_of_the_run_is_one_line_too(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(config: Any, **how: Any) -> None:
-        raise ClusterError("vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines")
+        raise ClusterError("vllm requires 8 GPUs, and there are 2: lower --vllm.num_engines")
 
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
     assert cli.main(["rl", *NEEDED]) == 2
-    assert capsys.readouterr().err == "vlmrl rl: vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines\n"
+    assert capsys.readouterr().err == "vlmrl rl: vllm requires 8 GPUs, and there are 2: lower --vllm.num_engines\n"
 
 
 def test_an_interrupt_is_exit_code_130(

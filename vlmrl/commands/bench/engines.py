@@ -133,7 +133,7 @@ def _session(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBu
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
         builder = RoleBuilder(machines, places, stack)
-        with builder.ending():
+        with builder.running():
             yield builder, machines
 
 

@@ -21,7 +21,7 @@ from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import roles_of
+from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
@@ -209,7 +209,7 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     processor = processor_of(model, config.data)
     adapter = actor_adapter_plan(config, processor)
     with session() as machines, ExitStack() as stack:
-        builder = _Builder(machines, plan(**roles_of(config, machines)), stack)
+        builder = _Builder(machines, plan(**plan_arguments(config, machines)), stack)
         progress = _SilentProgress()
         starts: list[Callable[[], Any]] = [
             partial(builder.engines, config, progress, adapter),
