@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _Role = TypeVar("_Role")
 
 _SETTLE_S = 30.0
-"""Wait so long for abandoned starts, most of which end when their workers do."""
+"""Maximum wait for abandoned starts, most of which end when their workers do."""
 
 
 class Progress(Protocol):
@@ -202,15 +202,11 @@ class RoleBuilder:
         num_rows: int,
         report: Progress,
     ) -> Roles:
-        """Start all roles. No weights are synced yet. `critic_adapter` is the critic's adapter."""
+        """Start all roles. No weights are synced yet."""
         starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
-            partial(
-                *(self.learners, config, processor),
-                adapter=adapter,
-                critic_adapter=critic_adapter,
-                num_rows=num_rows,
-                say=report.say,
+            lambda: self.learners(
+                config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows, say=report.say
             ),
             lambda: self.rewarder(config, report.say),
             lambda: self._reward_models(config),

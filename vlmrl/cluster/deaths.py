@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ray.exceptions import RayActorError
 
 REPORTED_S = 5.0
-"""Search so long for a dead worker after Ray has reported one."""
+"""Maximum time of the search for a dead worker after Ray has reported one."""
 SUSPECTED_S = 1.0
-"""Search so long after any other error, which a death that Ray has not noticed yet may have caused."""
+"""The same after any other error, which a death that Ray has not noticed yet may have caused."""
 _TRAINED = "lower --train.max_tokens_per_gpu, or spread the model: more ranks, --ds.zero_stage 3"
 _FORWARD_ONLY = "lower --rollout.max_tokens_per_gpu"
 _ADVICE = {
@@ -140,7 +140,7 @@ class Roster:
         is_out_of_memory = by_kernel or "running low on memory" in text
         if self.dump is not None:
             tail = "" if member.log is None else "\n".join(log_tail(member.log).splitlines()[-_LOG_LINES:])
-            self.dump(f"{member} died. Error of Ray:\n{text}\nEnd of its log:\n{tail}\n")
+            self.dump(f"{member} died. Ray's error:\n{text}\nEnd of its log:\n{tail}\n")
         line = f"{member} {format_exit(code, is_out_of_memory=is_out_of_memory)}"
         if is_out_of_memory:
             return f"{line}; {memory_advice(member.role)}"

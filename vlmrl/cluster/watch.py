@@ -25,7 +25,7 @@ Status = Literal["alive", "refused", "silent"]
 _INTERVAL_S = 2.0
 _CONNECT_S = 2.0
 _PATIENCE_S = 30.0
-"""A machine may be silent so long: one that is short of memory is, for seconds."""
+"""Maximum silence of a machine: one that is short of memory is silent for seconds."""
 _SUSPECTED_S = 6.0
 """Maximum time of the search for a dead machine after an error."""
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
@@ -114,7 +114,7 @@ class Watch:
                 if is_dead and self._lost is None and not self._is_over.is_set():
                     self._lost = node
                     for stop in self._stops:
-                        # Workers that cannot be stopped must not keep the others from it.
+                        # An error with some workers must not keep the others running.
                         with suppress(Exception):
                             stop()
 

@@ -68,10 +68,10 @@ class WeightSync:
             self._connect()
         max_bytes, vision_changed = self._plan.vllm.bucket_bytes, self._plan.vision_changes
         num_buckets = self._policy.call(lambda policy: policy.begin_sync(max_bytes, part))[0]
-        layers = None if is_adapter else readback
 
         def begin() -> None:
-            self._workers.call(lambda engine: engine.begin_update(version, adapter=is_adapter, readback=layers))
+            plan = None if is_adapter else readback
+            self._workers.call(lambda engine: engine.begin_update(version, adapter=is_adapter, readback=plan))
 
         if by_device:
             self._between_devices(num_buckets, begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MIN_PROMPTS_AT_ONCE = 64
-"""An engine gets at least so many prompts at once, if there are as many."""
+"""Minimum of prompts that an engine has at once, if there are as many."""
 _MIN_TOKENS = 2048
 """Fewer tokens per step would save little memory and split every prompt."""
 

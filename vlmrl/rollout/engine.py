@@ -72,7 +72,7 @@ class RolloutEngine(Inbox):
         self._pending: int | None = None
         """The version of the update in progress."""
         self._broken: str | None = None
-        """Why nothing may be generated; None when it may."""
+        """Reason to refuse generation; None without one."""
         self._digests: dict[str, str] = {}
         self._plan = settings.adapter
         self._adapter: HeldAdapter | None = None
@@ -88,8 +88,8 @@ class RolloutEngine(Inbox):
     @cached_property
     def _processor(self) -> plugins.Processor:
         startup.prepare()
-        given = self._settings
-        return plugins.processor_of(given.model, given.columns, trust_remote_code=given.trust_remote_code)
+        settings = self._settings
+        return plugins.processor_of(settings.model, settings.columns, trust_remote_code=settings.trust_remote_code)
 
     # ---- start, stop, sleep
 
@@ -321,19 +321,19 @@ class RolloutEngine(Inbox):
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's AsyncEngineArgs."""
-        given = self._settings
+        settings = self._settings
         return {
-            "model": given.model,
-            "dtype": _DTYPES.get(given.dtype, given.dtype),
-            "max_model_len": given.max_model_len,
-            "trust_remote_code": given.trust_remote_code,
+            "model": settings.model,
+            "dtype": _DTYPES.get(settings.dtype, settings.dtype),
+            "max_model_len": settings.max_model_len,
+            "trust_remote_code": settings.trust_remote_code,
         } | engine_arguments(
-            vllm=given.vllm,
-            columns=given.columns,
+            vllm=settings.vllm,
+            columns=settings.columns,
             processor=self._processor,
-            top_p=given.top_p,
-            adapter=given.adapter,
-            demand=given.demand,
+            top_p=settings.top_p,
+            adapter=settings.adapter,
+            demand=settings.demand,
         )
 
     def _started(self) -> AsyncLLM:

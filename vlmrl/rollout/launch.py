@@ -48,7 +48,7 @@ each prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 
 """
 _LESS_MEMORY = "if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
 OUTPUT_DELAY_S = 0.5
-"""The last lines of a dead engine arrive after the error that reports its death: wait so long for them."""
+"""The last lines of a dead engine arrive after the error that reports its death: the wait for them."""
 _PROCESS_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) ?)+")
 _LOG_PREFIX = re.compile(r"^(ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?")
 _EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .")
@@ -163,7 +163,7 @@ class Launch:
         self._name = name
         self._console = Console()
         self._children: set[BaseProcess] = set()
-        self._is_given_up = False
+        self._is_abandoned = False
         self._killed_before = oom_kills()
 
     async def start(self, arguments: Callable[[], Mapping[str, Any]], *, timeout_s: float) -> AsyncLLM:
@@ -183,7 +183,7 @@ class Launch:
             building = _in_thread(lambda: self._build(arguments))
             done, _ = await asyncio.wait({building}, timeout=timeout_s)
             if not done:
-                self._is_given_up = True
+                self._is_abandoned = True
                 stop = time.monotonic() + _STOP_S
                 while not building.done() and time.monotonic() < stop:
                     _kill(set(multiprocessing.active_children()) - before)
@@ -261,7 +261,7 @@ class Launch:
             log_requests=False,
             usage_context=UsageContext.ENGINE_CONTEXT,
         )
-        if self._is_given_up:
+        if self._is_abandoned:
             llm.shutdown()
         return llm
 

@@ -37,7 +37,7 @@ from vlmrl.rollout.row_check import SentRows, describe_mismatch
 COLUMNS = 7
 """Columns of each weight that are read. With the vector of signs, each product has eight rows."""
 SAMPLE_EVERY = 8
-"""A sample reads one layer in so many."""
+"""A sample is one layer out of this many."""
 
 Places = dict[str, tuple[Piece, ...]]
 """Received tensor -> where it goes, traced when it was first loaded."""
@@ -160,9 +160,9 @@ class Readback:
         """The same inputs for all weights of a width, so that swapped weights are recognized by their columns."""
         key = width, dtype, device
         if key not in self._inputs_by_width:
-            draw = torch.Generator().manual_seed((self._plan["seed"] * 2_654_435_761 + width) % 2**63)
-            columns = torch.randperm(width, generator=draw)[:COLUMNS]
-            signs = torch.randint(0, 2, (1, width), generator=draw) * 2 - 1
+            generator = torch.Generator().manual_seed((self._plan["seed"] * 2_654_435_761 + width) % 2**63)
+            columns = torch.randperm(width, generator=generator)[:COLUMNS]
+            signs = torch.randint(0, 2, (1, width), generator=generator) * 2 - 1
             x = torch.cat([F.one_hot(columns, width), signs])
             self._inputs_by_width[key] = ProbeInputs(columns.to(device), x.to(device, dtype))
         return self._inputs_by_width[key]

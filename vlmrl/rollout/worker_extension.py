@@ -154,14 +154,14 @@ class WeightUpdate:
         ):
             if self._readback is not None:
                 self._readback.record(named)
-            taken = self._load_into_model(named)
-            self.ignored += [name for name, _ in named if not self.places[name] <= taken]
+            loaded = self._load_into_model(named)
+            self.ignored += [name for name, _ in named if not self.places[name] <= loaded]
         else:
             for name, tensor in named:
                 with nullcontext() if self._readback is None else self._readback.trace_loading(name, tensor):
-                    taken = self._load_into_model([(name, tensor)])
-                if taken:
-                    self.places[name] = taken
+                    loaded = self._load_into_model([(name, tensor)])
+                if loaded:
+                    self.places[name] = loaded
                 else:
                     self.ignored.append(name)
         self._copy_deferred(named)

@@ -62,11 +62,11 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 def roster(
     code: int | None = -9, *, role: str = "data", size: int = 1, log: Path | None = None, **options: Any
 ) -> Roster:
-    members = Roster(_killed_before=2)
-    members.add("reward", Member("reward", 0, 1, "10.0.0.1", lambda: "reward"))
+    registered = Roster(_killed_before=2)
+    registered.add("reward", Member("reward", 0, 1, "10.0.0.1", lambda: "reward"))
     process: Any = Process(code)
-    members.add("it", Member(role, size - 1, size, "10.0.0.2", lambda: "it", process=process, log=log, **options))
-    return members
+    registered.add("it", Member(role, size - 1, size, "10.0.0.2", lambda: "it", process=process, log=log, **options))
+    return registered
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_the_exit_code_comes_from_ray_or_the_log_if_the_kernel_does_not_report_i
 
 def test_the_first_death_is_kept_and_workers_stopped_on_purpose_are_not_dead(workers: Workers) -> None:
     workers.dead["it"] = RAY_ERROR
-    members = roster(3)
-    process: Any = members.members["it"].process
-    members.remove(["it", "unknown"])
+    registered = roster(3)
+    process: Any = registered.members["it"].process
+    registered.remove(["it", "unknown"])
     assert process.is_closed
-    assert members.find_death(0.1) is None
-    members = roster(3)
-    line = members.find_death(0.1)
+    assert registered.find_death(0.1) is None
+    registered = roster(3)
+    line = registered.find_death(0.1)
     num_waits = workers.num_waits
-    members.remove(["it", "reward"])
-    assert members.find_death(0.1) == line
+    registered.remove(["it", "reward"])
+    assert registered.find_death(0.1) == line
     assert workers.num_waits == num_waits
 
 
@@ -155,10 +155,10 @@ def test_rays_error_and_the_end_of_the_log_go_to_the_dump(workers: Workers, tmp_
     log = tmp_path / "worker.err"
     log.write_text("".join(f"line {number}\n" for number in range(1000)))
     workers.dead["it"] = RAY_ERROR
-    members = roster(3, log=log)
+    registered = roster(3, log=log)
     dumped: list[str] = []
-    members.dump = dumped.append
-    assert "\n" not in str(members.find_death(0.1))
+    registered.dump = dumped.append
+    assert "\n" not in str(registered.find_death(0.1))
     assert "line 999" in dumped[0]
     assert "line 100\n" not in dumped[0]
     assert RAY_ERROR in dumped[0]

@@ -6,7 +6,7 @@ They use the code of a run: roles are actors in a Ray session, and weights are s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
@@ -29,14 +28,13 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.checks import adapter_check
 from vlmrl.commands.preflight import actor_adapter_plan
 from vlmrl.commands.self_test import models
+from vlmrl.commands.self_test.changeable_policy import ChangeablePolicy
 from vlmrl.commands.self_test.outcome import Broken, Skipped
 from vlmrl.config.run import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
-from vlmrl.learning.policy import Policy
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.system.machine import GIB
@@ -51,39 +49,6 @@ _FREED_SHARE = 0.9
 """Share of its memory pool that an engine must free while it sleeps."""
 _OUTSIDE_POOL = GIB
 """Bytes of GPU memory that an engine always keeps: CUDA itself, kernels, captured graphs."""
-
-
-class ChangeablePolicy(Policy):
-    """A policy whose weights can be changed without training."""
-
-    _kept: Mapping[str, Tensor] | None = None
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply the base weights by a factor; `restore` undoes it."""
-        named = {name: p for name, p in self._net.named_parameters() if ".lora_" not in name}
-        self._kept = {name: p.detach().clone() for name, p in named.items()}
-        for parameter in named.values():
-            parameter.mul_(factor)
-        # Image features are cached, because the base does not train.
-        self._forward.forget()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the weights from before `scale`, bit for bit."""
-        assert self._kept is not None, "nothing was scaled"
-        named = dict(self._net.named_parameters())
-        for name, kept in self._kept.items():
-            named[name].copy_(kept)
-        self._forward.forget()
-
-    @torch.no_grad()
-    def randomize_adapter(self, seed: int) -> None:
-        """Give the adapter random weights with a visible effect."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, tensor in adapter_tensors(self._net):
-            if "lora_B" in name:
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
 
 
 class _Builder(RoleBuilder):
