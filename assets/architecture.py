@@ -62,7 +62,7 @@ def draw(out: Path) -> None:
     axes.add_patch(FancyBboxPatch((4, 65.5), 144, 11.5, boxstyle=round_, fc=INK, ec=INK, zorder=3))
     axes.text(6.5, 73.2, "Driver", color="white", size=15, weight="bold", va="center", zorder=4)
     axes.text(6.5, 69.0, "vlmrl rl · one loop, on a CPU, no pixels", color="#c3ccd5", size=10, va="center", zorder=4)
-    stages = ["draw prompts", "generate groups", "score", "old log-probs", "advantages", "update", "sync"]
+    stages = ["draw prompts", "generate groups", "score", "old log-probs", "advantages", "update", "publish"]
     x = 59.0
     for number, stage in enumerate(stages, start=1):
         width = 4.6 + 0.72 * len(stage)

@@ -1,4 +1,4 @@
-r"""One whole GRPO step (rollout, log-probs, update, sync) of vlmrl against one of TRL 1.16, in turn, on one machine.
+r"""One whole GRPO step (rollout, log-probs, update, publish) of vlmrl against one of TRL 1.16, in turn, on one machine.
 
     .venv/bin/python tests/benchmarks/compare_trl.py --steps 5
 
@@ -8,7 +8,7 @@ rate, and take turns in one run: while one makes its step, the other waits. Answ
 random weights do once in some thousands of tokens: nearly all have 64, and both sides' mean is printed. The first step
 of each side is a warm-up and does not count.
 
-vlmrl runs as `vlmrl rl` does: Ray, a vLLM engine, DeepSpeed, real syncs with their proof. trl_process.py says how
+vlmrl runs as `vlmrl rl` does: Ray, a vLLM engine, DeepSpeed, real publishes with their proof. trl_process.py says how
 TRL is set up. TRL is installed into a folder of its own when it is not there (`--trl`), and uses this environment for
 the rest. Each step is one JSON line on stdout, and the last line holds the medians; the table goes to stderr.
 

@@ -15,7 +15,7 @@ class Vllm(Section):
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one engine."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of shared prompt prefixes (reset on every weight sync)."""
+    """Reuse the KV cache of shared prompt prefixes (reset on every publish)."""
     max_num_seqs: PositiveInt | None = None
     """Responses that an engine decodes together; by default as many as the run asks of it at once, up to what vLLM
     takes offline on that device."""
@@ -40,12 +40,12 @@ class Vllm(Section):
     4-bit values written out, so that rollouts and training are the same function. `original`: the model's own files.
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
     bucket_mib: PositiveFloat | None = None
-    """Weights are sent in messages of this size, in MiB; by default 64 through shared memory, where several are
+    """Weights are published in messages of this size, in MiB; by default 64 through shared memory, where several are
     under way at a time, and 512 between GPUs (`vllm.sync_backend`)."""
     readback_steps: Every = 50
-    """After a weight sync the engines' layers are read back and compared with what was sent: one layer in eight, and
-    all of them after the first sync of a process and every so many steps; -1 means never. Adapters that are synced
-    alone are always read back completely."""
+    """After a publish the engines' layers are read back and compared with what was sent: one layer in eight, and all of
+    them with the first publish of a process and every so many steps; -1 means never. Adapters that are published alone
+    are always read back whole."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
     of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original. Where it is not
