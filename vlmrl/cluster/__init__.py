@@ -1,4 +1,4 @@
-"""Processes and machines of a run. The only package that imports Ray."""
+"""Processes and machines of a run. Ray is imported here and in `vlmrl doctor` alone."""
 
 import os
 import secrets

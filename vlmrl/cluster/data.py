@@ -74,7 +74,7 @@ class SourceSettings:
 
 
 def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowRequirements:
-    """Columns that the run needs in every row, besides the question."""
+    """Columns that the run needs in each row, in addition to the prompt."""
     if isinstance(config, RolloutBench):
         return NO_REQUIREMENTS
     if isinstance(config, SftConfig):

@@ -153,7 +153,7 @@ class Roster:
 def report_deaths(roster: Roster) -> Iterator[None]:
     """Context that replaces errors by a ClusterError about a dead worker, if one has died.
 
-    Errors for users (VlmrlError) are no consequence of a death, and pass.
+    Other errors for users (VlmrlError) do not follow from a death, and pass unchanged.
     """
     try:
         yield

@@ -334,7 +334,7 @@ def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Gener
 
 
 def loss_totals(samples: Sequence[Sample]) -> Totals:
-    """The denominators of the loss of these samples: left out samples do not count, and the minimum is 1."""
+    """The denominators of the loss of these samples: samples that are left out do not count, and the minimum is 1."""
     tokens = [int(sample.sampled.sum()) for sample in samples]
     return Totals(num_tokens=max(sum(tokens), 1), num_samples=max(sum(number > 0 for number in tokens), 1))
 

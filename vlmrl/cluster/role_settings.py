@@ -152,7 +152,7 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
 
 
 def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
-    """The most requests that one engine of the run has in flight."""
+    """Maximum numbers of requests that one engine of the run has in flight."""
     num_engines, rollout = config.vllm.num_engines, config.rollout
     if isinstance(config, EvalConfig):
         prompts = prompts_at_once(config.eval.max_samples, num_engines)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MIN_PROMPTS_AT_ONCE = 64
-"""Minimum of prompts that an engine has at once, if there are as many."""
+"""Minimum number of prompts that an engine has at once, if it gets as many."""
 _MIN_TOKENS = 2048
 """Fewer tokens per step would save little memory and split every prompt."""
 
 
 class Demand(NamedTuple):
-    """The most requests that one engine has in flight."""
+    """Maximum numbers of one engine's requests in flight."""
 
     responses: int
     prompts: int
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
 
 CPU_LIMITS = Limits(128, 2048)
-"""Upper limits on a CPU, where more makes nothing faster."""
+"""Upper limits on a CPU, which is no faster with larger ones."""
 
 
 def prompts_at_once(num_prompts: int, num_engines: int) -> int:

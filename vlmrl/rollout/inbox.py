@@ -75,7 +75,7 @@ class Inbox:
         await self._call("vlmrl_receive", offer)
 
     def _release_all(self) -> None:
-        """Free the relayed buckets, which nobody reads any more."""
+        """Free the memory of relayed buckets, which are no longer read."""
         self._outbox.begin(keep_bytes=self._vllm.bucket_bytes)
 
     def _started(self) -> AsyncLLM:

@@ -48,7 +48,7 @@ each prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 
 """
 _LESS_MEMORY = "if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
 OUTPUT_DELAY_S = 0.5
-"""The last lines of a dead engine arrive after the error that reports its death: the wait for them."""
+"""The last lines of a dead engine arrive after the error that reports its death: how long to wait for them."""
 _PROCESS_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) ?)+")
 _LOG_PREFIX = re.compile(r"^(ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?")
 _EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .")
@@ -74,7 +74,7 @@ def engine_arguments(
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "enforce_eager": vllm.enforce_eager,
-        # With vLLM's default, it would fall back to pickles.
+        # vLLM's default falls back to pickles.
         "load_format": "safetensors",
         "enable_sleep_mode": vllm.enable_sleep,
         "worker_extension_cls": "vlmrl.rollout.worker_extension.WeightReceiver",

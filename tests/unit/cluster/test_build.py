@@ -93,10 +93,10 @@ def ranks(group: Any) -> Ranks[Any]:
 @pytest.mark.parametrize(("shares", "lines"), [(True, 1), (False, 0)])
 def test_a_critic_that_shares_the_actors_image_features_is_reported(shares: bool, lines: int) -> None:
     pair: Any = LocalWorker(shares_features=shares)
-    said: list[str] = []
-    critic = remote_critic(_Trained(pair, pair, pair), ranks(pair), StepPlan(1, 1, 0), said.append)
+    messages: list[str] = []
+    critic = remote_critic(_Trained(pair, pair, pair), ranks(pair), StepPlan(1, 1, 0), messages.append)
     assert critic is not None
-    assert (critic._group, len(said)) == (pair, lines)
+    assert (critic._group, len(messages)) == (pair, lines)
 
 
 def test_a_critic_on_its_own_ranks_shares_packing_and_pass_metrics_with_the_policy() -> None:
@@ -110,12 +110,12 @@ def test_a_critic_on_its_own_ranks_shares_packing_and_pass_metrics_with_the_poli
 
 
 def test_without_a_reference_model_the_policy_without_its_adapter_is_the_reference() -> None:
-    policy, said = RemotePolicy(ranks(LocalWorker()), StepPlan(1, 1, 0)), list[str]()
-    assert isinstance(remote_reference(config(), policy, None, said.append), PolicyWithoutAdapter)
-    assert said == ["reference: the policy with its adapters off, which is model"]
-    separate = remote_reference(config(), policy, LocalWorker(), said.append)  # type: ignore[arg-type]
+    policy, messages = RemotePolicy(ranks(LocalWorker()), StepPlan(1, 1, 0)), list[str]()
+    assert isinstance(remote_reference(config(), policy, None, messages.append), PolicyWithoutAdapter)
+    assert messages == ["reference: the policy with its adapters off, which is model"]
+    separate = remote_reference(config(), policy, LocalWorker(), messages.append)  # type: ignore[arg-type]
     assert not isinstance(separate, PolicyWithoutAdapter)
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_reward_models_have_the_names_and_weights_of_their_settings() -> None:
@@ -137,11 +137,11 @@ def test_reward_models_have_the_names_and_weights_of_their_settings() -> None:
 
 @pytest.mark.parametrize(("is_recurrent", "layout"), [(False, "shared"), (True, "padded")])
 def test_layout_and_image_cost_of_packs_follow_from_the_model(is_recurrent: bool, layout: str) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     policy: Any = LocalWorker(traits=(0.5, is_recurrent))
-    plan = packing_plan(policy, Loop(layout="shared"), ImageProcessor(), said.append)  # type: ignore[arg-type]
+    plan = packing_plan(policy, Loop(layout="shared"), ImageProcessor(), messages.append)  # type: ignore[arg-type]
     assert plan.layout == layout
     image: Any = type("Image", (), {"size": (56, 28)})
     assert plan.image_cost(image) == 0.5 * 4 * 2
-    assert said[0] == "a vision patch costs as much as 0.50 language tokens"
-    assert ("train.layout padded instead of shared" in said[-1]) == is_recurrent
+    assert messages[0] == "a vision patch costs as much as 0.50 language tokens"
+    assert ("train.layout padded instead of shared" in messages[-1]) == is_recurrent

@@ -134,10 +134,10 @@ def test_undivided_samples_share_their_prompts_on_all_ranks(num_ranks: int) -> N
 
 def test_layout_and_gradient_arguments_reach_the_ranks() -> None:
     group = FakeRanks(1)
-    asked = policy(group, PassMetrics())
+    remote_policy = policy(group, PassMetrics())
     samples = [sample(0, 3, 1), sample(0, 4, 2)]
-    asked.logprobs(samples)
-    asked.logprobs(samples, layout="padded", gradient=True)
+    remote_policy.logprobs(samples)
+    remote_policy.logprobs(samples, layout="padded", gradient=True)
     assert rows_passed(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
     assert [kwargs["gradient"] for _, _, kwargs in group.calls] == [False, True]
 

@@ -21,7 +21,7 @@ LINE = "machine 10.0.0.2 died during the run, and with it actor 1: the run is st
 
 
 def watch(*statuses: Status, patience_s: float = 30.0) -> tuple[Watch, threading.Event]:
-    """A watch whose probes return these statuses, and then the last one for ever; and an event that its loss sets."""
+    """A watch whose probes return these statuses, and then the last one forever; and an event that its loss sets."""
     remaining = list(statuses)
 
     def probe(node: Node) -> Status:
