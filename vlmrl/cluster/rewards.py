@@ -118,7 +118,7 @@ class RewardSources:
             self._functions.begin(group)
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group: the weighted sum over all sources. See `trainer.rl.Rewarder`.
+        """One score per response, group by group: the weighted sum over all sources. See `trainer.protocols`.
 
         A response that made its scorer fail gets the smaller of 0 and the lowest score of its group, or of all groups
         if its own has none, so that breaking a scorer never pays. A response that the infrastructure failed gets 0,
