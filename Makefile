@@ -40,9 +40,9 @@ lint: setup  ## ruff, mypy, import rules
 unit: setup  ## unit tests only
 	$(UNIT)
 
-bench: setup  ## a weight publish, rollouts, an optimizer step in each layout and the log-probs alone, as JSON lines
+bench: setup  ## a weight sync, rollouts, an optimizer step in each layout and the log-probs alone, as JSON lines
 	@test -d runs/bench/model || $(BIN)/python -m vlmrl.models.tiny --family qwen2_5_vl --out runs/bench/model
-	$(BIN)/vlmrl bench publish --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32
+	$(BIN)/vlmrl bench sync --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32
 	$(BIN)/vlmrl bench rollout --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32 \
 		--data.prompt_dataset visual_math --rollout.batch_size 16 --rollout.max_new_tokens 64
 	$(BIN)/vlmrl bench step --actor.model_name_or_path runs/bench/model --ds.param_dtype fp32 --bench.image_size 336

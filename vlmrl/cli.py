@@ -26,7 +26,7 @@ Reinforcement learning of language and vision-language models.
   rl             reinforcement learning: sample responses, score them, learn from the better ones
   sft            supervised fine-tuning on the labels of a dataset
   eval           evaluation on held-out prompts, scored by the reward functions
-  bench publish  throughput of weight sync from the trainer to the engines
+  bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
   bench step     time, FLOPs and memory of an optimizer step in each layout
   bench logprobs time and memory of log-probs with and without [T, V] logits
@@ -129,21 +129,21 @@ def _eval(words: list[str]) -> int:
 def _bench(words: list[str]) -> int:
     name, *rest = words or ["--help"]
     if name in ("--help", "-h"):
-        print("usage: vlmrl bench publish|rollout|step|logprobs [--config FILE.yaml ...] [--section.setting VALUE ...]")
+        print("usage: vlmrl bench sync|rollout|step|logprobs [--config FILE.yaml ...] [--section.setting VALUE ...]")
         return 0
     if name not in _BENCHMARKS:
         raise ConfigError(_unknown("benchmark", name, _BENCHMARKS))
     return _BENCHMARKS[name](rest)
 
 
-def _bench_publish(words: list[str]) -> int:
-    from vlmrl.config.run import PublishBench
+def _bench_sync(words: list[str]) -> int:
+    from vlmrl.config.run import SyncBench
 
-    if (arguments := _parse(PublishBench, words)) is not None:
-        from vlmrl.commands.bench.engines import publish
+    if (arguments := _parse(SyncBench, words)) is not None:
+        from vlmrl.commands.bench.engines import sync
 
         with handle_signals(_GRACE_S):
-            publish(arguments.config)
+            sync(arguments.config)
     return 0
 
 
@@ -247,7 +247,7 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
 
 
 _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
-    "publish": _bench_publish,
+    "sync": _bench_sync,
     "rollout": _bench_rollout,
     "step": _bench_step,
     "logprobs": _bench_logprobs,

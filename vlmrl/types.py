@@ -9,12 +9,15 @@ row, V vocabulary, D hidden size, P vision patches, H heads, L layers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vlmrl.errors import ConfigError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -72,6 +75,52 @@ class Prompt:
     """The row holds the question as a list of messages, not as one text."""
     label_key: str | None = None
     """The dataset column of the label."""
+
+
+_LARGEST_SEED = 2**62 - 1
+"""vLLM gives response k of a request the seed + k, as a signed 64-bit number: this leaves room for every k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the responses to a prompt are sampled.
+
+    Raises ConfigError for values that no engine can sample with.
+    """
+
+    n: int
+    """Responses per prompt."""
+    temperature: float
+    """Divides the logits; 0 is greedy."""
+    top_p: float
+    """Nucleus: the smallest set of tokens with this probability mass is sampled from."""
+    max_new_tokens: int
+    """Longest response, in tokens, the end token included."""
+    seed: int
+    """Seed of the run, or of one evaluation: requests with equal seed and equal prompt index draw equal noise."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_new_tokens < 1:
+            raise ConfigError(
+                f"cannot sample {self.n} responses of {self.max_new_tokens} tokens: both must be at least 1"
+            )
+        if self.n > 1 and self.temperature == 0.0:
+            raise ConfigError(
+                f"temperature 0 gives {self.n} times the same response: set one, or raise the temperature"
+            )
+        if self.temperature < 0.0 or not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(
+                f"cannot sample with temperature {self.temperature} and top_p {self.top_p}: "
+                "temperature is 0 or above, top_p in (0, 1]"
+            )
+
+    def request_seed(self, index: int) -> int:
+        """Seed of the request for the prompt with this index, in [0, 2**62).
+
+        A hash and not `seed + index`: sums would give response 1 of one prompt the noise of response 0 of the next.
+        """
+        name = f"{self.seed}/{index}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") & _LARGEST_SEED
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,7 +43,7 @@ from vlmrl.models import tiny
 HERE = Path(__file__).parent
 TRL = "trl==1.16.0"
 QUESTION = "How many circles?"
-PHASES = ("rollout_s", "logprob_s", "update_s", "publish_s")
+PHASES = ("rollout_s", "logprob_s", "update_s", "sync_s")
 SHOWN = (
     *("seconds", "data_s", "reward_s", *PHASES),
     *("prompt/tokens_mean", "response/tokens_mean", "pack/tokens", "vision/tower_calls", "sync/logprob_diff_max"),

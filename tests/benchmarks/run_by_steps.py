@@ -11,7 +11,7 @@ from typing import Any
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import roles_of
+from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.commands.preflight import actor_adapter_plan, critic_adapter_plan
 from vlmrl.config.run import RlConfig
@@ -32,14 +32,14 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
     """
     clock = _Clock()
     with session() as machines, ExitStack() as stack:
-        builder = RoleBuilder(machines, plan(**roles_of(config, machines)), stack)
+        builder = RoleBuilder(machines, plan(**plan_arguments(config, machines)), stack)
         prompts = builder.prompts(config, _say)
         tools = processor_of(config.actor.model_name_or_path, config.data)
         engines, policy, weight_sync, reference, critic, reward_sources = builder.roles(
             config,
             tools,
             adapter=actor_adapter_plan(config, tools),
-            critics=critic_adapter_plan(config),
+            critic_adapter=critic_adapter_plan(config),
             num_rows=prompts.num_rows,
             report=clock,
         )

@@ -11,19 +11,19 @@ from vlmrl.rollout.worker_extension import WeightReceiver
 
 
 class Ignores(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        super().put(tensors)
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        super().activate(tensors)
         self.manager.deactivate_adapter(1)
 
 
 class Keeps(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
+    def activate(self, tensors: dict[str, Tensor]) -> None:
         """Nothing is done."""
 
 
 class Forgets(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        super().put(tensors)
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        super().activate(tensors)
         for layer in self.manager.modules.values():
             layer.reset_lora(0)
 
@@ -33,18 +33,18 @@ class TakesOtherNames(AdapterUpdate):
 
 
 class SwapsLayers(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
+    def activate(self, tensors: dict[str, Tensor]) -> None:
         other = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
         swapped = {}
         for name, tensor in tensors.items():
             found = next(part for part in other if part in name)
             swapped[name.replace(found, other[found])] = tensor
-        super().put(swapped)
+        super().activate(swapped)
 
 
 class LosesOne(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        super().put(
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        super().activate(
             {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.k_proj.lora_A" not in name}
         )
 
@@ -55,22 +55,22 @@ class LosesOneOnTheWay(AdapterUpdate):
 
 
 class AppliesTwice(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        super().put({name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()})
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        super().activate({name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()})
 
 
 class ScalesWrongly(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
-        self.announced = {**self.announced, "is_rank_stabilized": not self.announced["is_rank_stabilized"]}
-        super().put(tensors)
+    def activate(self, tensors: dict[str, Tensor]) -> None:
+        self.description = {**self.description, "is_rank_stabilized": not self.description["is_rank_stabilized"]}
+        super().activate(tensors)
 
 
 class ChangesOneNumber(AdapterUpdate):
-    def put(self, tensors: dict[str, Tensor]) -> None:
+    def activate(self, tensors: dict[str, Tensor]) -> None:
         name = next(name for name in tensors if "layers.0.self_attn.v_proj.lora_B" in name)
         changed = tensors[name].clone()
         changed[0, 0] += 1e-6
-        super().put(tensors | {name: changed})
+        super().activate(tensors | {name: changed})
 
 
 class Faulty(WeightReceiver):

@@ -20,9 +20,8 @@ from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.weights import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt, Rollout
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sampling
 
 COLUMNS = Columns(max_pixels=200 * 200)
 TEMPERATURE = 0.7
@@ -160,15 +159,13 @@ class Pair:
         """Let the worker do the next updates as this class of `weight_faults` does."""
         self.run(self.engine._call("vlmrl_plant", fault))
 
-    def publish(self, *, version: int | None = None, vision_changed: bool = True, skip: str = "") -> str:
+    def sync(self, *, version: int | None = None, vision_changed: bool = True, skip: str = "") -> str:
         """Send all weights, in three buckets, but for those whose name ends in `skip`."""
         weights = [(name, w) for name, w in self.trainer.weights() if not (skip and name.endswith(skip))]
-        return self.run(
-            publish(self.engine, weights, version or self.engine.version + 1, vision_changed=vision_changed)
-        )
+        return self.run(sync(self.engine, weights, version or self.engine.version + 1, vision_changed=vision_changed))
 
 
-async def publish(engine: RolloutEngine, weights: Any, version: int, *, vision_changed: bool = True) -> str:
+async def sync(engine: RolloutEngine, weights: Any, version: int, *, vision_changed: bool = True) -> str:
     """Send all weights in three buckets; all layers of the engine are read back."""
     await engine.begin_update(version, readback={"seed": version, "is_full": True})
     third = -(-len(weights) // 3)

@@ -205,8 +205,8 @@ def update(
     rows = samples(learner._processor)
     if look:
         quiet, _ = learner.logprobs(packs_of(learner, rows, **cut))
-        recorded, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
-        for (i, mine), (n, other) in zip(quiet, recorded, strict=True):
+        record_call, _ = learner.logprobs(packs_of(learner, rows, **cut), gradient=True)
+        for (i, mine), (n, other) in zip(quiet, record_call, strict=True):
             assert i == n
             np.testing.assert_allclose(mine, other, atol=2e-6)
     if warm:
@@ -251,7 +251,7 @@ def adapt(
     save: str | None = None,
     **settings: Any,
 ) -> None:
-    """Steps of an adapter: what it and its base say before and after, what is published of it, the folder."""
+    """Steps of an adapter: what it and its base say before and after, what is synced of it, the folder."""
     from vlmrl.observe.metrics import reduce
 
     learner = policy(model, **settings)

@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
 
-from vlmrl.cluster.models import count, experience_of  # noqa: E402
+from vlmrl.cluster.models import loss_totals, pack_experience  # noqa: E402
 from vlmrl.commands.bench.memory import peak_bytes  # noqa: E402
 from vlmrl.commands.bench.samples import make_samples, random_experience  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
@@ -76,7 +76,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     )[0]
     zeros = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
     experience = replace(random_experience(samples, zeros, seed=0), values=zeros, returns=zeros)
-    work = [[(pack, experience_of(pack, experience)) for pack in packs]], [count(experience.samples)]
+    work = [[(pack, pack_experience(pack, experience)) for pack in packs]], [loss_totals(experience.samples)]
     common = {"ds": ds, "loop": Loop(layout="padded"), "columns": columns, "vision": Vision(cache_gib=0.0)}
     common |= {"total_steps": 2, "adapter": adapter}
     loss = PolicyLoss(aggregation="token", max_new_tokens=ANSWER)

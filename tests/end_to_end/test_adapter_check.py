@@ -18,8 +18,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
 from vlmrl.verify.noise import NoiseCheck, Paths
 
@@ -71,7 +70,7 @@ class Both:
         )
 
     def send(self) -> int:
-        """Publish the adapter; its version."""
+        """Sync the adapter; its version."""
         version = self.engine.version + 1
         assert self.runner.run(send(self.engine, self.trainer, version)) == self.trainer.fingerprint()
         return version

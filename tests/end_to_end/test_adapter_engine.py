@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_pair import EXACT, SAMPLING, Pair, Trainer, publish, rollout_engine
+from engine_pair import EXACT, SAMPLING, Pair, Trainer, rollout_engine, sync
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
@@ -95,7 +95,7 @@ class AdaptedPair(Pair):
     trainer: Adapted
 
     def send(self, *, version: int | None = None) -> str:
-        """Publish the adapter, in two buckets."""
+        """Sync the adapter, in two buckets."""
         return self.run(send(self.engine, self.trainer, version or self.engine.version + 1))
 
     def plant(self, fault: str) -> None:
@@ -181,7 +181,7 @@ def pair(engines: AdaptedEngines) -> AdaptedPair:
 @pytest.mark.parametrize("family", PLANS)
 def test_engine_and_trainer_agree_with_the_adapter_and_without_it(engines: AdaptedEngines, family: str) -> None:
     each = engines.pair(family)
-    with pytest.raises(SyncError, match=r"engine-0 has no adapter on its base of version 0: publish one first"):
+    with pytest.raises(SyncError, match=r"engine-0 has no adapter on its base of version 0: sync one first"):
         each.asked(adapter=True)
     assert each.gap(adapter=False) < EXACT
     assert each.run(each.engine.status())["adapter"] is None
@@ -189,7 +189,7 @@ def test_engine_and_trainer_agree_with_the_adapter_and_without_it(engines: Adapt
     assert each.gap(adapter=True) < EXACT
     for version in (2, 3):
         each.trainer.train()
-        assert each.gap(adapter=True) > 1e-3, "a change must show before it is published"
+        assert each.gap(adapter=True) > 1e-3, "a change must show before it is synced"
         assert each.send() == each.trainer.fingerprint()
         groups = each.asked(adapter=True)
         assert each.gap(adapter=True, groups=groups) < EXACT
@@ -205,7 +205,7 @@ def test_engine_and_trainer_agree_with_the_adapter_and_without_it(engines: Adapt
 def test_a_new_base_waits_for_its_adapter(engines: AdaptedEngines, family: str) -> None:
     each = engines.pair(family)
     each.trainer.change("everything")
-    each.publish()
+    each.sync()
     with pytest.raises(SyncError, match=rf"no adapter on its base of version {each.engine.version}"):
         each.asked(adapter=True)
     assert each.gap(adapter=False) < EXACT
@@ -269,7 +269,7 @@ def test_a_new_base_ends_requests_for_the_adapter_and_no_others(pair: AdaptedPai
         asked = [pair.engine.generate(p, long, adapter=bool(i % 2)) for i, p in enumerate(prompts)]
         asking = [asyncio.ensure_future(one) for one in asked]
         await until_running(pair.engine, len(prompts))
-        await publish(pair.engine, pair.trainer.weights(), pair.engine.version + 1)
+        await sync(pair.engine, pair.trainer.weights(), pair.engine.version + 1)
         return await asyncio.gather(*asking, return_exceptions=True)
 
     answers = pair.run(both())
@@ -288,13 +288,13 @@ async def until_running(engine: RolloutEngine, count: int) -> None:
 # ---------------------------------------------------------------- planted faults
 
 FAULTS = [
-    ("Ignores", r"vLLM ignores the adapter: it did not switch it on"),
+    ("Ignores", r"vLLM did not activate the adapter"),
     ("Forgets", r"vLLM's layers hold nothing of .*layers\.0\.mlp\.down_proj\.lora_A\.weight.* and \d+ more"),
     ("Keeps", r"vLLM's layers hold still the older .*lora_A\.weight.* and \d+ more"),
     ("TakesOtherNames", r"vLLM's model has no place for base_model\.model\.model\.language_model\.layers\.0.* more"),
     ("SwapsLayers", r"vLLM's layers hold something else than was sent for .*layers\.0"),
     ("LosesOne", r"vLLM's layers hold nothing of \S+layers\.1\.self_attn\.k_proj\.lora_A\.weight$"),
-    ("LosesOneOnTheWay", r"no weights came for \S+layers\.1\.mlp\.down_proj\.lora_B\.weight$"),
+    ("LosesOneOnTheWay", r"no weights arrived for \S+layers\.1\.mlp\.down_proj\.lora_B\.weight$"),
     ("AppliesTwice", r"vLLM's layers apply the adapter 2 times: by 16 instead of 8"),
     ("ScalesWrongly", r"vLLM's layers apply the adapter wrongly scaled: by 4 instead of 8"),
     (
@@ -335,11 +335,11 @@ def test_a_tensor_of_another_adapter_is_refused(pair: AdaptedPair) -> None:
 
 
 def test_an_adapter_is_not_put_on_half_a_base(pair: AdaptedPair) -> None:
-    with pytest.raises(SyncError, match="no weights came for"):
-        pair.publish(skip="layers.1.self_attn.k_proj.weight")
-    with pytest.raises(SyncError, match=r"was sent an adapter, and not all of the base below it: .*publish the base"):
+    with pytest.raises(SyncError, match="no weights arrived for"):
+        pair.sync(skip="layers.1.self_attn.k_proj.weight")
+    with pytest.raises(SyncError, match=r"was sent an adapter but has no complete base: .*sync the base"):
         pair.send()
-    pair.publish()
+    pair.sync()
     pair.send()
     assert pair.gap(adapter=True) < EXACT
 
@@ -354,7 +354,7 @@ def test_an_update_that_never_ended_leaves_the_adapter_to_the_next(pair: Adapted
     pair.send()
     assert pair.gap(adapter=True) < EXACT
     pair.run(broken_off(adapter=True))
-    pair.publish()
+    pair.sync()
     pair.send()
     assert pair.gap(adapter=True) < EXACT
 
@@ -381,7 +381,7 @@ def test_prefixes_of_an_older_adapter_are_not_found_even_when_they_are_not_throw
     monkeypatch.setattr(pair.engine, "_lora_request", lambda: always)
     pair.trainer.train()
     pair.send()
-    assert gap() > 1e-3, "only the probe after a publish can see this"
+    assert gap() > 1e-3, "only the probe after a weight sync can see this"
     monkeypatch.undo()
     pair.send()
     assert gap() < EXACT

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vlmrl.commands.bench.engines import publish, rollout
+from vlmrl.commands.bench.engines import rollout, sync
 from vlmrl.config.load import load
-from vlmrl.config.run import PublishBench, RolloutBench
+from vlmrl.config.run import RolloutBench, SyncBench
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -25,11 +25,11 @@ def flags(model: str, **more: Any) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def test_publish_tells_the_bytes_of_the_base_and_of_the_adapter(
+def test_sync_reports_the_bytes_of_the_base_and_of_the_adapter(
     tiny_model: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_model("qwen3", size="micro")
-    publish(load(PublishBench, flags(model, **{"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj"})))
+    sync(load(SyncBench, flags(model, **{"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj"})))
     found = lines(capsys)
     assert [(line["part"], line["warm_up"]) for line in found] == [
         *(("base", True), ("adapter", True), ("base", False), ("adapter", False)),

@@ -1,4 +1,4 @@
-"""Real vLLM on CPU: its answers are the trainer's, before and after every publish, and faults do not pass unseen."""
+"""Real vLLM on CPU: its log-probs are the trainer's, before and after every weight sync, and faults are detected."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from engine_pair import (
     PlantableEngine,
     Trainer,
     engine_processes,
-    publish,
     rollout_engine,
+    sync,
 )
 
 from vlmrl import plugins
@@ -60,7 +60,7 @@ def vision(engines: Engines) -> Pair:
 
 
 @pytest.mark.parametrize(("family", "tied"), MODELS, ids=[f"{f}-{'tied' if t else 'untied'}" for f, t in MODELS])
-def test_engine_and_trainer_agree_before_and_after_each_of_five_publishes(
+def test_engine_and_trainer_agree_before_and_after_each_of_five_syncs(
     engines: Engines, family: str, tied: bool
 ) -> None:
     each = engines.pair(family, tied)
@@ -69,9 +69,9 @@ def test_engine_and_trainer_agree_before_and_after_each_of_five_publishes(
     for version, part in enumerate(("vision", "projector", "language", "embeddings", "everything"), start=1):
         is_there = each.trainer.change(part)
         if is_there:
-            assert each.difference() > 1e-3, f"a change of {part} must show before it is published"
+            assert each.difference() > 1e-3, f"a change of {part} must show before it is synced"
         num_asked += 3 * (1 + is_there)
-        said = each.publish()
+        said = each.sync()
         assert said == fingerprint({name: digest(name, w.detach()) for name, w in each.trainer.weights()})
         assert (said != last) == (is_there or not last)
         last = said
@@ -89,18 +89,18 @@ def test_engine_and_trainer_agree_before_and_after_each_of_five_publishes(
 
 
 def check_faults(pair: Pair, faults: Sequence[tuple[str, str]]) -> None:
-    """Each is found by what is read back from the layers, and the next sound publish is good."""
+    """Each is found by what is read back from the layers, and the next sound weight sync is good."""
     for fault, said in faults:
         before = pair.engine.version
         pair.trainer.change("everything", by=0.02)
         pair.plant(fault)
         with pytest.raises(SyncError, match=rf"version {before + 1} to .* failed: read back from the layers.*, {said}"):
-            pair.publish()
+            pair.sync()
         with pytest.raises(SyncError, match="read back from the layers"):
             pair.answers(pair.trainer.prompts())
         assert pair.engine.version == before
         pair.plant("Sound")
-        pair.publish()
+        pair.sync()
 
 
 def test_an_answer_ends_with_its_end_token_or_at_its_length(vision: Pair) -> None:
@@ -126,13 +126,13 @@ def test_vision_tokens_are_never_sampled_however_likely(vision: Pair) -> None:
     with torch.no_grad():
         kept = head[banned].clone()
         head[banned] *= 40.0
-    vision.publish()
+    vision.sync()
     groups = vision.answers([vision.trainer.prompt(i, "which?") for i in range(8)])
     assert not {int(t) for g in groups for r in g.rollouts for t in r.tokens[r.sampled]} & set(banned)
     assert vision.trainer.difference(groups) < EXACT
     with torch.no_grad():
         head[banned] = kept
-    vision.publish()
+    vision.sync()
 
 
 def test_the_same_seed_and_prompt_give_the_same_answers_and_others_do_not(vision: Pair) -> None:
@@ -156,7 +156,7 @@ def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_answers(vision:
     assert vision.trainer.difference(first) < EXACT
 
 
-def test_a_request_in_flight_survives_a_publish_and_says_its_older_version(vision: Pair) -> None:
+def test_a_request_in_flight_survives_a_sync_and_reports_its_older_version(vision: Pair) -> None:
     before = vision.engine.version
     prompts = [vision.trainer.prompt(80 + i, "go on", images=1) for i in range(4)]
     # Their images are in the prefix cache when they begin, and are not when they begin again.
@@ -169,7 +169,7 @@ def test_a_request_in_flight_survives_a_publish_and_says_its_older_version(visio
         while (await vision.engine.status())["num_running"] < len(prompts):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
-        await publish(vision.engine, vision.trainer.weights(), before + 1)
+        await sync(vision.engine, vision.trainer.weights(), before + 1)
         late = asyncio.ensure_future(vision.engine.generate(vision.trainer.prompt(90, "late"), SAMPLING))
         return await asyncio.gather(*asking, late)
 
@@ -183,29 +183,29 @@ def test_a_request_in_flight_survives_a_publish_and_says_its_older_version(visio
 # ---------------------------------------------------------------- planted faults
 
 
-def test_a_publish_that_skips_a_tensor_is_refused_until_one_is_whole(vision: Pair) -> None:
+def test_a_sync_that_skips_a_tensor_is_refused_until_one_is_whole(vision: Pair) -> None:
     before = vision.engine.version
     vision.trainer.change("everything")
     with pytest.raises(
-        SyncError, match=r"no weights came for .*layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"
+        SyncError, match=r"no weights arrived for .*layers\.1\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"
     ):
-        vision.publish(skip="layers.1.self_attn.k_proj.weight")
+        vision.sync(skip="layers.1.self_attn.k_proj.weight")
     assert vision.engine.version == before
-    with pytest.raises(SyncError, match=rf"publishing version {before + 1} to rollout engine engine-0 failed"):
+    with pytest.raises(SyncError, match=rf"sync of version {before + 1} to rollout engine engine-0 failed"):
         vision.answers(vision.trainer.prompts())
-    vision.publish()
+    vision.sync()
     assert vision.difference() < EXACT
-    with pytest.raises(SyncError, match=r"no weights came for visual\.patch_embed\.proj"):
-        vision.publish(skip="visual.patch_embed.proj.weight")
-    vision.publish()
+    with pytest.raises(SyncError, match=r"no weights arrived for visual\.patch_embed\.proj"):
+        vision.sync(skip="visual.patch_embed.proj.weight")
+    vision.sync()
     assert vision.difference() < EXACT
 
 
 def test_a_tensor_that_the_engine_has_no_place_for_is_refused(vision: Pair) -> None:
     weights = [*vision.trainer.weights(), ("model.language_model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))]
     with pytest.raises(SyncError, match="failed"):
-        vision.run(publish(vision.engine, weights, vision.engine.version + 1))
-    vision.publish()
+        vision.run(sync(vision.engine, weights, vision.engine.version + 1))
+    vision.sync()
     assert vision.difference() < EXACT
 
 
@@ -221,7 +221,7 @@ LAYER_FAULTS = [
 def test_layers_that_do_not_hold_what_came_are_refused(vision: Pair) -> None:
     """Scaled by 1.01 after its digest was taken, a layer moves the log-probs by less than any bound allows."""
     vision.plant("Sound")
-    vision.publish()
+    vision.sync()
     check_faults(vision, LAYER_FAULTS)
     assert vision.difference() < EXACT
 
@@ -235,7 +235,7 @@ def test_in_bf16_columns_tell_what_a_product_cannot(engines: Engines) -> None:
         pair.run(pair.engine.start())
         for _ in range(3):
             half.change("everything", by=0.02)
-            pair.publish()
+            pair.sync()
         check_faults(pair, [*LAYER_FAULTS, ("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from")])
         pair.run(pair.engine.shutdown())
 
@@ -248,7 +248,7 @@ class Half(Trainer):
 
 
 def test_weights_without_a_beginning_are_refused(vision: Pair) -> None:
-    with pytest.raises(SyncError, match="without the beginning of an update"):
+    with pytest.raises(SyncError, match="outside of an update"):
         vision.run(vision.engine.load_bucket(pack_bucket(vision.trainer.weights()[:1])))
 
 
@@ -258,7 +258,7 @@ def test_an_update_that_never_ended_does_not_hinder_the_next(vision: Pair) -> No
         await vision.engine.load_bucket(pack_bucket(vision.trainer.weights()[:5]))
 
     vision.run(broken_off())
-    vision.publish()
+    vision.sync()
     assert vision.difference() < EXACT
 
 
@@ -270,15 +270,15 @@ def test_a_stale_encoder_cache_shows_as_a_difference(vision: Pair, monkeypatch: 
     vision.trainer.change("vision", by=0.5)
     with monkeypatch.context() as planted:
         planted.setattr(vision.engine, "_reset_encoder_cache", forget)
-        vision.publish()
+        vision.sync()
         assert vision.difference() > 1e-3
-    vision.publish()
+    vision.sync()
     assert vision.difference() < EXACT
 
 
 def test_the_engine_sees_a_changed_tower_even_when_the_trainer_says_it_is_frozen(vision: Pair) -> None:
     vision.trainer.change("vision", by=0.5)
-    vision.publish(vision_changed=False)
+    vision.sync(vision_changed=False)
     assert vision.difference() < EXACT
 
 

@@ -22,9 +22,8 @@ from vlmrl.data.media import Blank, InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Sampling
 from vlmrl.verify.images import check
 from vlmrl.verify.noise import NoiseCheck, Paths
 

@@ -318,23 +318,21 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run_and_names_the_step(
         ("text_model_3", "text_pair"),
     ],
 )
-def test_a_saved_model_loads_with_exactly_the_weights_that_are_published(
-    runs: Ranks, folder: str, weights: str
-) -> None:
+def test_a_saved_model_loads_with_exactly_the_weights_that_are_synced(runs: Ranks, folder: str, weights: str) -> None:
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
     from vlmrl.learning.weights import checkpoint_names, saved_tensors
 
     path = runs.folder / folder
-    published, written = runs.tensors(weights), load_file(path / "model.safetensors")
-    assert written.keys() == published.keys()
+    synced, written = runs.tensors(weights), load_file(path / "model.safetensors")
+    assert written.keys() == synced.keys()
     factory = AutoModelForCausalLM if folder.startswith("text") else AutoModelForImageTextToText
     net, report = factory.from_pretrained(path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     loaded = dict(checkpoint_names(net, saved_tensors(net)))
-    for name, tensor in published.items():
+    for name, tensor in synced.items():
         assert np.array_equal(written[name], tensor), name
         assert np.array_equal(loaded[name].detach().numpy(), tensor), name
     assert AutoTokenizer.from_pretrained(path).encode("a") == [97]

@@ -257,7 +257,7 @@ def test_images_go_through_the_tower_once_with_adapters_on_and_off_unless_it_has
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_published_of_an_adapter_is_told_by_fingerprint_and_bytes(runs: Ranks, name: str) -> None:
+def test_the_synced_adapter_is_reported_by_fingerprint_and_bytes(runs: Ranks, name: str) -> None:
     import torch
 
     from vlmrl.models.adapter_plan import adapter_fingerprint
@@ -273,16 +273,16 @@ def test_what_is_published_of_an_adapter_is_told_by_fingerprint_and_bytes(runs: 
 
 
 @pytest.mark.parametrize("name", ["vl_lora", "deep_nf4", "text_lora", "dora"])
-def test_the_folder_holds_what_is_published_and_the_run_goes_on_from_it(runs: Ranks, name: str) -> None:
+def test_the_folder_holds_what_is_synced_and_the_run_goes_on_from_it(runs: Ranks, name: str) -> None:
     from vlmrl.models.adapter_files import read_adapter
 
     stored = read_adapter(runs.folder / f"{name}_adapter", flag="merge.adapter")
-    published = part(runs, name, "adapter")
-    assert_equal({key: tensor.numpy() for key, tensor in stored.tensors.items()}, published)
+    synced = part(runs, name, "adapter")
+    assert_equal({key: tensor.numpy() for key, tensor in stored.tensors.items()}, synced)
     assert stored.base.is_four_bit == ("nf4" in name)
     assert stored.has_magnitude == (name == "dora")
     if name == "vl_lora":
-        assert_equal(part(runs, "went_on", "adapter"), published)
+        assert_equal(part(runs, "went_on", "adapter"), synced)
         assert runs.json("went_on")["zero"] == [False, False]
 
 

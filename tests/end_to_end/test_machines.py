@@ -260,7 +260,7 @@ def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_go
             print(f"the run ended {time.monotonic() - died:.1f} s after the machine was {death}")
         said = log.read_text().splitlines()
         assert "Traceback" not in log.read_text()
-        assert "machine 10.77.0.2 died in the middle of the run, and with it actor 1 and vllm 1" in said[-1], said[-1]
+        assert "machine 10.77.0.2 died during the run, and with it actor 1 and vllm 1" in said[-1], said[-1]
         assert not left_by_a_run(machines, 0, running)
         if death == "cut off":
             return

@@ -24,7 +24,7 @@ PLAIN_ENGINE = Path(__file__).with_name("plain_engine.py")
 NAMES = """reward/mean reward/std group/constant_fraction response/tokens_mean response/truncated_fraction policy/loss
 policy/clip_fraction policy/entropy policy/grad_norm sync/version sync/logprob_diff_max sync/kl_rollout_train
 vision/tower_calls media/bytes_moved pack/tokens pack/padding_fraction time/rollout_s time/reward_s time/logprob_s
-time/update_s time/publish_s time/step_s throughput/tokens_per_s data/rows_dropped"""
+time/update_s time/sync_s time/step_s throughput/tokens_per_s data/rows_dropped"""
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -30,9 +30,9 @@ def test_the_self_test_proves_this_machine(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         skipped = {name for name, line in lines.items() if line["state"] == "skipped"}
         assert skipped == {
-            *("8-bit Adam", "Liger's layers", "publish within a GPU (ipc)", "sleep and wake"),
-            "publish between GPUs (nccl)",
+            *("8-bit Adam", "Liger's layers", "weight sync within a GPU (ipc)", "sleep and wake"),
+            "weight sync between GPUs (nccl)",
         }
         assert all(lines[name]["figure"] == "no NVIDIA device" for name in skipped)
-    assert "digests and responses changed" in lines["publish through memory"]["figure"]
+    assert "digests and responses changed" in lines["weight sync through memory"]["figure"]
     assert "images change log-probs" in lines["two GRPO steps with images"]["figure"]

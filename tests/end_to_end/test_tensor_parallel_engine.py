@@ -21,7 +21,7 @@ def test_a_shard_that_kept_its_weights_is_found_in_its_worker(tmp_path: Path) ->
         try:
             for _ in range(2):
                 pair.trainer.change("everything")
-                pair.publish()
+                pair.sync()
             assert pair.difference() < EXACT
             reports = pair.run(engine.readback())
             assert [(report["wrong"], report["unread"]) for report in reports] == [([], [])] * 2
@@ -29,9 +29,9 @@ def test_a_shard_that_kept_its_weights_is_found_in_its_worker(tmp_path: Path) ->
             pair.plant("KeepsAShard")
             said = r"layers of worker 1, \S+layers\.0\.self_attn\.o_proj\.weight holds the weights from before$"
             with pytest.raises(SyncError, match=said):
-                pair.publish()
+                pair.sync()
             pair.plant("Sound")
-            pair.publish()
+            pair.sync()
             assert pair.difference() < EXACT
         finally:
             pair.run(engine.shutdown())

@@ -20,10 +20,10 @@ class Sound(WeightUpdate):
     def begun(self, old: dict[str, Tensor]) -> None:
         self.sent, self.old = {}, old
 
-    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+    def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
         # Here the digests have been taken.
         self.sent |= {name: tensor.clone() for name, tensor in tensors}
-        return super()._hand_over([(name, self.changed(name, tensor)) for name, tensor in tensors])
+        return super()._load_into_model([(name, self.changed(name, tensor)) for name, tensor in tensors])
 
     def changed(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
@@ -53,14 +53,14 @@ class KeepsALayer(Sound):
 
 
 class SwapsKeysAndValues(Sound):
-    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+    def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
         layer = "layers.0.self_attn."
         other = {f"{layer}k_proj.weight": f"{layer}v_proj.weight", f"{layer}v_proj.weight": f"{layer}k_proj.weight"}
         named = []
         for name, tensor in tensors:
             found = next((part for part in other if name.endswith(part)), None)
             named.append((name.replace(found, other[found]) if found else name, tensor))
-        return super()._hand_over(named)
+        return super()._load_into_model(named)
 
 
 class SwapsQueriesAndKeysOfTheTower(Sound):

@@ -16,9 +16,8 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.models import tiny
 from vlmrl.models.weights import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Sampling
 
 TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 
@@ -86,7 +85,7 @@ def test_what_an_engine_reads_it_scores_as_it_sampled(model: Path) -> None:
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"])
-def test_an_engine_holds_what_was_published_with_either_model_runner(
+def test_an_engine_holds_what_was_synced_with_either_model_runner(
     model: Path, second_runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
@@ -95,14 +94,14 @@ def test_an_engine_holds_what_was_published_with_either_model_runner(
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     changed = {name: tensor.detach() * 1.5 for name, tensor in net.state_dict().items()}
 
-    async def publish(engine: RolloutEngine) -> tuple[Group, str, Group]:
+    async def sync(engine: RolloutEngine) -> tuple[Group, str, Group]:
         before = await engine.generate(question(model), TWO_ANSWERS)
         await engine.begin_update(1, readback={"seed": 1, "is_full": True})
         await engine.load_bucket(pack_bucket(changed.items()))
         said = await engine.finish_update(vision_changed=False)
         return before, said, await engine.generate(question(model), TWO_ANSWERS)
 
-    before, said, after = with_engine(model, publish)
+    before, said, after = with_engine(model, sync)
     assert said == fingerprint({name: digest(name, tensor) for name, tensor in changed.items()})
     assert [rollout.version for rollout in (*before.rollouts, *after.rollouts)] == [0, 0, 1, 1]
 

@@ -18,7 +18,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "check",
-    ["generates", "publishes_by_memory", "publishes_by_device", "sleeps", "adapts", "checks_adapters"],
+    ["generates", "syncs_by_memory", "syncs_by_device", "sleeps", "adapts", "checks_adapters"],
 )
 def test_an_engine_and_a_policy_on_one_gpu_are_one_function(check: str, pair: Pair) -> None:
     getattr(serving, check)(pair)
@@ -27,7 +27,7 @@ def test_an_engine_and_a_policy_on_one_gpu_are_one_function(check: str, pair: Pa
 @pytest.mark.timeout(600)
 def test_weights_travel_between_two_gpus(tmp_path: Path) -> None:
     with serving.apart(tmp_path) as pair:
-        serving.publishes_by_device(pair)
+        serving.syncs_by_device(pair)
 
 
 @pytest.mark.parametrize("check", [layers.nf4, layers.eight_bit_adam, layers.liger, ranks.check])

@@ -22,10 +22,9 @@ from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.models.weights import checksum, device_digest, fingerprint
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.rollout.transfer import Backend, IpcSender, NcclSender, init_infos, merged
-from vlmrl.types import Group, Prompt
+from vlmrl.rollout.transfer import Backend, IpcSender, NcclSender, init_infos, merge_offers
+from vlmrl.types import Group, Prompt, Sampling
 
 GREEDY = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 BACKENDS = [
@@ -80,10 +79,10 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
     return asyncio.run(run())
 
 
-async def publish(engine: RolloutEngine, sender: Any, buckets: list[Named], *, version: int) -> str:
+async def sync(engine: RolloutEngine, sender: Any, buckets: list[Named], *, version: int) -> str:
     await engine.begin_update(version, readback={"seed": version, "is_full": True})
     for bucket in buckets:
-        offer = merged([sender.offer(bucket)])
+        offer = merge_offers([sender.offer(bucket)])
         await asyncio.gather(engine.receive(offer), asyncio.to_thread(sender.send))
     sender.release()
     return await engine.finish_update(vision_changed=False)
@@ -106,7 +105,7 @@ def test_an_engine_holds_what_was_sent_from_gpu_to_gpu(
 
     async def use(engine: RolloutEngine, sender: Any) -> tuple[list[str], Group]:
         # The second time every buffer is a new one; a layer's tensors are split over buckets.
-        said = [await publish(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
+        said = [await sync(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
         return said, await engine.generate(question(model), GREEDY)
 
     said, group = with_engine(model, backend, use)
@@ -123,11 +122,11 @@ def test_a_tensor_that_never_came_leaves_the_engine_refusing(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
 
     async def use(engine: RolloutEngine, sender: Any) -> int:
-        with pytest.raises(SyncError, match="no weights came for"):
-            await publish(engine, sender, [weights[:-1]], version=1)
-        with pytest.raises(SyncError, match="no weights came for"):
+        with pytest.raises(SyncError, match="no weights arrived for"):
+            await sync(engine, sender, [weights[:-1]], version=1)
+        with pytest.raises(SyncError, match="no weights arrived for"):
             await engine.generate(question(model), GREEDY)
-        await publish(engine, sender, [weights], version=2)
+        await sync(engine, sender, [weights], version=2)
         await engine.generate(question(model), GREEDY)
         return engine.version
 

@@ -1,4 +1,4 @@
-"""A small model made of vLLM's own layers in one process, as one worker of one or two would hold it, and its reload."""
+"""A small model of vLLM's own layers, as a worker of one or two holds it, and weight updates of it, in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmrl.rollout.reports import Report
 from vlmrl.rollout.worker_extension import WeightUpdate, tied_heads
 
 WIDTH, HEADS, KV_HEADS, INNER, VOCAB = 32, 4, 4, 48, 100
-"""As many key heads as query heads, so that their weights can be taken for each other."""
+"""As many key heads as query heads, so that their weights can be swapped."""
 STACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        taken = set()
+        loaded = set()
         for name, tensor in weights:
             part = next((part for part in STACKED if f".{part}." in name), None)
             fused, shard = STACKED[part] if part else (None, None)
@@ -67,25 +67,25 @@ class Model(nn.Module):
             parameter = parameters[place]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             loader(parameter, tensor, shard) if part else loader(parameter, tensor)
-            taken.add(place)
-        return taken
+            loaded.add(place)
+        return loaded
 
 
 def weights(*, tied: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Other weights with each call, under the checkpoint's names."""
+    """New random weights with each call, under the checkpoint's names."""
 
-    def drawn(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return (torch.randn(*shape) * 0.05).to(dtype)
 
-    named = {"tower.weight": drawn(WIDTH, 3, 2, 2, 2), "embed_tokens.weight": drawn(VOCAB, WIDTH)}
+    named = {"tower.weight": random(WIDTH, 3, 2, 2, 2), "embed_tokens.weight": random(VOCAB, WIDTH)}
     for n in range(2):
         layer = f"layers.{n}"
-        named |= {f"{layer}.norm.weight": drawn(WIDTH), f"{layer}.norm.bias": drawn(WIDTH)}
+        named |= {f"{layer}.norm.weight": random(WIDTH), f"{layer}.norm.bias": random(WIDTH)}
         for name in ("q", "k", "v"):
-            named |= {f"{layer}.{name}_proj.weight": drawn(WIDTH, WIDTH), f"{layer}.{name}_proj.bias": drawn(WIDTH)}
-        named |= {f"{layer}.o_proj.weight": drawn(WIDTH, WIDTH), f"{layer}.down_proj.weight": drawn(WIDTH, INNER)}
-        named |= {f"{layer}.{name}_proj.weight": drawn(INNER, WIDTH) for name in ("gate", "up")}
-    return named if tied else named | {"lm_head.weight": drawn(VOCAB, WIDTH)}
+            named |= {f"{layer}.{name}_proj.weight": random(WIDTH, WIDTH), f"{layer}.{name}_proj.bias": random(WIDTH)}
+        named |= {f"{layer}.o_proj.weight": random(WIDTH, WIDTH), f"{layer}.down_proj.weight": random(WIDTH, INNER)}
+        named |= {f"{layer}.{name}_proj.weight": random(INNER, WIDTH) for name in ("gate", "up")}
+    return named if tied else named | {"lm_head.weight": random(VOCAB, WIDTH)}
 
 
 @cache
@@ -94,7 +94,7 @@ def _config() -> VllmConfig:
 
 
 class Worker:
-    """One worker of `size`, with the model in the form in which vLLM's loader leaves it."""
+    """One worker of `size`, with the model as vLLM's loader leaves it."""
 
     def __init__(self, *, tied: bool, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.tied, self.dtype = rank, size, tied, dtype
@@ -116,16 +116,16 @@ class Worker:
 
     @contextmanager
     def as_worker(self) -> Iterator[None]:
-        """vLLM's layers ask which worker they are in."""
+        """Context in which vLLM's layers see this rank and size."""
         modules = ("layers.linear", "layers.vocab_parallel_embedding", "parameter")
         with ExitStack() as stack, set_current_vllm_config(_config()):
             for module in modules:
-                for what, value in (("rank", self.rank), ("world_size", self.size)):
-                    name = f"vllm.model_executor.{module}.get_tensor_model_parallel_{what}"
+                for field, value in (("rank", self.rank), ("world_size", self.size)):
+                    name = f"vllm.model_executor.{module}.get_tensor_model_parallel_{field}"
                     stack.enter_context(mock.patch(name, return_value=value))
             yield
 
-    def publish(
+    def sync(
         self, sent: dict[str, Tensor], *, seed: int, full: bool = True, kind: type[WeightUpdate] = WeightUpdate
     ) -> Report:
         with self.as_worker():

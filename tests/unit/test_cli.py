@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         "vlmrl.commands.rl": ("train_rl",),
         "vlmrl.commands.sft": ("train_sft",),
         "vlmrl.commands.evaluate": ("evaluate",),
-        "vlmrl.commands.bench.engines": ("publish", "rollout"),
+        "vlmrl.commands.bench.engines": ("sync", "rollout"),
         "vlmrl.commands.bench.step": ("step",),
         "vlmrl.commands.bench.logprobs": ("logprobs",),
         "vlmrl.commands.merge": ("merge",),
@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
         (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True}),
         (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
-        (["bench", "publish", "--actor.model_name_or_path", "m"], "publish", {}),
+        (["bench", "sync", "--actor.model_name_or_path", "m"], "sync", {}),
         (["bench", "rollout", *NEEDED], "rollout", {}),
         (["bench", "step", "--actor.model_name_or_path", "m"], "step", {}),
         (["bench", "logprobs", "--bench.tokens", "8"], "logprobs", {}),
@@ -83,13 +83,13 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
         (["ppo"], "vlmrl: no verb is called ppo here: vlmrl rl does it, with --algo.advantage.estimator gae\n"),
         (["rl", "--vllm_num_engines", "2", *NEEDED], "vlmrl rl: --vllm_num_engines: is --vllm.num_engines here\n"),
         (["evall"], "vlmrl: no such verb: evall; did you mean eval?\n"),
-        (["bench", "publsh"], "vlmrl bench: no such benchmark: publsh; did you mean publish?\n"),
+        (["bench", "snyc"], "vlmrl bench: no such benchmark: snyc; did you mean sync?\n"),
         (
             ["doctor", "--fix"],
             "vlmrl doctor: takes --json, --self-test, and --config FILE.yaml with other settings of the run, not --fix",
         ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
-        (["bench", "publish", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
+        (["bench", "sync", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
         *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo")),
     ],
 )
@@ -142,11 +142,11 @@ def test_an_error_of_the_run_is_one_line_too(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(config: Any, **how: Any) -> None:
-        raise ClusterError("vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines")
+        raise ClusterError("vllm requires 8 GPUs, and there are 2: lower --vllm.num_engines")
 
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
     assert cli.main(["rl", *NEEDED]) == 2
-    assert capsys.readouterr().err == "vlmrl rl: vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines\n"
+    assert capsys.readouterr().err == "vlmrl rl: vllm requires 8 GPUs, and there are 2: lower --vllm.num_engines\n"
 
 
 def test_an_interrupt_is_exit_code_130(

@@ -1,20 +1,20 @@
-"""Processes and machines. The only door to Ray."""
+"""Processes and machines of a run. Ray is imported here and in `vlmrl doctor` alone."""
 
 import os
 import secrets
 
-OF_OUR_OWN = ("", "local")
-"""Values of RAY_ADDRESS that name no cluster: a run starts its own. `local` is Ray's word for it."""
+LOCAL_ADDRESSES = ("", "local")
+"""Values of RAY_ADDRESS with which a run starts its own cluster. `local` is Ray's own value for that."""
 
-# Ray reads these when it is imported, so they are set before anything here imports it. A cluster that the user started
-# (RAY_ADDRESS) has its own settings; one of our own lets in only who holds this run's token.
-if os.environ.get("RAY_ADDRESS", "") in OF_OUR_OWN:
+# Ray reads these on import, so they are set before anything here imports it. A cluster that the user started
+# (RAY_ADDRESS) has its own settings; a cluster of our own admits only holders of this run's token.
+if os.environ.get("RAY_ADDRESS", "") in LOCAL_ADDRESSES:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Else a call that comes after the end of the session, from a thread that has not heard of it, starts a new Ray.
+# Otherwise a late call from a thread, after the end of the session, starts a new Ray.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Ray kills the process group of a worker that ends, and Python's resource tracker in it before it has removed what the
-# worker held in shared memory. What our workers start ends by itself.
+# Otherwise Ray kills the process group of a worker that ends, and with it Python's resource tracker before that has
+# removed the worker's shared memory. Processes that our workers start end by themselves.
 os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,4 +1,4 @@
-"""Builds the roles of a run: starts them where the placement puts them, and joins them."""
+"""Build the roles of a run: start each where the placement puts it, and connect them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmrl.cluster.models import (
     RemoteCritic,
     RemotePolicy,
     RemoteReference,
-    Steps,
+    StepPlan,
 )
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
@@ -44,10 +44,10 @@ from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.parallel import run_parallel, settle
 from vlmrl.plugins import Processor
-from vlmrl.rollout.capacity import described
+from vlmrl.rollout.capacity import format_limits
 
 if TYPE_CHECKING:
-    from vlmrl.cluster.engines import Neighbours
+    from vlmrl.cluster.engines import ColocatedGroups
     from vlmrl.learning.critic import Critic
     from vlmrl.learning.policy import Policy
     from vlmrl.learning.policy_and_critic import PolicyAndCritic
@@ -57,21 +57,21 @@ if TYPE_CHECKING:
 _Role = TypeVar("_Role")
 
 _SETTLE_S = 30.0
-"""For starts that were given up, most of which end as soon as their workers have."""
+"""Maximum wait for abandoned starts, most of which end when their workers do."""
 
 
 class Progress(Protocol):
-    """Shows people how a run goes."""
+    """Shows users the progress of a run."""
 
-    def say(self, what: str) -> None:
-        """Show a line that stays on the screen."""
+    def say(self, line: str) -> None:
+        """Print a line that stays on the screen."""
 
     def generated(self, done: int, total: int) -> None:
-        """Show how many of a step's prompts have their responses."""
+        """Show how many of a step's prompts have responses."""
 
 
 class Learners(NamedTuple):
-    """The models over ranks, but for reward models."""
+    """The models over ranks, except reward models."""
 
     policy: RemotePolicy
     reference: RemoteReference | PolicyWithoutAdapter | None
@@ -79,7 +79,7 @@ class Learners(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """All roles that a step's samples go through."""
+    """All roles of a reinforcement learning step."""
 
     engines: RemoteEngines
     policy: RemotePolicy
@@ -90,65 +90,67 @@ class Roles(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """Ranks of the models that train."""
+    """Ranks of the trained models."""
 
     policy: WorkerGroup[Policy]
     critic: WorkerGroup[Critic | PolicyAndCritic] | None
     pair: WorkerGroup[PolicyAndCritic] | None
-    """The ranks of both, where they share processes."""
+    """The ranks of both, if they share processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleBuilder:
-    """Starts roles on the machines of a run, and ends them with it."""
+    """Starts roles on the machines of a run, and stops them at its end."""
 
     machines: Session
     places: dict[str, list[Place]]
     stack: ExitStack
-    """Stops the roles when it ends."""
+    """Stops the roles when it closes."""
     watch: Watch | None = None
-    """Over the other machines, when there are any."""
+    """The watch over the other machines, if there are any."""
     groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
-    """The workers of the roles that have started, by name."""
+    """Role -> workers, for the roles that have started."""
     is_over: threading.Event = field(default_factory=threading.Event)
-    """Set when the run ends: roles that other threads are still starting end at once."""
+    """Set when the run ends: roles that other threads are still starting are stopped at once."""
 
     def __post_init__(self) -> None:
-        # Ends last: what waits for roles has nothing left to wait for, and Ray must not end under it.
+        # Runs last: threads that wait for roles return once the roles have stopped, and need Ray until then.
         self.stack.callback(settle, _SETTLE_S)
 
     def group(self, name: str, build: Callable[[], _Role], *, timeout_s: float, **options: bool) -> WorkerGroup[_Role]:
-        """Workers of a role, which end with the run, also when they or others do not start. See `WorkerGroup`."""
+        """Start the workers of a role. They stop with the run, also if they or others fail to start. See
+        `WorkerGroup`."""
         group = WorkerGroup(
             name,
             build,
             session=self.machines,
             places=self.places.get(name, [Place(0, ())]),
             timeout_s=timeout_s,
-            at_end=self._at_end,
+            register_shutdown=self._stop_at_end,
             **options,
         )
         self.groups[name] = group
         return group
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Around whatever uses the roles: none starts any more once it has ended, whatever its end."""
+    def running(self) -> Iterator[None]:
+        """Context in which the roles are used. After its end, however it ends, no role starts any more."""
         try:
             yield
         finally:
             self.is_over.set()
 
-    def _at_end(self, end: Callable[[], None]) -> None:
-        self.stack.callback(end)
+    def _stop_at_end(self, stop: Callable[[], None]) -> None:
+        self.stack.callback(stop)
         if self.is_over.is_set():
-            end()
+            stop()
         if self.watch is not None:
-            self.watch.at_loss(end)
+            self.watch.on_loss(stop)
 
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
     ) -> RemotePrompts:
+        """The source of prompts, after checks of labels and duplicate rows."""
         group = self.group("data", source_settings(config).build, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
@@ -158,7 +160,7 @@ class RoleBuilder:
         return prompts
 
     def rewarder(self, config: RlConfig | EvalConfig, say: Callable[[str], None] = print) -> RemoteRewarder | None:
-        """Reward functions and servers; None when models alone score responses."""
+        """Reward functions and servers; None if only models score responses."""
         settings = rewarder_settings(config)
         if settings is None:
             return None
@@ -170,7 +172,7 @@ class RoleBuilder:
     def engines(
         self, config: RlConfig | EvalConfig, report: Progress, adapter: AdapterPlan | None = None
     ) -> RemoteEngines:
-        """The engines; they prepare for an adapter that they can apply themselves."""
+        """The engines. They make room for `adapter` if they can apply it themselves."""
         timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
         group = self.group("vllm", engine_settings(config, adapter).build, timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
@@ -178,13 +180,13 @@ class RoleBuilder:
             timeout_s=config.vllm.generate_timeout_s,
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
-            neighbours=partial(self._neighbours, config),
+            colocated=partial(self._colocated, config),
         )
         self.stack.callback(engines.shutdown)
-        report.say(described(engines.status()[0]["limits"]))
+        report.say(format_limits(engines.status()[0]["limits"]))
         return engines
 
-    def _neighbours(self, config: RlConfig | EvalConfig) -> Neighbours:
+    def _colocated(self, config: RlConfig | EvalConfig) -> ColocatedGroups:
         """The other roles on the engines' devices."""
         pools = config.pools if isinstance(config, RlConfig) else []
         names = [name for pool in pools if "vllm" in pool for name in sorted(pool - {"vllm"})]
@@ -193,22 +195,24 @@ class RoleBuilder:
     def roles(
         self,
         config: RlConfig,
-        tools: Processor,
+        processor: Processor,
         *,
         adapter: AdapterPlan | None,
-        critics: AdapterPlan | None,
+        critic_adapter: AdapterPlan | None,
         num_rows: int,
         report: Progress,
     ) -> Roles:
-        """All roles that samples go through; no weights are sent yet. `critics` is the critic's adapter."""
+        """Start all roles. No weights are synced yet."""
         starts: list[Callable[[], Any]] = [
             lambda: self.engines(config, report, adapter),
-            lambda: self.learners(config, tools, adapter=adapter, critics=critics, num_rows=num_rows, say=report.say),
+            lambda: self.learners(
+                config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows, say=report.say
+            ),
             lambda: self.rewarder(config, report.say),
             lambda: self._reward_models(config),
         ]
-        # Side by side: each spends most of its start waiting for imports and files. But vLLM takes for its own what
-        # others load onto its GPUs while it measures what is free there.
+        # In parallel: starts mostly wait for imports and files. But vLLM measures the free memory of its GPUs, and
+        # would count what other roles load meanwhile as its own.
         shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
         first = [starts.pop(0)()] if shares_gpus else []
         engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
@@ -226,25 +230,25 @@ class RoleBuilder:
     def learners(
         self,
         config: RlConfig | SftConfig,
-        tools: Processor,
+        processor: Processor,
         *,
         adapter: AdapterPlan | None,
-        critics: AdapterPlan | None = None,
+        critic_adapter: AdapterPlan | None = None,
         num_rows: int,
         say: Callable[[str], None],
     ) -> Learners:
-        """The policy; the critic, when the estimator has one; the reference, when a KL penalty wants one."""
+        """Start the policy; the critic if the estimator has one; the reference if there is a KL penalty."""
         trained: _Trained
         reference: WorkerGroup[Reference] | None
         trained, reference = run_parallel(
-            lambda: self._trained(config, adapter=adapter, critics=critics, num_rows=num_rows),
+            lambda: self._trained(config, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows),
             lambda: self._reference(config),
         )
         loop = config.train
         rl = config if isinstance(config, RlConfig) else None
         max_tokens = (None if rl is None else rl.rollout.max_tokens_per_gpu) or loop.max_tokens_per_gpu
-        ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, tools, say), max_tokens, PassMetrics())
-        steps = Steps(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
+        ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, processor, say), max_tokens, PassMetrics())
+        steps = StepPlan(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
         policy = RemotePolicy(ranks, steps)
         if rl is None:
             return Learners(policy, None, None)
@@ -259,14 +263,14 @@ class RoleBuilder:
         config: RlConfig | SftConfig,
         *,
         adapter: AdapterPlan | None,
-        critics: AdapterPlan | None,
+        critic_adapter: AdapterPlan | None,
         num_rows: int,
     ) -> _Trained:
         timeout_s = config.train.timeout_s
         policy = policy_settings(config, adapter, num_rows)
         if not isinstance(config, RlConfig) or not config.has_critic:
             return _Trained(self.policy(policy), None, None)
-        critic = critic_settings(config, critics, num_rows)
+        critic = critic_settings(config, critic_adapter, num_rows)
         if config.critic_is_with_actor:
             both = PolicyAndCriticSettings(policy=policy, critic=critic)
             pair = self.group("actor", both.build, timeout_s=timeout_s, distributed=True)
@@ -278,43 +282,43 @@ class RoleBuilder:
         return _Trained(policy_group, critic_group, None)
 
     def policy(self, settings: PolicySettings) -> WorkerGroup[Policy]:
-        """The policy's ranks, where it does not share them with the critic."""
+        """The ranks of a policy that does not share them with the critic."""
         return self.group("actor", settings.build, timeout_s=settings.loop.timeout_s, distributed=True)
 
     def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup[Reference] | None:
-        """The ranks of a reference model; None without one, and where the policy is it, with its adapters off."""
+        """The ranks of a reference model; None without one, or if the policy without its adapters is the reference."""
         if not isinstance(config, RlConfig) or not config.has_reference:
             return None
         build = reference_settings(config).build
         return self.group("ref", build, timeout_s=config.train.timeout_s, distributed=True)
 
     def _reward_models(self, config: RlConfig) -> dict[str, WorkerGroup[RewardModel]]:
-        """The ranks of reward models, by role."""
+        """Role -> ranks of its reward model."""
         settings = reward_model_settings(config)
         start = partial(self.group, timeout_s=config.train.timeout_s, distributed=True)
-        groups = run_parallel(*(partial(start, role, given.build) for role, given in settings.items()))
+        groups = run_parallel(*(partial(start, role, of_role.build) for role, of_role in settings.items()))
         return dict(zip(settings, groups, strict=True))
 
 
 def remote_critic(
-    trained: _Trained, ranks: Ranks[Policy], steps: Steps, say: Callable[[str], None]
+    trained: _Trained, ranks: Ranks[Policy], steps: StepPlan, say: Callable[[str], None]
 ) -> RemoteCritic | None:
-    """The critic over ranks of its own, or over the policy's; None without one."""
+    """The critic over its own ranks or the policy's; None without one."""
     if trained.critic is None:
         return None
     if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
-        say("critic: in the actor's processes, with the actor's features of images")
+        say("critic: in the actor's processes, with the actor's image features")
     return RemoteCritic(ranks.over(trained.critic), steps)
 
 
 def remote_reference(
     config: RlConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
 ) -> RemoteReference | PolicyWithoutAdapter:
-    """The reference over ranks of its own, or with None the policy with its adapters off."""
+    """The reference over its own ranks; without any (None), the policy with its adapters off."""
     if group is not None:
         return RemoteReference(policy.ranks.over(group))
-    without = config.actor.adapter_name_or_path
-    base = f"{config.actor.model_name_or_path}{f' without {without}' if without else ''}"
+    adapter = config.actor.adapter_name_or_path
+    base = f"{config.actor.model_name_or_path}{f' without {adapter}' if adapter else ''}"
     say(f"reference: the policy with its adapters off, which is {base}")
     return PolicyWithoutAdapter(policy)
 
@@ -322,7 +326,7 @@ def remote_reference(
 def remote_reward_models(
     config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
 ) -> list[RemoteRewardModel]:
-    """The reward models, which get samples in the policy's packs."""
+    """The reward models, which get samples packed as the policy does."""
     outcome, process = REWARD_MODELS
     names = {outcome: "model", process: "process"}
     weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
@@ -332,10 +336,12 @@ def remote_reward_models(
     ]
 
 
-def packing_plan(policy: WorkerGroup[Policy], loop: Loop, tools: Processor, say: Callable[[str], None]) -> PackingPlan:
-    """How samples become packs, from what the policy's ranks know of their model."""
+def packing_plan(
+    policy: WorkerGroup[Policy], loop: Loop, processor: Processor, say: Callable[[str], None]
+) -> PackingPlan:
+    """The packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
     patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
-    if tools.resize_factor is not None:
+    if processor.resize_factor is not None:
         say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")
     if is_recurrent and loop.layout != "padded":
         say(f"train.layout padded instead of {loop.layout}: recurrent layers would mix the samples of a pack")
@@ -343,6 +349,6 @@ def packing_plan(policy: WorkerGroup[Policy], loop: Loop, tools: Processor, say:
         layout="padded" if is_recurrent else loop.layout,
         max_tokens=loop.max_tokens_per_gpu,
         max_samples=loop.micro_batch_size,
-        image_cost=lambda image: patch_cost * math.prod(tools.grid(image.size)),
-        filler=tools.dummy_sample(),
+        image_cost=lambda image: patch_cost * math.prod(processor.grid(image.size)),
+        filler=processor.dummy_sample(),
     )

@@ -1,4 +1,4 @@
-"""Images in Ray's object store: written once per node, read in place, named by handles that are cheap to copy."""
+"""Images in Ray's object store: written once per node, read in place, and passed around as small handles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmrl.types import Pixels
 
 @dataclass(frozen=True, slots=True)
 class StoredMedia:
-    """A handle to pixels in the object store. Pickling it moves the reference, never the pixels."""
+    """A handle to pixels in the object store. Pickling it copies the reference, not the pixels."""
 
     hash: str
     size: tuple[int, int]
@@ -31,12 +31,12 @@ class StoredMedia:
 
 
 def put(media: InlineMedia) -> StoredMedia:
-    """Move the pixels into this node's object store."""
+    """Copy the pixels into this node's object store."""
     return StoredMedia(hash=media.hash, size=media.size, ref=ray.put(media.pixels))
 
 
 def created_bytes() -> int:
-    """Bytes ever written to the object stores of the session, whatever they were."""
+    """Bytes written so far to all object stores of the session."""
     from ray._private.internal_api import node_stats
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -48,7 +48,7 @@ def created_bytes() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """Settings of the run's `Source`, whose pixels are in the object store."""
+    """Settings of the run's `Source`, which puts pixels into the object store."""
 
     model: str
     """Folder or Hub id whose processor reads the data."""
@@ -57,7 +57,7 @@ class SourceSettings:
     evaluation: Held | None
     seed: int
     functions: Sequence[str] = ()
-    """The built-in reward functions of the run: rows whose label they cannot use are dropped."""
+    """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
     requirements: RowRequirements = NO_REQUIREMENTS
 
     def build(self) -> Source:
@@ -74,7 +74,7 @@ class SourceSettings:
 
 
 def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowRequirements:
-    """Columns that the run needs in every row, besides the question."""
+    """Columns that the run needs in each row, in addition to the prompt."""
     if isinstance(config, RolloutBench):
         return NO_REQUIREMENTS
     if isinstance(config, SftConfig):

@@ -1,7 +1,7 @@
-"""Tells in one line which worker of a run has died, on which machine, how it ended, and which setting may help.
+"""Report in one line which worker has died, on which machine, how it ended, and which setting may help.
 
-The line comes in place of whatever went wrong because of the death: a collective that breaks in another rank, an image
-whose owner is gone, an actor that Ray calls dead in forty lines.
+The line replaces the errors that follow from the death: a broken collective in another rank, an image whose owner has
+died, or Ray's forty lines about a dead actor.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from vlmrl.system.exits import Pidfd, fatal_signal, format_exit, log_tail, may_b
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError
 
-SURE_S = 5.0
-"""Ray has said that some worker is dead: so long it is looked for."""
-DOUBT_S = 1.0
-"""The same when something else has gone wrong, which may come of a death that Ray has not noticed yet."""
-_RANKS = "lower --train.max_tokens_per_gpu, or spread the model: more ranks, --ds.zero_stage 3"
-_PASSES = "lower --rollout.max_tokens_per_gpu"
+REPORTED_S = 5.0
+"""Maximum time of the search for a dead worker after Ray has reported one."""
+SUSPECTED_S = 1.0
+"""The same after any other error, which a death that Ray has not noticed yet may have caused."""
+_TRAINED = "lower --train.max_tokens_per_gpu, or spread the model: more ranks, --ds.zero_stage 3"
+_FORWARD_ONLY = "lower --rollout.max_tokens_per_gpu"
 _ADVICE = {
     "data": "lower --data.max_image_pixels or --data.max_pixels",
     "reward": "lower --reward.num_workers",
     "vllm": "lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib",
-    "actor": _RANKS,
-    "critic": _RANKS,
-    "ref": _PASSES,
-    "reward_model": _PASSES,
-    "process_model": _PASSES,
+    "actor": _TRAINED,
+    "critic": _TRAINED,
+    "ref": _FORWARD_ONLY,
+    "reward_model": _FORWARD_ONLY,
+    "process_model": _FORWARD_ONLY,
 }
-"""Role -> what to do where memory may be the cause."""
+"""Role -> what to do if memory may be the cause."""
 _EXIT_CODE = re.compile(r"exit code (\d+)")
-_SHOWN = 200
+_LOG_LINES = 200
 """Lines of a dead worker's log that are copied."""
 
 
-def advice_of(role: str) -> str:
-    """What to do where a worker of the role may have died because memory was used up."""
+def memory_advice(role: str) -> str:
+    """What to do if a worker of the role may have run out of memory."""
     return _ADVICE.get(role, "give the machine more memory")
 
 
@@ -54,118 +54,118 @@ class Member:
 
     role: str
     number: int
-    """From 0, among the role's workers."""
+    """Index among the role's workers."""
     size: int
-    """How many workers the role has."""
+    """Number of the role's workers."""
     node: str
-    """Address of its machine; empty: this one."""
+    """Address of its machine; empty for this one."""
     ping: Callable[[], Any]
-    """Asks it for a sign of life; returns a reference for Ray."""
+    """Asks the worker for a sign of life; returns Ray's reference to it."""
     is_here: bool = True
     """It runs on the driver's machine."""
     process: Pidfd | None = None
     log: Path | None = None
-    """What it writes to its error stream."""
+    """File of its error stream."""
 
     def __str__(self) -> str:
-        """`data`, `actor 1 of 4`, with its machine."""
+        """Name for messages, such as `actor 1 of 4 on 10.0.0.2`."""
         rank = f" {self.number} of {self.size}" if self.size > 1 else ""
         return f"{self.role}{rank}{f' on {self.node}' if self.node else ''}"
 
 
 @dataclass(slots=True)
 class Roster:
-    """The workers of a run that nobody has ended on purpose."""
+    """The running workers of a run: all that were started and not stopped on purpose."""
 
     members: dict[Any, Member] = field(default_factory=dict)
-    """Ray's id of a worker -> what it is."""
+    """Ray's actor -> worker."""
     dump: Callable[[str], None] | None = None
-    """Where the last words of a dead worker go, beside the one line; None: nowhere."""
-    found: str | None = None
-    """The line that says who has died first."""
+    """Receives Ray's error and the last log lines of a dead worker; None: they are dropped."""
+    death: str | None = None
+    """The line about the first worker that died."""
     _killed_before: int = field(default_factory=oom_kills)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, name: Any, member: Member) -> None:
-        self.members[name] = member
+    def add(self, actor: Any, member: Member) -> None:
+        self.members[actor] = member
 
-    def remove(self, names: Sequence[Any]) -> None:
-        """They are about to be ended on purpose."""
-        for name in names:
-            member = self.members.pop(name, None)
+    def remove(self, actors: Sequence[Any]) -> None:
+        """Remove workers that are about to be stopped on purpose."""
+        for actor in actors:
+            member = self.members.pop(actor, None)
             if member is not None and member.process is not None:
                 member.process.close()
 
-    def why(self, patience_s: float) -> str | None:
-        """The line that says which worker has died; None when none has, as far as can be told in `patience_s`."""
-        with self._lock:  # several threads meet the consequences of one death
-            if self.found is None and self.members:
-                dead = self._look(patience_s)
+    def find_death(self, patience_s: float) -> str | None:
+        """The line about the first worker that died; None if no dead worker is found within `patience_s`."""
+        with self._lock:  # several threads see the consequences of one death
+            if self.death is None and self.members:
+                dead = self._find_dead(patience_s)
                 if dead is not None:
-                    self.found = self._told(*dead)
-            return self.found
+                    self.death = self._format_death(*dead)
+            return self.death
 
-    def _look(self, patience_s: float) -> tuple[Member, RayActorError] | None:
-        """A worker that has died, and what Ray says of it."""
+    def _find_dead(self, patience_s: float) -> tuple[Member, RayActorError] | None:
+        """A dead worker with Ray's error; None if none is found."""
         import ray
 
-        asked = {member.ping(): member for member in list(self.members.values())}
+        pings = {member.ping(): member for member in list(self.members.values())}
         deadline = time.monotonic() + patience_s
-        waiting = list(asked)
+        waiting = list(pings)
         while waiting:
-            # A worker at work answers later, which is a sign of life, too; a dead one is an error at once.
+            # A busy worker responds later, and counts as alive; a dead one raises an error at once.
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 return None
             try:
                 ray.get(done)
             except ray.exceptions.ActorUnavailableError:
-                continue  # nobody knows yet whether it lives
+                continue  # not known yet
             except ray.exceptions.RayActorError as error:
-                return asked[done[0]], error
+                return pings[done[0]], error
             except ray.exceptions.RayError:
-                continue  # it was never there, and what kept it from starting is told by who started it
+                continue  # it never started, which is reported where it was started
         return None
 
-    def _told(self, member: Member, error: RayActorError) -> str:
-        said = str(error)
+    def _format_death(self, member: Member, error: RayActorError) -> str:
+        text = str(error)
         if error.actor_init_failed:
-            return f"{member} could not start: {(said.strip().splitlines() or [said])[-1].strip()}"
+            return f"{member} could not start: {(text.strip().splitlines() or [text])[-1].strip()}"
         code = None if member.process is None else member.process.returncode()
         if code is None and member.log is not None:
             code = fatal_signal(member.log)
-        if code is None and (stated := _EXIT_CODE.search(said)):
-            code = int(stated.group(1))
+        if code is None and (match := _EXIT_CODE.search(text)):
+            code = int(match.group(1))
         by_kernel = member.is_here and may_be_out_of_memory(code) and oom_kills() > self._killed_before
-        is_out_of_memory = by_kernel or "running low on memory" in said
+        is_out_of_memory = by_kernel or "running low on memory" in text
         if self.dump is not None:
-            words = "" if member.log is None else "\n".join(log_tail(member.log).splitlines()[-_SHOWN:])
-            self.dump(f"{member} died. Ray says:\n{said}\nIts last words:\n{words}\n")
+            tail = "" if member.log is None else "\n".join(log_tail(member.log).splitlines()[-_LOG_LINES:])
+            self.dump(f"{member} died. Ray's error:\n{text}\nEnd of its log:\n{tail}\n")
         line = f"{member} {format_exit(code, is_out_of_memory=is_out_of_memory)}"
         if is_out_of_memory:
-            return f"{line}; {advice_of(member.role)}"
+            return f"{line}; {memory_advice(member.role)}"
         if may_be_out_of_memory(code):
-            return f"{line}; most often memory is used up: {advice_of(member.role)}"
-        return f"{line}; its last words are in the log"
+            return f"{line}; memory may have run out: {memory_advice(member.role)}"
+        return f"{line}; its last output is in the log"
 
 
 @contextmanager
-def told_of(roster: Roster) -> Iterator[None]:
-    """Raise ClusterError with the line of a worker that has died, in place of what went wrong because of that.
+def report_deaths(roster: Roster) -> Iterator[None]:
+    """Context that replaces errors by a ClusterError about a dead worker, if one has died.
 
-    A user's mistake is no such consequence.
+    Other errors for users (VlmrlError) do not follow from a death, and pass unchanged.
     """
     try:
         yield
     except ClusterError as error:
-        line = roster.why(0.0)
+        line = roster.find_death(0.0)
         if line is None or line in str(error):
             raise
         raise ClusterError(line) from None
     except VlmrlError:
         raise
     except Exception:
-        line = roster.why(DOUBT_S)
+        line = roster.find_death(SUSPECTED_S)
         if line is None:
             raise
         raise ClusterError(line) from None

@@ -1,4 +1,4 @@
-"""The trainer's Protocols over actors: what the loop calls, spread over processes and machines."""
+"""The prompts and engines of the trainer's Protocols, in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
-from vlmrl.types import Floats, Group, Media, Metrics, Prompt, Sample
+from vlmrl.types import Floats, Group, Media, Metrics, Prompt, Sample, Sampling
 
 if TYPE_CHECKING:
     from vlmrl.learning.critic import Critic
@@ -24,47 +23,48 @@ if TYPE_CHECKING:
     from vlmrl.learning.reward_model import RewardModel
     from vlmrl.rollout.engine import RolloutEngine
 
-    Neighbours = Sequence[WorkerGroup[Policy | Critic | Reference | RewardModel]]
+    ColocatedGroups = Sequence[WorkerGroup[Policy | Critic | Reference | RewardModel]]
 
 _ALL = ("weights", "kv_cache")
-"""What an engine can wake, in the order in which a step needs it."""
+"""All memory that an engine can wake, in the order in which a step needs it."""
 
 
 class RemotePrompts:
-    """The stream of prompts in a process of its own: the driver sees token ids and handles, never pixels."""
+    """The stream of prompts in a process of its own: the driver gets token ids and image handles, never pixels."""
 
     def __init__(self, group: WorkerGroup[Source], *, say: Callable[[str], None]) -> None:
-        """`say` shows people which rows were dropped, and why."""
+        """`say` shows users which rows were dropped, and why."""
         self._group = group
         self._say = say
         self._num_dropped = 0.0
 
     def check_labels(self) -> None:
-        """Tell people how many labels of the first rows cannot be used, if there are any."""
+        """Show how many labels of the first rows cannot be used, if there are any."""
         labels = self._group.call(lambda source: source.check_labels())[0]
         if labels.problems:
             self._say(str(labels))
 
     def find_duplicates(self) -> None:
-        """Tell people how many rows come twice, or are in an evaluation set too, if there are any."""
+        """Show how many rows are duplicates, or are also in an evaluation set, if there are any."""
         for line in self._group.call(lambda source: source.find_duplicates())[0].lines():
             self._say(line)
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
+        """The next `count` prompts."""
         prompts, metrics = self._group.call(lambda source: source.draw(count))[0]
-        self._tell(metrics["data/rows_dropped"])
+        self._show_warnings(metrics["data/rows_dropped"])
         return prompts, metrics
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
         """The next `count` rows with their responses, for supervised training."""
         samples, metrics = self._group.call(lambda source: source.draw_samples(count))[0]
-        self._tell(metrics["data/rows_dropped"])
+        self._show_warnings(metrics["data/rows_dropped"])
         return samples, metrics
 
     def evaluation(self) -> dict[str, list[Prompt]]:
-        """Every prompt of each evaluation set."""
+        """All prompts of each evaluation set."""
         sets = self._group.call(lambda source: source.evaluation())[0]
-        self._tell(math.inf)
+        self._show_warnings(math.inf)
         return sets
 
     @property
@@ -81,7 +81,7 @@ class RemotePrompts:
         """Write the images into `folder`, each named by its hash."""
         self._group.call(lambda source: source.save_media(folder, list(media)))
 
-    def _tell(self, num_dropped: float) -> None:
+    def _show_warnings(self, num_dropped: float) -> None:
         if num_dropped > self._num_dropped:
             for line in self._group.call(lambda source: source.take_warnings())[0]:
                 self._say(line)
@@ -89,7 +89,7 @@ class RemotePrompts:
 
 
 class RemoteEngines:
-    """Several engines; each prompt goes to the one with the fewest requests under way."""
+    """Several engines. Each prompt goes to the engine with the fewest prompts in flight."""
 
     def __init__(
         self,
@@ -98,19 +98,19 @@ class RemoteEngines:
         timeout_s: float,
         sleeps: bool,
         on_progress: Callable[[int, int], None] | None = None,
-        neighbours: Callable[[], Neighbours] = tuple,
+        colocated: Callable[[], ColocatedGroups] = tuple,
     ) -> None:
-        """`neighbours` returns the other roles on the engines' GPUs; it is called once they have started."""
+        """`colocated` returns the other roles on the engines' GPUs; it is called after they have started."""
         self.group = group
         self._timeout_s = timeout_s
         self._sleeps = sleeps
         self._on_progress = on_progress
-        self._neighbours = neighbours
+        self._colocated = colocated
         self._awake: set[str] = set(_ALL)
         self._engine_of: dict[int, int] = {}
-        """Index of a prompt -> the engine that generated its last responses, since the weights changed."""
+        """Index of a prompt -> engine that generated its last responses with the current weights."""
         group.call(lambda engine: engine.start())
-        # Others load their models onto the same GPUs now.
+        # Other roles load their models onto the same GPUs now.
         self._sleep()
 
     def generate(
@@ -122,8 +122,8 @@ class RemoteEngines:
         return groups
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
-        """Log-probs of responses that are there already, [T] each, group by group (see `RolloutEngine.score`): by the
-        engine that generated them, where that is known.
+        """Log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine that
+        generated them if it is known.
         """
         self._wake(*_ALL)
         started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
@@ -134,7 +134,7 @@ class RemoteEngines:
     def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
-        """For each of `adapter` the responses of all engines to one prompt, in their order: with it, or as the base."""
+        """The responses of all engines to one prompt, for each value of `adapter`: with it (True) or the base alone."""
         self._wake(*_ALL)
 
         def start(with_adapter: bool) -> list[Any]:
@@ -151,25 +151,25 @@ class RemoteEngines:
         load = [0] * len(self.group)
         depth = prompts_at_once(len(prompts), len(self.group))
         waiting = list(range(len(prompts)))[::-1]
-        under_way: dict[ray.ObjectRef[Any], tuple[int, int]] = {}
+        in_flight: dict[ray.ObjectRef[Any], tuple[int, int]] = {}
         groups: dict[int, Group] = {}
-        while waiting or under_way:
+        while waiting or in_flight:
             while waiting and min(load) < depth:
                 engine = load.index(min(load))
                 number = waiting.pop()
-                under_way[self._start_prompt(engine, prompts[number], sampling)] = (number, engine)
+                in_flight[self._start_prompt(engine, prompts[number], sampling)] = (number, engine)
                 self._engine_of[prompts[number].index] = engine
                 load[engine] += 1
             with stops.interruptible_wait():
-                done, _ = ray.wait(list(under_way), num_returns=1, timeout=self._timeout_s)
+                done, _ = ray.wait(list(in_flight), num_returns=1, timeout=self._timeout_s)
             if not done:
                 raise ClusterError(
                     f"no engine finished a response within {self._timeout_s:.0f} s "
-                    f"({len(under_way)} prompts under way): raise --vllm.generate_timeout_s "
+                    f"({len(in_flight)} prompts in flight): raise --vllm.generate_timeout_s "
                     "or lower --rollout.max_new_tokens"
                 )
             for ref in done:
-                number, engine = under_way.pop(ref)
+                number, engine = in_flight.pop(ref)
                 groups[number] = self.group.wait(ref)
                 load[engine] -= 1
                 if on_group is not None:
@@ -186,21 +186,21 @@ class RemoteEngines:
         return self.group.submit_to(engine, lambda role: role.score(group))
 
     def prepare_for_weights(self) -> None:
-        """Get ready for other weights: engines that sleep take back the memory of theirs, and their KV cache sleeps on.
+        """Prepare for new weights: sleeping engines wake their weights, but not their KV cache.
 
-        Which engine gave which response no longer counts.
+        Forgets which engine generated which response.
         """
         self._engine_of.clear()
         self._wake("weights")
 
-    def _wake(self, *what: str) -> None:
-        """Let the engines take back memory, once the others on their GPUs have given back what they do not use."""
-        if not self._sleeps or self._awake.issuperset(what):
+    def _wake(self, *tags: str) -> None:
+        """Wake the engines' memory, after the other roles on their GPUs have released what they do not use."""
+        if not self._sleeps or self._awake.issuperset(tags):
             return
-        for group, calls in [(group, group.submit(lambda role: role.release())) for group in self._neighbours()]:
+        for group, calls in [(group, group.submit(lambda role: role.release())) for group in self._colocated()]:
             group.wait(calls)
-        self.group.call(lambda engine: engine.wake(what))
-        self._awake.update(what)
+        self.group.call(lambda engine: engine.wake(tags))
+        self._awake.update(tags)
 
     def _sleep(self) -> None:
         if self._sleeps:

@@ -1,4 +1,4 @@
-"""Models spread over ranks: how samples are dealt out to them, and how their results come together."""
+"""Models over ranks: distribute samples, and collect the results."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _Role = TypeVar("_Role")
 _Result = TypeVar("_Result")
 
 Work = list[list[tuple[Pack, Experience]]]
-"""A rank's share of an update: for each optimizer step its packs, each with what the loss needs of it."""
+"""A rank's share of an update: for each optimizer step its packs, with their experience."""
 Counts = dict[str, Metric]
 
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """How samples become packs; the same for every pass over them."""
+    """The packing of samples, the same for all passes."""
 
     layout: Layout
     max_tokens: int
     max_samples: int | None
     image_cost: ImageCost
     filler: Sample | None
-    """The smallest sample with an image, for ranks that have none."""
+    """The smallest sample with an image, for ranks without any; None for models without images."""
 
     def spread(
         self,
@@ -66,7 +66,7 @@ class PackingPlan:
 class PassMetrics:
     """Metrics of a step's passes, over all models and ranks, until the step is reported.
 
-    Models that learn side by side add to it at the same time.
+    Thread-safe: models that train in parallel add to it.
     """
 
     def __init__(self) -> None:
@@ -85,30 +85,32 @@ class PassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Ranks(Generic[Role_co]):
-    """One model over ranks, and how samples get there."""
+    """One model over ranks, with the packing of its samples."""
 
     group: WorkerGroup[Role_co]
     packing: PackingPlan
     max_tokens: int
-    """Token budget of a pass without gradient."""
+    """Token budget of a forward pass."""
     pass_metrics: PassMetrics
 
     def over(self, group: WorkerGroup[_Role]) -> Ranks[_Role]:
-        """Another model's ranks, which get samples in the same way."""
+        """Another model's ranks, with the same packing."""
         return Ranks(group, self.packing, self.max_tokens, self.pass_metrics)
 
     def forward(
         self,
-        ask: Callable[[Role_co, list[Pack]], tuple[Sequence[tuple[int, _Result]], Counts]],
+        call: Callable[[Role_co, list[Pack]], tuple[Sequence[tuple[int, _Result]], Counts]],
         samples: Sequence[Sample],
         *,
         layout: Layout | None = None,
         undivided: bool = False,
     ) -> list[_Result]:
-        """The ranks' result for each sample; `layout` is the run's unless another is asked for.
+        """The result for each sample.
 
-        With `undivided` the samples are not dealt out: every rank makes the same passes, those of one rank alone. Few
-        samples on many ranks would lie one by one, and share nothing that a layout shares.
+        Args:
+            layout: None for that of the run.
+            undivided: all ranks make the same passes over all samples. A few samples that are divided among many ranks
+                would not be packed together, so that a layout would have nothing to share.
         """
         num_ranks = 1 if undivided else len(self.group)
         packs = self.packing.spread(samples, num_ranks, max_tokens=self.max_tokens, layout=layout)
@@ -116,19 +118,19 @@ class Ranks(Generic[Role_co]):
             same = [replace(pack, ids=(FILLER,) * len(pack.ids)) for pack in packs[0]]
             packs += [same] * (len(self.group) - 1)
         by_sample: dict[int, _Result] = {}
-        for results, counts in self.group.each(ask, packs):
+        for results, counts in self.group.each(call, packs):
             by_sample.update(results)
             self.pass_metrics.add(counts)
         return [by_sample[number] for number in range(len(samples))]
 
-    def update(self, ask: Callable[[Role_co, Work], list[Counts]], steps: Sequence[Experience]) -> list[Counts]:
-        """Deal out each optimizer step to the ranks; returns each rank's metrics of each step, but for those of passes,
-        which are kept until the step is reported."""
+    def update(self, call: Callable[[Role_co, Work], list[Counts]], steps: Sequence[Experience]) -> list[Counts]:
+        """Divide each optimizer step among the ranks. Returns the metrics of each rank and step, except those of
+        passes, which are kept until the step is reported."""
         work: list[Work] = [[] for _ in range(len(self.group))]
         for part in steps:
             for rank, packs in enumerate(self.packing.spread(part.samples, len(self.group))):
-                work[rank].append([(pack, experience_of(pack, part)) for pack in packs])
-        of_steps = [metrics for of_rank in self.group.each(ask, work) for metrics in of_rank]
+                work[rank].append([(pack, pack_experience(pack, part)) for pack in packs])
+        of_steps = [metrics for of_rank in self.group.each(call, work) for metrics in of_rank]
         for metrics in of_steps:
             self.pass_metrics.add({name: value for name, value in metrics.items() if name.startswith("vision/")})
         return [
@@ -137,17 +139,18 @@ class Ranks(Generic[Role_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """How an experience becomes optimizer steps; the same for policy and critic, so that both meet the same samples."""
+class StepPlan:
+    """The division of an experience into optimizer steps, the same for policy and critic."""
 
     batch_size: int
     """Samples per optimizer step."""
     epochs: int
     """Passes over each experience."""
     seed: int
-    """Of the order in which groups are met."""
+    """Seed of the order of groups."""
 
-    def of(self, experience: Experience, step: int) -> list[Experience]:
+    def split(self, experience: Experience, step: int) -> list[Experience]:
+        """The experience of each optimizer step; `step` is the run's."""
         rng = np.random.default_rng([self.seed % 2**63, step])
         parts = [
             experience.select(rows)
@@ -164,10 +167,10 @@ class Steps:
 class RemotePolicy:
     """The trained model over ranks."""
 
-    def __init__(self, ranks: Ranks[Policy], steps: Steps) -> None:
+    def __init__(self, ranks: Ranks[Policy], step_plan: StepPlan) -> None:
         self.ranks = ranks
         self._group = ranks.group
-        self._steps = steps
+        self._step_plan = step_plan
 
     def logprobs(
         self,
@@ -188,18 +191,18 @@ class RemotePolicy:
         )
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        steps = self._steps.of(experience, step)
-        totals = [count(part.samples) for part in steps]
+        steps = self._step_plan.split(experience, step)
+        totals = [loss_totals(part.samples) for part in steps]
         return reduce(self.ranks.update(lambda policy, work: policy.update(work, totals), steps))
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """One optimizer step of supervised training."""
-        packs, total = self.ranks.packing.spread(samples, len(self._group)), count(samples)
+        packs, total = self.ranks.packing.spread(samples, len(self._group)), loss_totals(samples)
         return reduce(self._group.each(lambda policy, share: policy.fit(share, total), packs))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Within the context, passes are no part of a step: their metrics are forgotten."""
+        """Context whose passes are not part of a step: their metrics are dropped."""
         before = self.ranks.pass_metrics.take()
         try:
             yield
@@ -213,11 +216,11 @@ class RemotePolicy:
 
     @property
     def layout(self) -> Layout:
-        """How samples lie in its passes."""
+        """Layout of samples in the policy's passes."""
         return self.ranks.packing.layout
 
     def compare_layouts(self, samples: Sequence[Sample]) -> dict[Layout, tuple[float, float]]:
-        """How far the layouts that this run relies on are from `padded`: see `learning.layout_check`."""
+        """Differences between `padded` and each layout that this run relies on; see `learning.layout_check`."""
         layouts: dict[Layout, list[Layout]] = {"padded": [], "packed": ["packed"], "shared": ["packed", "shared"]}
         compared = layouts[self.layout]
         if not compared:
@@ -225,14 +228,14 @@ class RemotePolicy:
         return self._group.call(lambda policy: policy.compare_layouts(list(samples), compared))[0]
 
     def adapter_is_zero(self) -> bool:
-        """Whether the adapter changes nothing yet."""
+        """Whether the adapter has no effect yet."""
         return self._group.call(lambda policy: policy.adapter_is_zero())[0]
 
     def save_checkpoint(self, folder: Path, extra: dict[str, Any]) -> None:
         self._group.call(lambda policy: policy.save_checkpoint(folder, extra))
 
     def checkpoint_damage(self, folder: Path) -> list[str]:
-        """What is wrong with the files of a checkpoint, `name: why` each; [] where it is whole."""
+        """Damaged files of a checkpoint, a line `name: problem` for each; [] if it is complete."""
         by_rank = self._group.call(lambda policy: policy.checkpoint_damage(folder))
         return [line for lines in by_rank for line in lines]
 
@@ -240,14 +243,14 @@ class RemotePolicy:
         return self._group.call(lambda policy: policy.load_checkpoint(folder))[0]
 
     def set_progress(self, share: float) -> None:
-        """Go on at the learning rate of a run that is so far, from 0 to 1."""
+        """Set the learning rate to that of a run at this share of its length, from 0 to 1."""
         self._group.call(lambda policy: policy.set_progress(share))
 
     def save_model(self, folder: Path) -> None:
         self._group.call(lambda policy: policy.save_model(folder))
 
     def save_average(self, folder: Path) -> None:
-        """The moving average of the weights, as `save_model` writes the weights themselves."""
+        """Save the moving average of the weights in the format of `save_model`."""
         self._group.call(lambda policy: policy.save_average(folder))
 
     def table(self) -> list[Any]:
@@ -255,7 +258,7 @@ class RemotePolicy:
 
 
 class RemoteReference:
-    """A frozen model over ranks of its own."""
+    """The frozen reference model over its own ranks."""
 
     def __init__(self, ranks: Ranks[Reference]) -> None:
         self._ranks = ranks
@@ -266,7 +269,7 @@ class RemoteReference:
 
 
 class PolicyWithoutAdapter:
-    """The reference of a policy that is an adapter on it: the policy's ranks with their adapters off."""
+    """The reference of a policy that is an adapter on it: the policy's ranks with adapters off."""
 
     def __init__(self, policy: RemotePolicy) -> None:
         self._policy = policy
@@ -277,27 +280,27 @@ class PolicyWithoutAdapter:
 
 
 class RemoteCritic:
-    """The critic over ranks: its own, or the policy's."""
+    """The critic over its own ranks, or the policy's."""
 
-    def __init__(self, ranks: Ranks[Critic | PolicyAndCritic], steps: Steps) -> None:
+    def __init__(self, ranks: Ranks[Critic | PolicyAndCritic], step_plan: StepPlan) -> None:
         self._ranks = ranks
         self._group = ranks.group
-        self._steps = steps
+        self._step_plan = step_plan
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """One array of [T] per sample: what is expected from each sampled token on; 0 elsewhere."""
+        """One array of [T] per sample: the expected return from each sampled token on; 0 elsewhere."""
         return self._ranks.forward(lambda critic, packs: critic.values(packs), samples)
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
-        steps = self._steps.of(experience, step)
-        totals = [count(part.samples) for part in steps]
+        steps = self._step_plan.split(experience, step)
+        totals = [loss_totals(part.samples) for part in steps]
         return reduce(self._ranks.update(lambda critic, work: critic.update_values(work, totals), steps))
 
     def save_checkpoint(self, folder: Path) -> None:
         self._group.call(lambda critic: critic.save_critic_checkpoint(folder))
 
     def checkpoint_damage(self, folder: Path) -> list[str]:
-        """As `RemotePolicy.checkpoint_damage`, of the critic's part."""
+        """As `RemotePolicy.checkpoint_damage`, for the critic's files."""
         by_rank = self._group.call(lambda critic: critic.checkpoint_damage(folder))
         return [line for lines in by_rank for line in lines]
 
@@ -305,18 +308,18 @@ class RemoteCritic:
         self._group.call(lambda critic: critic.load_critic_checkpoint(folder))
 
     def set_progress(self, share: float) -> None:
-        """As `RemotePolicy.set_progress`; in the policy's processes both follow whoever is asked."""
+        """As `RemotePolicy.set_progress`. In shared processes either call sets both learning rates."""
         self._group.call(lambda critic: critic.set_progress(share))
 
     def save_model(self, folder: Path) -> None:
-        """A folder that a reward model or another critic can start from."""
+        """Save a folder that a reward model or another critic can start from."""
         self._group.call(lambda critic: critic.save_critic(folder))
 
 
 def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Cut a batch into optimizer steps of `batch_size` samples; a group is never torn apart.
+    """Split a batch into optimizer steps of about `batch_size` samples, without splitting a group.
 
-    The order of the groups is drawn anew. The last step takes what is left.
+    The groups are shuffled. The last step gets the rest.
     """
     members: dict[int, list[int]] = {}
     for number, sample in enumerate(samples):
@@ -330,14 +333,14 @@ def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Gener
     return [sorted(batch) for batch in batches]
 
 
-def count(samples: Sequence[Sample]) -> Totals:
-    """What the loss of these samples is divided by: nothing where a sample is left out, and never 0."""
+def loss_totals(samples: Sequence[Sample]) -> Totals:
+    """The denominators of the loss of these samples: samples that are left out do not count, and the minimum is 1."""
     tokens = [int(sample.sampled.sum()) for sample in samples]
     return Totals(num_tokens=max(sum(tokens), 1), num_samples=max(sum(number > 0 for number in tokens), 1))
 
 
-def experience_of(pack: Pack, experience: Experience) -> Experience:
-    """What the loss needs to know of a pack's samples; zeros for fillers."""
+def pack_experience(pack: Pack, experience: Experience) -> Experience:
+    """The experience of a pack's samples; zeros for fillers."""
     blank = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in pack.samples]
 
     def column(values: Sequence[Floats]) -> list[Floats]:

@@ -1,7 +1,7 @@
-"""Calls of a role's methods, written as Python on the driver and made in the role's process.
+"""Remote calls of a role's methods, written as lambdas that mypy checks.
 
 `group.call(lambda policy: policy.save_model(folder))`: mypy checks the call against the class of the role, which the
-driver need not import. At run time the function gets a stand-in that records the one call it makes.
+driver need not import. At run time the lambda gets a stand-in, which records the call for the role's process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Call(NamedTuple):
 
 
 class _Recorder:
-    """Stands in for a role: a method call returns itself as a `Call`."""
+    """Stand-in for a role, whose methods return the call as a `Call`."""
 
     def __getattr__(self, method: str) -> Callable[..., Call]:
         return lambda *args, **kwargs: Call(method, args, kwargs)
 
 
-def recorded(ask: Callable[..., Any], *arguments: Any) -> Call:
-    """The call that `ask` makes of its first argument, a role; the others are `arguments`."""
-    call = ask(_Recorder(), *arguments)
-    assert isinstance(call, Call), "a remote call is one method of the role, and nothing around it"
+def record_call(function: Callable[..., Any], *arguments: Any) -> Call:
+    """The one method call that `function` makes on its first argument, a role; the others are `arguments`."""
+    call = function(_Recorder(), *arguments)
+    assert isinstance(call, Call), "a remote call is one method call on the role and nothing else"
     return call

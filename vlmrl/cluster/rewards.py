@@ -1,4 +1,4 @@
-"""The reward sources of a run: functions and servers in processes of their own, and reward models over ranks."""
+"""Reward sources of a run: functions and servers in processes of their own, and reward models over ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RewarderSettings:
 
     reward: Scoring
     token: str | None
-    """For servers that ask for one."""
+    """Token for reward servers that require one."""
     log: Path
-    """Gets what functions print."""
+    """File for the output of functions."""
     label_key: str
     """The column of the label."""
 
@@ -47,26 +47,31 @@ class RemoteRewarder:
     """Reward functions and reward servers, in an async actor with scoring processes below it."""
 
     def __init__(self, group: WorkerGroup[Rewarder], *, say: Callable[[str], None]) -> None:
-        """Starts them. `say` shows people why responses could not be scored, once for each kind of failure.
+        """Start them.
 
-        Raises ConfigError as `Rewarder.start` does.
+        Args:
+            say: shows users why responses could not be scored, once for each kind of failure.
+
+        Raises:
+            ConfigError: as `Rewarder.start`.
         """
         self._group = group
-        self._first = FirstFailures(say)
+        self._first_failures = FirstFailures(say)
         self._begun: list[ray.ObjectRef[Any]] = []
         group.call(lambda rewarder: rewarder.start())
 
     def begin(self, group: Group) -> None:
-        """Start on a group, and return at once."""
+        """Start to score a group, and return at once."""
         self._begun += self._group.submit(lambda rewarder: rewarder.begin(group))
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        """One score per response, group by group; see `Rewarder.score`."""
         begun, self._begun = self._begun, []
-        # An async actor may run calls in another order than they were submitted.
-        with suppress(RewardError):  # `score` raises it, too
+        # An async actor may run calls in another order than that of their submission.
+        with suppress(RewardError):  # `score` raises it too
             self._group.wait(begun)
         scores = self._group.call(lambda rewarder: rewarder.score(list(groups), out_of=out_of, failed=failed))[0]
-        self._first.see(groups, scores)
+        self._first_failures.see(groups, scores)
         return scores
 
     def close(self) -> None:
@@ -78,22 +83,22 @@ class RemoteRewardModel:
     """A reward model over ranks."""
 
     name: str
-    """Of its metrics: `model` or `process`."""
+    """Name in metrics: `model` or `process`."""
     ranks: Ranks[RewardModel]
     weight: float
     is_process: bool
-    """It scores the steps of a response, each at the token that ends it, and not the response."""
+    """Whether it scores the steps of a response, each at its last token, instead of the response."""
 
     def score(self, samples: Sequence[Sample], *, as_odds: bool = False) -> Sequence[float | Floats]:
-        """Its score of each sample; of a process reward model those of its steps, [T], or their log-odds."""
+        """The score of each sample; for a process reward model the scores of its steps, [T], or their log-odds."""
         if self.is_process:
             return self.ranks.forward(lambda model, packs: model.step_scores(packs, as_odds=as_odds), samples)
         return self.ranks.forward(lambda model, packs: model.score(packs), samples)
 
-    def everywhere(self, groups: Sequence[Group]) -> list[Floats]:
-        """Its score of each response, on each of the response's tokens: [T] like log-probs, to be compared as they are.
+    def score_by_token(self, groups: Sequence[Group]) -> list[Floats]:
+        """The score of each response, repeated on all its tokens: [T], to be compared like log-probs.
 
-        Of a process reward model it is the log-odds of its steps: probabilities next to 0 or 1 hardly change.
+        For a process reward model the sum of its steps' log-odds: probabilities close to 0 or 1 hardly change.
         """
         samples = to_samples(groups)
         scores = self.score(samples, as_odds=True)
@@ -101,25 +106,26 @@ class RemoteRewardModel:
 
 
 class RewardSources:
-    """All sources of a run's rewards: functions and servers score during the rollout, models after it."""
+    """All reward sources of a run: functions and servers score during the rollout, models after it."""
 
     def __init__(self, functions: RemoteRewarder | None, models: Sequence[RemoteRewardModel]) -> None:
         self._functions = functions
         self.models = models
 
     def begin(self, group: Group) -> None:
-        """Start on a group, and return at once."""
+        """Start to score a group, and return at once."""
         if self._functions is not None:
             self._functions.begin(group)
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group: the weighted sum over all sources. See `trainer.rl.Rewarder`.
+        """One score per response, group by group: the weighted sum over all sources. See `trainer.protocols`.
 
-        A response that could not be scored by its own doing gets 0, or the lowest score of its group if that is less;
-        in a group without a score, the lowest of all groups: it does not pay to break a reward. One that the
-        infrastructure failed gets 0, which nobody uses.
+        A response that made its scorer fail gets the smaller of 0 and the lowest score of its group, or of all groups
+        if its own has none, so that breaking a scorer never pays. A response that the infrastructure failed gets 0,
+        which is not used.
 
-        Raises RewardError when a model's score is not a number.
+        Raises:
+            RewardError: a model's score is not finite.
         """
         if self._functions is not None:
             by_group = self._functions.score(groups, out_of=out_of, failed=failed)
@@ -130,26 +136,26 @@ class RewardSources:
         for source in self.models:
             rows = zip(scores, source.score(samples), samples, strict=True)
             scores = [_with(score, source, value, sample.source) for score, value, sample in rows]
-        ahead = iter(scores)
-        return [_with_lowest([next(ahead) for _ in group.rollouts], of_all=scores) for group in groups]
+        remaining = iter(scores)
+        return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
 
 
 def _with_lowest(scores: list[Score], *, of_all: Sequence[Score]) -> list[Score]:
-    """The scores of a group, none that failed by the response's doing above another; `of_all` groups are given."""
+    """Lower the failed scores of a group to its lowest, or to that of all groups (`of_all`)."""
     known = [score.earned for score in scores if not score.failed]
     lowest = min([0.0, *(known or [score.earned for score in of_all if not score.failed])])
-    # Its steps are compared with those of others all the same: without any it would be spared what poor ones cost.
+    # Its step scores are kept: without them the response would avoid the cost of poor steps.
     return [
         replace(score, total=score.total + lowest - score.earned) if score.failure == "response" else score
         for score in scores
     ]
 
 
-def _with(score: Score, source: RemoteRewardModel, value: float | Floats, where: str) -> Score:
-    """The score with that of one more source; where another source failed the total stays as it is."""
+def _with(score: Score, source: RemoteRewardModel, value: float | Floats, prompt_source: str) -> Score:
+    """Add the score of one more source. The total does not change if another source failed."""
     total = float(np.sum(value))
     if not math.isfinite(total):
-        raise RewardError(f"the {source.name} reward of an answer to {where} is {total}: the model is broken")
+        raise RewardError(f"the {source.name} reward of a response to {prompt_source} is {total}: the model is broken")
     score = replace(score, parts={**score.parts, source.name: total})
     if not score.has_reward or (score.failed and not source.is_process):
         return score

@@ -16,11 +16,12 @@ from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSet
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.rewards.client import read_token
-from vlmrl.rollout.capacity import LEAST_DEPTH, Demand, prompts_at_once
+from vlmrl.rollout.capacity import MIN_PROMPTS_AT_ONCE, Demand, prompts_at_once
 from vlmrl.rollout.settings import EngineSettings
 
 
 def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> SourceSettings:
+    """Settings of the source of prompts."""
     return SourceSettings(
         model=config.actor.model_name_or_path,
         trust_remote_code=config.actor.trust_remote_code,
@@ -33,19 +34,19 @@ def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) ->
 
 
 def rewarder_settings(config: RlConfig | EvalConfig) -> RewarderSettings | None:
-    """None when the run has neither reward functions nor reward servers: models alone score responses."""
+    """Settings of reward functions and servers; None if the run has neither and only models score responses."""
     reward = config.reward
     if not reward.functions and reward.remote_url is None:
         return None
     if reward.user_function is not None:
-        # The worker stands in another folder than the user does.
+        # The worker has another working directory than the user.
         reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
     log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
     return RewarderSettings(reward=reward, token=read_token(), log=log, label_key=config.data.label_key)
 
 
 def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = None) -> EngineSettings:
-    """`adapter` is the policy's: the engines prepare for one that they can apply themselves."""
+    """Settings of an engine. It makes room for `adapter`, the policy's, if it can apply that itself."""
     return EngineSettings(
         model=config.actor.model_name_or_path,
         vllm=config.vllm,
@@ -62,7 +63,7 @@ def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None =
 
 
 def policy_settings(config: RlConfig | SftConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
-    """`num_rows` are those of the training data."""
+    """Settings of the policy. `num_rows` counts the training data."""
     rl = config if isinstance(config, RlConfig) else None
     frozen = max(0, rl.critic.freezing_steps) if rl is not None and rl.has_critic else 0
     return PolicySettings(
@@ -81,7 +82,7 @@ def policy_settings(config: RlConfig | SftConfig, adapter: AdapterPlan | None, n
 
 
 def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> CriticSettings:
-    """`adapter` is the critic's own; `num_rows` are those of the training data."""
+    """Settings of the critic. `adapter` is its own; `num_rows` counts the training data."""
     return CriticSettings(
         critic=config.whole_critic,
         adapter=adapter,
@@ -94,6 +95,7 @@ def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int
 
 
 def reference_settings(config: RlConfig) -> ReferenceSettings:
+    """Settings of the reference model."""
     path = config.ref.model_name_or_path or config.actor.model_name_or_path
     return ReferenceSettings(
         actor=config.actor.model_copy(update={"model_name_or_path": path}),
@@ -106,7 +108,7 @@ def reference_settings(config: RlConfig) -> ReferenceSettings:
 
 
 def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
-    """By role, those of the reward models that the run has."""
+    """Role -> settings, for the reward models of the run."""
     reward = config.reward
     outcome, process = REWARD_MODELS
     paths = {outcome: reward.model_name_or_path, process: reward.process_model_name_or_path}
@@ -130,12 +132,12 @@ def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
 
 
 def policy_loss(config: RlConfig) -> PolicyLoss:
-    """The loss that the settings ask for."""
+    """The policy loss of the run."""
     actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
     low, high = actor.clip_range
     correction = Correction(advantage.is_correction_type, *advantage.correction_range)
     return PolicyLoss(
-        # Ranks stand in another folder than the user does.
+        # Ranks have another working directory than the user.
         kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,
         clip_low=low,
         clip_high=high,
@@ -150,7 +152,7 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
 
 
 def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
-    """The most that one engine of the run has under way at once."""
+    """Maximum numbers of requests that one engine of the run has in flight."""
     num_engines, rollout = config.vllm.num_engines, config.rollout
     if isinstance(config, EvalConfig):
         prompts = prompts_at_once(config.eval.max_samples, num_engines)
@@ -160,10 +162,10 @@ def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
         return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
     responses = prompts * rollout.n_samples_per_prompt
     if config.evaluates:
-        responses = max(responses, LEAST_DEPTH * config.eval.n_samples_per_prompt)
+        responses = max(responses, MIN_PROMPTS_AT_ONCE * config.eval.n_samples_per_prompt)
     return Demand(responses, prompts, config.data.max_len)
 
 
 def absolute(spec: str) -> str:
-    """`path/to/file.py:function` wherever a process stands."""
+    """`path/to/file.py:function` with an absolute path, for processes in other working directories."""
     return str(Path(spec).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""Roles of a run and the workers that each asks for: the arguments of a placement, and the placement as a table."""
+"""Roles of a run with their numbers of workers, and the placement as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 
 
-def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> dict[str, Any]:
-    """The arguments of `placement.plan` for this run."""
+def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> dict[str, Any]:
+    """Arguments of `placement.plan` for this run."""
     roles: list[Role] = []
     if not isinstance(config, EvalConfig):
         roles.append(_on_ranks("actor", config.actor))
@@ -39,14 +39,14 @@ def roles_of(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> di
 
 
 def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:
-    """A role of one worker per rank; `section` is that of its settings, when it is not called like the role."""
+    """A role with one worker per rank. `section` names its settings, if not as the role."""
     per_node = ranks.num_gpus_per_node
     flag = f"--{section or name}.num_gpus_per_node"
     return Role(name, ranks.num_nodes * per_node, 1, flag=flag, workers_per_node=per_node)
 
 
-def nodes_wanted(config: RlConfig | SftConfig | EvalConfig) -> int:
-    """Machines that the widest role asks for."""
+def num_nodes_required(config: RlConfig | SftConfig | EvalConfig) -> int:
+    """Number of machines that the largest role requires."""
     if isinstance(config, EvalConfig):
         return 1
     roles: list[Model | Critic | Ref | Reward] = [config.actor]
@@ -55,8 +55,8 @@ def nodes_wanted(config: RlConfig | SftConfig | EvalConfig) -> int:
     return max(role.num_nodes for role in roles)
 
 
-def describe(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
-    """The placement, for people."""
+def placement_table(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
+    """The placement as a table for users."""
     table = Table(title="placement")
     for column in ("role", "workers", f"{machines.unit}s, node:number, of {sum(machines.slots)}"):
         table.add_column(column)
@@ -66,6 +66,6 @@ def describe(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
 
 
 def _slots(place: Place, machines: Session) -> str:
-    """The slots of a worker as its node knows them; of a GPU's long id the beginning."""
+    """The slots of a worker by their names on its node; long ids of GPUs are cut."""
     node = machines.nodes[place.node]
     return "+".join(node.gpu(slot)[:12] if machines.has_gpus else str(slot) for slot in place.slots)

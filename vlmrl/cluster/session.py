@@ -1,4 +1,4 @@
-"""One Ray session: a cluster of our own for the length of the run, or the cluster that the user started."""
+"""The Ray session of a run: a cluster of its own, or the cluster that the user started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from vlmrl import startup
-from vlmrl.cluster import OF_OUR_OWN
+from vlmrl.cluster import LOCAL_ADDRESSES
 from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.errors import ClusterError
@@ -23,7 +23,7 @@ from vlmrl.system import machine, stops
 from vlmrl.system.scratch import VARIABLE, remove_here, scratch
 from vlmrl.system.stops import Stopped
 
-_CLEAR_S = 10.0
+_REMOVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class Node:
     """One machine of the session."""
 
     id: str
-    """Ray's own id of it."""
+    """Ray's id of the node."""
     num_cpus: int
     num_gpus: int
     address: str = ""
-    """By which the others reach it."""
+    """Address at which other nodes reach it."""
     port: int = 0
-    """Of Ray's own process on it."""
+    """Port of Ray's process on it."""
     gpus: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES calls each of its GPUs there; their numbers when empty."""
+    """Names of its GPUs in CUDA_VISIBLE_DEVICES; if empty, their numbers are used."""
 
     def gpu(self, slot: int) -> str:
-        """What CUDA_VISIBLE_DEVICES calls the GPU of this slot."""
+        """The name in CUDA_VISIBLE_DEVICES of the GPU of this slot."""
         return self.gpus[slot] if self.gpus else str(slot)
 
 
@@ -52,7 +52,7 @@ class Session:
 
     nodes: tuple[Node, ...]
     roster: Roster = field(default_factory=Roster, compare=False, repr=False)
-    """The workers that have started, and which of them has died."""
+    """The running workers, and the first that died."""
 
     @property
     def has_gpus(self) -> bool:
@@ -60,7 +60,7 @@ class Session:
 
     @property
     def slots(self) -> list[int]:
-        """Slots per node: GPUs where there are any, else CPU cores."""
+        """Slots per node: GPUs if any node has one, otherwise CPU cores."""
         return [node.num_gpus if self.has_gpus else node.num_cpus for node in self.nodes]
 
     @property
@@ -69,15 +69,15 @@ class Session:
 
 
 def local_session() -> Session:
-    """This machine as a session would see it, without starting anything: what a dry run plans with.
+    """This machine as a session, without starting Ray. Dry runs plan with it.
 
     Raises:
-        ClusterError: it has a GPU that torch cannot use.
+        ClusterError: the machine has a GPU that torch cannot use.
     """
     import torch
 
     count = torch.cuda.device_count()
-    if count and not torch.cuda.is_available():  # torch counts devices that it cannot use, too
+    if count and not torch.cuda.is_available():  # torch also counts devices that it cannot use
         raise ClusterError(": ".join(gpu_fault_and_fix(torch.version.cuda, installed_driver())))
     gpus = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"), count, where="this machine")
     return Session((Node(id="", num_cpus=os.cpu_count() or 1, num_gpus=count, gpus=gpus),))
@@ -87,90 +87,90 @@ def joins_cluster() -> bool:
     """Whether a run joins the cluster that RAY_ADDRESS names.
 
     Raises:
-        ClusterError: the address is for Ray's client, with which this machine would be no part of the cluster.
+        ClusterError: the address is for Ray's client, with which this machine would not be part of the cluster.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     if "://" in address:
         raise ClusterError(
-            f"RAY_ADDRESS {address} is for Ray's client, and roles would write to another machine's disk than this "
-            "one: give the command on a machine of the cluster, with RAY_ADDRESS=auto"
+            f"RAY_ADDRESS {address} is for Ray's client, with which roles would write to another machine's disk: "
+            "run the command on a machine of the cluster, with RAY_ADDRESS=auto"
         )
-    return address not in OF_OUR_OWN
+    return address not in LOCAL_ADDRESSES
 
 
 @contextmanager
 def session(*, num_cpus: int | None = None) -> Iterator[Session]:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine; leave, or stop it, at the end.
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine; at the end leave or stop it.
 
-    A session that this process has begun already is used and left running.
-    A cluster of our own lets in only who holds this run's token, and dies with this process, however this process dies.
+    A session that is already running in this process is used and not stopped. A cluster of our own admits only holders
+    of this run's token, and dies with this process, however it dies.
 
     Args:
-        num_cpus: pretend that this machine has so many cores; for tests.
+        num_cpus: number of cores to assume; for tests.
 
     Raises:
-        ClusterError: no shared memory, or Ray does not start.
+        ClusterError: there is no shared memory, or Ray does not start.
     """
     joins = joins_cluster()
     if not joins:
         machine.require([machine.shared_memory()])
     import ray
 
-    ray._private.worker.print_to_stdstream = _log_lines
+    ray._private.worker.print_to_stdstream = _log_ray_output
     if ray.is_initialized():
         yield Session(_alive_nodes())
         return
     temporary = ExitStack()
     folder = temporary.enter_context(scratch())
     before = set(psutil.Process().children())
-    family: list[psutil.Process] | None = None
+    processes: list[psutil.Process] | None = None
     try:
         with stops.signals_blocked():
             if joins:
                 ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
             else:
                 ray.init(
-                    # Else it would join whatever `ray start` has left on this machine.
+                    # Otherwise Ray joins any cluster that `ray start` has left on this machine.
                     address="local",
                     num_cpus=num_cpus or os.cpu_count(),
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    # Ray opens this folder and what it makes in it to every user of the machine, sockets included.
+                    # Ray makes this folder and all in it accessible to every user of the machine, even sockets.
                     _temp_dir=str(folder / "r"),
                 )
             stops.install_handlers()
-            family = _new_children(before)
-    except SystemExit:  # Ray's own handler, in the moment between its start and our taking over
+            processes = _new_children(before)
+    except SystemExit:  # from Ray's signal handler, before ours are installed
         raise Stopped(signal.SIGTERM) from None
-    except Exception as error:  # Ray raises many kinds here: sockets, time-outs, its own; all mean the same to a user
+    except Exception as error:  # Ray raises many kinds here, which all mean the same to users
         raise ClusterError(
             f"Ray did not start ({type(error).__name__}: {' '.join(str(error).split())[:300]}): "
-            f"check free ports and shared memory with `vlmrl doctor`, or start it yourself and set RAY_ADDRESS"
+            f"check free ports and shared memory with `vlmrl doctor`, or start Ray yourself and set RAY_ADDRESS"
         ) from error
     else:
         yield Session(_alive_nodes())
-    finally:  # also of a start in which a stop was asked for, which is heeded when Ray has started
+    finally:  # also after a stop signal during the start, which takes effect once Ray has started
         with temporary:
             if joins and ray.is_initialized():
-                _clear(folder)
-            _end_ray(_new_children(before) if family is None else family)
+                _remove_from_others(folder)
+            _stop_ray(_new_children(before) if processes is None else processes)
 
 
 def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child not in before]
 
 
-def _clear(folder: Path) -> None:
-    """Remove the run's folder from the other machines. What is left of a machine that has gone must not hide why."""
+def _remove_from_others(folder: Path) -> None:
+    """Remove the run's folder from the other machines. Errors are ignored: they would hide what ended the run."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    with suppress(Exception):  # the head may have gone, too, and then Ray raises what it likes
+    with suppress(Exception):  # if the head has died too, Ray raises any kind
         remove = ray.remote(remove_here)
         here = ray.get_runtime_context().get_node_id()
         others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-        asked = [
+        refs = [
             remove.options(
                 num_cpus=0,
                 max_retries=0,
@@ -179,29 +179,29 @@ def _clear(folder: Path) -> None:
             ).remote(folder)
             for node in others
         ]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=_CLEAR_S)
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=_REMOVE_S)
 
 
-def _log_lines(data: Mapping[str, Any], **_: Any) -> None:
-    """Ray would print to people what its own processes say: that a worker has died, say. It has no setting for that."""
+def _log_ray_output(data: Mapping[str, Any], **_: Any) -> None:
+    """Log the output of Ray's processes instead of printing it, for which Ray has no setting."""
     logging.getLogger("ray").error("(%s) %s", data["pid"], "\n".join(data["lines"]))
 
 
-def _end_ray(roots: Sequence[psutil.Process]) -> None:
-    """Leave Ray, and end what it has started on this machine: some of its agents would look for it for a minute."""
+def _stop_ray(roots: Sequence[psutil.Process]) -> None:
+    """Leave Ray, and kill its processes on this machine: some of its agents would search for it for a minute."""
     import ray
 
-    family = list(roots)
+    processes = list(roots)
     for root in roots:
-        with suppress(psutil.Error):  # it has ended by itself
-            family += root.children(recursive=True)
+        with suppress(psutil.Error):  # it has ended already
+            processes += root.children(recursive=True)
     ray.shutdown()
-    stops.kill_processes(family)
+    stops.kill_processes(processes)
 
 
 def _alive_nodes() -> tuple[Node, ...]:
-    """This machine first, which is where data and reward functions run; the others by address."""
+    """The nodes: first this machine, which runs data and reward functions, then the others by address."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -230,14 +230,14 @@ def _alive_nodes() -> tuple[Node, ...]:
 def worker_environment(session: Session, *, num_workers: int, slots: Sequence[int], node: int) -> dict[str, str]:
     """Environment of a role's worker: the start-up hook, its devices, and its share of the node's cores.
 
-    Roles take turns in a step, so a role's workers divide all of a node's cores among themselves.
+    Roles take turns in a step, so the workers of one role share all cores of a node.
     """
     cores = max(1, session.nodes[node].num_cpus // max(1, num_workers))
     variables = startup.portable_environment() | {
         "OMP_NUM_THREADS": str(cores),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        # A dying worker's children end by themselves, and Python's resource tracker among them removes what lies in
-        # shared memory: Ray would kill it before it can.
+        # The children of a dying worker end by themselves. Among them is Python's resource tracker, which removes
+        # shared memory, but not if Ray kills it first.
         "RAY_kill_child_processes_on_worker_exit": "0",
     }
     if VARIABLE in os.environ:
@@ -245,7 +245,7 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
     if session.has_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(session.nodes[node].gpu(slot) for slot in slots)
     else:
-        # Pages of 2 MiB, where Linux leaves the choice to programs: a first optimizer step of a 13M model made 45 page
-        # faults instead of 35,823, and rollouts and updates of a run took 2 to 3 % less time (two cores).
+        # Pages of 2 MiB, if Linux leaves the choice to programs: the first optimizer step of a 13M model had 45 page
+        # faults instead of 35,823, and rollouts and updates took 2 to 3 % less time (two cores).
         variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return variables

@@ -1,4 +1,4 @@
-"""Brings the policy's weights to the engines, through shared memory or between GPUs, and proves that they arrived."""
+"""Send the policy's weights to the engines, through shared memory or between GPUs, and verify that they arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import SyncError
 from vlmrl.models.transfer import NUM_IN_FLIGHT
 from vlmrl.rollout.reports import ReadbackPlan
-from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merged
+from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.types import Metrics, Part
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class WeightSync:
-    """The one object that knows both ends: the policy's ranks, which send, and the engines, which load.
+    """Weight sync from the policy's ranks, which send, to the engines, which load.
 
-    Weights go in buckets: through memory that the processes of a machine share, or from GPU to GPU with
-    `vllm.sync_backend` nccl or ipc. Both ends compute a fingerprint of what they sent and hold; a difference is an
-    error. The engines' layers are read back as the plan says.
+    Weights are sent in buckets: through shared memory, or from GPU to GPU with `vllm.sync_backend` nccl or ipc. The
+    trainer computes a fingerprint of what it sent, the engines of what they hold; a difference is an error. The
+    engines' layers are read back according to the plan.
     """
 
     def __init__(self, policy: WorkerGroup[Policy], engines: RemoteEngines, plan: SyncPlan) -> None:
@@ -34,15 +34,15 @@ class WeightSync:
         self._workers = engines.group
         self._plan = plan
         self._is_first = True
-        """The engines have just started: nothing has been sent yet."""
-        self._have_met = False
-        """Both ends have joined, so that weights can go from GPU to GPU."""
+        """Nothing has been sent yet to these engines."""
+        self._is_connected = False
+        """Both ends are connected for transfers from GPU to GPU."""
 
     def sync(self, version: int) -> Metrics:
-        """Bring the current weights to all engines as `version`.
+        """Send the current weights to all engines as `version`.
 
         Raises:
-            SyncError: an engine holds something else than what was sent.
+            SyncError: an engine does not hold what was sent.
         """
         is_first, self._is_first = self._is_first, False
         parts = self._plan.parts(is_first=is_first)
@@ -54,42 +54,42 @@ class WeightSync:
         return metrics | ({"sync/adapter_bytes": float(sent["adapter"])} if "adapter" in sent else {})
 
     def send(self, part: Part, *, version: int, readback: ReadbackPlan | None) -> int:
-        """Bring one part of the model to all engines, with proof; returns the bytes that were sent.
+        """Send one part of the model to all engines and verify it; returns the number of bytes sent.
 
-        Adapters are small: they always go through main memory, and are read back whatever `readback` says.
+        Adapters are small: they always go through main memory, and are always read back.
 
         Raises:
-            SyncError: an engine holds something else than what was sent.
+            SyncError: an engine does not hold what was sent.
         """
         is_adapter = part == "adapter"
         by_device = not is_adapter and self._plan.vllm.sync_backend != "shm"
         self._engines.prepare_for_weights()
         if by_device:
-            self._meet()
+            self._connect()
         max_bytes, vision_changed = self._plan.vllm.bucket_bytes, self._plan.vision_changes
         num_buckets = self._policy.call(lambda policy: policy.begin_sync(max_bytes, part))[0]
-        read = None if is_adapter else readback
 
         def begin() -> None:
-            self._workers.call(lambda engine: engine.begin_update(version, adapter=is_adapter, readback=read))
+            plan = None if is_adapter else readback
+            self._workers.call(lambda engine: engine.begin_update(version, adapter=is_adapter, readback=plan))
 
         if by_device:
             self._between_devices(num_buckets, begin)
         else:
             self._through_memory(num_buckets, begin)
-        wanted, num_bytes = self._policy.call(lambda policy: policy.finish_sync())[0]
+        expected, num_bytes = self._policy.call(lambda policy: policy.finish_sync())[0]
         held = self._workers.call(lambda engine: engine.finish_update(vision_changed=vision_changed))
         for engine, fingerprint in enumerate(held):
-            if fingerprint != wanted:
+            if fingerprint != expected:
                 raise SyncError(
                     f"engine {engine} holds {_OTHER[part]} than the trainer sent for version {version} "
-                    f"(fingerprint {fingerprint[:12]}, sent {wanted[:12]}): a tensor was lost or changed on the way"
+                    f"(fingerprint {fingerprint[:12]}, sent {expected[:12]}): a tensor was lost or changed on the way"
                 )
         return num_bytes
 
     def readback(self) -> Metrics:
-        """What the engines read back from their layers after the last update of the model: the number of layers of
-        each, the tensors that could not be read, and the seconds of the slowest worker.
+        """Metrics of the read-back after the last update of the model: layers per engine, tensors that could not be
+        read, and the seconds of the slowest worker.
         """
         by_engine = self._workers.call(lambda engine: engine.readback())
         reports = [report for reports in by_engine for report in reports]
@@ -100,11 +100,10 @@ class WeightSync:
         }
 
     def _through_memory(self, num_buckets: int, begin: Callable[[], None]) -> None:
-        """Bring all buckets to all engines through memory that the processes of a machine share, and to other machines
-        through Ray's object store, to each of them once.
+        """Send all buckets through shared memory, and to each other machine once through Ray's object store.
 
-        `begin` makes the engines ready, in which vLLM sleeps 20 ms of 26: the first buckets are packed meanwhile. Later
-        on `NUM_IN_FLIGHT` of them are on their way: one is packed while another is loaded and a third waits.
+        `begin` prepares the engines. vLLM sleeps during 20 of its 26 ms, so the first buckets are packed meanwhile.
+        Then `NUM_IN_FLIGHT` buckets are in flight: one is packed while another is loaded and a third waits.
         """
         ahead = min(NUM_IN_FLIGHT, num_buckets)
         shared = [self._share(number, 0) for number in range(ahead)]
@@ -118,11 +117,11 @@ class WeightSync:
                 loading.append(self._load(shared[later], later, number + 1))
 
     def _share(self, number: int, num_loaded: int) -> list[Any]:
-        """Let every rank share bucket `number`; rank 0's result is the ticket."""
+        """Let all ranks share bucket `number`; the result of rank 0 is the ticket."""
         return self._policy.submit(lambda policy: policy.share(number, num_loaded))
 
     def _load(self, tickets: list[Any], number: int, num_loaded: int) -> list[Any]:
-        """Let every engine load bucket `number`, which the policy's rank 0 shares."""
+        """Let all engines load bucket `number`, which the policy's rank 0 shares."""
         ticket_on = {self._policy.nodes[0]: tickets[0]}
         for engine, node in enumerate(self._workers.nodes):
             if node not in ticket_on:
@@ -132,25 +131,25 @@ class WeightSync:
         return self._workers.submit_each(lambda engine, ticket: engine.load(ticket), tickets)
 
     def _relay(self, engine: int, ticket: Any, number: int, num_loaded: int) -> Any:
-        """Bring a shared bucket to the machine of this engine; returns the ticket there."""
+        """Copy a shared bucket to the machine of this engine; returns the ticket there."""
         bucket: Any = self._policy.submit_to(0, lambda policy: policy.bucket(ticket))
         return self._workers.submit_to(engine, lambda role: role.relay(bucket, number, num_loaded))
 
     def _between_devices(self, num_buckets: int, begin: Callable[[], None]) -> None:
-        """Bring all buckets to all engines from GPU to GPU, one after the other."""
+        """Send all buckets from GPU to GPU, one after the other."""
         begin()
         for number in range(num_buckets):
             self._send(number)
 
     def _send(self, number: int) -> None:
-        offer = merged(self._policy.call(lambda policy: policy.offer(number)))
+        offer = merge_offers(self._policy.call(lambda policy: policy.offer(number)))
         receiving = self._workers.submit(lambda engine: engine.receive(offer))
-        # Waited for together: when one end fails the other hangs in NCCL, and the failure must be heard.
+        # One wait for both: if one end fails, the other hangs in NCCL, and the failure must be raised.
         self._workers.wait([*receiving, *self._policy.submit(lambda policy: policy.send())])
 
-    def _meet(self) -> None:
-        """Let ranks and engines join, once: each waits for the other."""
-        if self._have_met:
+    def _connect(self) -> None:
+        """Connect ranks and engines, once. Each waits for the other."""
+        if self._is_connected:
             return
         backend = self._plan.vllm.sync_backend
         assert backend != "shm"
@@ -167,7 +166,7 @@ class WeightSync:
             sender = partial(NcclSender, address=address, port=port, world_size=infos[0]["world_size"])
         joining = self._workers.submit_each(lambda engine, info: engine.connect(info), infos)
         self._workers.wait([*joining, *self._policy.submit(lambda policy: policy.connect(sender))])
-        self._have_met = True
+        self._is_connected = True
 
 
 _OTHER: dict[Part, str] = {"whole": "other weights", "base": "another base", "adapter": "another adapter"}

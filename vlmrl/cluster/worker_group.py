@@ -1,4 +1,4 @@
-"""A plain class becomes N actors. The one file that knows how; what would hang is an error."""
+"""Run a plain class as N Ray actors. Calls that would hang raise errors instead."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlmrl.cluster.deaths import DOUBT_S, SURE_S, Member, advice_of
+from vlmrl.cluster.deaths import REPORTED_S, SUSPECTED_S, Member, memory_advice
 from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
-from vlmrl.cluster.remote_call import Call, recorded
+from vlmrl.cluster.remote_call import Call, record_call
 from vlmrl.cluster.session import Session, worker_environment
 from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup.driver import has_gpu
@@ -38,15 +38,15 @@ _PROCESS = re.compile(r"\(pid=(\d+), ip=([^,)\s]+)")
 
 
 class _Process(NamedTuple):
-    """The process of a worker."""
+    """Process of a worker."""
 
     pid: int
     log: str
-    """What it writes to its error stream; empty where that is no file."""
+    """File of its error stream; empty if that is not a file."""
 
 
 class _Worker:
-    """The process around a role: it builds the role after its environment is set, and hands calls on."""
+    """Ray actor that sets its environment, builds the role, and forwards calls to it."""
 
     def __init__(self) -> None:
         from vlmrl import startup
@@ -57,21 +57,24 @@ class _Worker:
         self._role: Any = None
 
     def ping(self) -> None:
-        """A sign of life."""
+        """Respond, as a sign of life."""
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it."""
+        """Address of this node, and a free port on it."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def meeting_file(self) -> str:
-        """A file that is not there yet, in a folder of this node that this user alone may enter."""
+    def rendezvous_file(self) -> str:
+        """Path of a new file on this node, in a private folder."""
         return str(Path(tempfile.mkdtemp(prefix="vlmrl-ranks-")) / "store")
 
     def set_environment(self, variables: Mapping[str, str], driver: Mapping[str, str] | None) -> None:
-        """Comes before `build`, whose argument imports modules as it arrives. `driver` is the driver's environment
-        where the run has several machines, else None."""
+        """Set environment variables. Call before `build`, whose argument imports modules when it is unpickled.
+
+        Args:
+            driver: the driver's environment if the run has several machines, else None.
+        """
         os.environ.update(variables)
         os.environ.update(_loopback() if driver is None else _network(driver))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -89,14 +92,14 @@ class _Worker:
 
 
 class _AsyncWorker(_Worker):
-    """The same for roles whose methods are coroutines, many of which are under way at once."""
+    """The same for roles whose methods are coroutines, of which many run at once."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         result = getattr(self._role, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def ping(self) -> None:  # type: ignore[override]
-        """A sign of life."""
+        """Respond, as a sign of life."""
 
     async def process(self) -> _Process:  # type: ignore[override]
         return super().process()
@@ -110,42 +113,41 @@ class _AsyncWorker(_Worker):
         super().set_environment(variables, driver)
 
     async def build(self, build: Callable[[], Any]) -> None:  # type: ignore[override]
-        # Model code may block for seconds while it starts: the event loop stays free for Ray's own messages.
+        # Model code may block for seconds at the start; in a thread it does not block Ray's messages.
         await asyncio.to_thread(super().build, build)
 
 
 def _network(driver: Mapping[str, str]) -> dict[str, str]:
-    """What tells gloo and NCCL in this process how other machines reach this one."""
-    held = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
-    return interface_variables(ray.util.get_node_ip_address(), held, of_node=os.environ, of_driver=driver)
+    """Variables that tell gloo and NCCL the interface at which other machines reach this one."""
+    interfaces = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+    return interface_variables(ray.util.get_node_ip_address(), interfaces, of_node=os.environ, of_driver=driver)
 
 
 def _loopback() -> dict[str, str]:
-    """What has gloo in this process listen to this machine alone."""
-    held = psutil.net_if_addrs().items()
-    loopback = next((name for name, entries in held if any(e.address == "127.0.0.1" for e in entries)), None)
+    """Variables with which gloo listens on the loopback interface only."""
+    interfaces = psutil.net_if_addrs().items()
+    loopback = next((name for name, entries in interfaces if any(e.address == "127.0.0.1" for e in entries)), None)
     return {} if loopback is None or os.environ.get(NAMES[0]) else {NAMES[0]: loopback}
 
 
-def _start(worker: Any, call: Call, **options: Any) -> ray.ObjectRef[Any]:
-    ref: ray.ObjectRef[Any] = worker.call.options(**options).remote(call.method, *call.args, **call.kwargs)
+def _start(worker: Any, call: Call) -> ray.ObjectRef[Any]:
+    ref: ray.ObjectRef[Any] = worker.call.remote(call.method, *call.args, **call.kwargs)
     return ref
 
 
 class WorkerGroup(Generic[Role_co]):
     """N actors of one role, one per place.
 
-    A call is a function of the role that calls one method of it: see `remote_call`.
+    Calls are lambdas that call one method of the role; see `remote_call`.
 
     Args:
-        name: the role's, for messages.
-        build: makes the role; it runs in each worker, and imports there what the role needs.
-        places: where the workers run, from `placement.plan`.
-        distributed: the workers form one torch.distributed world: RANK and WORLD_SIZE are set, and where they meet.
-        concurrent: the role's methods are coroutines.
-        interruptible: `end` is heard while another call is under way, and ends that one too.
-        at_end: is given `shutdown` before the roles are built, so that whoever ends everything ends a start, too.
+        name: the role, for messages.
+        build: makes the role in each worker, and imports there what the role needs.
+        places: nodes and slots of the workers, from `placement.plan`.
         timeout_s: a call that takes longer is an error.
+        distributed: the workers form one torch.distributed world: RANK, WORLD_SIZE and the rendezvous are set.
+        concurrent: the role's methods are coroutines.
+        register_shutdown: gets `shutdown` before the roles are built, so that an unfinished start can be stopped too.
     """
 
     def __init__(
@@ -158,20 +160,16 @@ class WorkerGroup(Generic[Role_co]):
         timeout_s: float,
         distributed: bool = False,
         concurrent: bool = False,
-        interruptible: bool = False,
-        at_end: Callable[[Callable[[], None]], object] | None = None,
+        register_shutdown: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         self.name = name
         self.nodes = [place.node for place in places]
-        """Of each worker: the number of its machine."""
+        """Number of the machine of each worker."""
         self._timeout_s = timeout_s
         self._driver: dict[str, str] | None = None
         if len(session.nodes) > 1:
             self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
-        self._end_group = "aside" if interruptible else None
         actor = ray.remote(_AsyncWorker if concurrent else _Worker)
-        if interruptible:
-            actor = ray.remote(concurrency_groups={"aside": 1})(_Worker)
         per_node = {place.node: sum(p.node == place.node for p in places) for place in places}
         self._workers = []
         for place in places:
@@ -187,30 +185,30 @@ class WorkerGroup(Generic[Role_co]):
                     max_concurrency=4096 if concurrent else 1,
                 ).remote()
             )
-        if at_end is not None:
-            at_end(self.shutdown)
+        if register_shutdown is not None:
+            register_shutdown(self.shutdown)
         self._roster = session.roster
         self._addresses = [session.nodes[node].address for node in self.nodes]
         self.pids: list[int] = []
-        """Of each worker: its process."""
+        """Process id of each worker."""
         try:
-            self._enlist()
+            self._register()
             self._build(build, distributed=distributed)
         except BaseException:
             self.shutdown()
             raise
 
-    def _enlist(self) -> None:
-        """Have the deaths of the workers noticed, from before they build their roles."""
+    def _register(self) -> None:
+        """Add the workers to the session's roster, so that deaths during `build` are noticed too."""
         workers = self._alive()
         for number, (worker, node) in enumerate(zip(workers, self.nodes, strict=True)):
-            about = (self.name, number, len(workers), self._addresses[number], worker.ping.remote)
-            self._roster.add(worker, Member(*about, is_here=node == 0))
+            fields = (self.name, number, len(workers), self._addresses[number], worker.ping.remote)
+            self._roster.add(worker, Member(*fields, is_here=node == 0))
         processes = self._get([worker.process.remote() for worker in workers])
         self.pids = [process.pid for process in processes]
         for worker, process, node in zip(workers, processes, self.nodes, strict=True):
-            member = self._roster.members.get(worker)  # a machine that dies ends them at any moment
-            if node == 0 and member is not None:  # of this machine alone the kernel can be asked
+            member = self._roster.members.get(worker)  # removed if the machine has died meanwhile
+            if node == 0 and member is not None:  # the kernel reports only processes of this machine
                 log = Path(process.log) if process.log else None
                 self._roster.add(worker, replace(member, process=Pidfd(process.pid), log=log))
 
@@ -218,7 +216,7 @@ class WorkerGroup(Generic[Role_co]):
         """Build the role in each worker."""
         world: dict[str, str] = {}
         if distributed:
-            world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._meeting()
+            world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._rendezvous()
         prepared = []
         for rank, worker in enumerate(self._alive()):
             variables = world | ({"RANK": str(rank)} if distributed else {})
@@ -226,70 +224,72 @@ class WorkerGroup(Generic[Role_co]):
         self._get(prepared)
         self._get([worker.build.remote(build) for worker in self._alive()])
 
-    def _meeting(self) -> dict[str, str]:
-        """Where the ranks meet: in a file when they are on one machine, else at a port of the first one's."""
+    def _rendezvous(self) -> dict[str, str]:
+        """The rendezvous of the ranks: a file if they are on one machine, else a port on the first rank's machine."""
         if len(set(self.nodes)) == 1:
-            return {MEETING_FILE: self._get(self._alive()[0].meeting_file.remote())}
+            return {MEETING_FILE: self._get(self._alive()[0].rendezvous_file.remote())}
         address, port = self.address()
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _alive(self) -> list[Any]:
-        """The workers. A call on none would succeed and do nothing: a model would be told to be saved that is not."""
+        """The workers. Raises if there are none: a call would succeed without effect, for example save no model."""
         if not self._workers:
-            raise ClusterError(f"the workers of {self.name} have been ended")
+            raise ClusterError(f"the workers of {self.name} have been stopped")
         return self._workers
 
     def __len__(self) -> int:
         return len(self._workers)
 
     def address(self) -> tuple[str, int]:
-        """The address of the first worker's node, and a port that is free on it."""
+        """Address of the first worker's node, and a free port on it."""
         address, port = self._get(self._alive()[0].address.remote())
         return address, port
 
     @overload
-    def call(self, ask: Callable[[Role_co], Awaitable[_Result]]) -> list[_Result]: ...
+    def call(self, function: Callable[[Role_co], Awaitable[_Result]]) -> list[_Result]: ...
     @overload
-    def call(self, ask: Callable[[Role_co], _Result]) -> list[_Result]: ...
-    def call(self, ask: Callable[[Role_co], Any]) -> list[Any]:
-        """Make the same call on every worker; the results in order."""
-        results: list[Any] = self._get(self.submit(ask))
+    def call(self, function: Callable[[Role_co], _Result]) -> list[_Result]: ...
+    def call(self, function: Callable[[Role_co], Any]) -> list[Any]:
+        """Make the same call on all workers; returns the results in order."""
+        results: list[Any] = self._get(self.submit(function))
         return results
 
-    def each(self, ask: Callable[[Role_co, _Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-        """Make the call with `items[i]` on worker i; the results in order."""
-        results: list[_Result] = self._get(self.submit_each(ask, items))
+    def each(self, function: Callable[[Role_co, _Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        """Make the call with `items[i]` on worker i; returns the results in order."""
+        results: list[_Result] = self._get(self.submit_each(function, items))
         return results
 
-    def submit(self, ask: Callable[[Role_co], Any]) -> list[ray.ObjectRef[Any]]:
-        """Start the call on every worker and return at once. An ObjectRef among its arguments arrives as its value."""
-        call = recorded(ask)
+    def submit(self, function: Callable[[Role_co], Any]) -> list[ray.ObjectRef[Any]]:
+        """Start the call on all workers and return at once. Workers get the value of an ObjectRef argument."""
+        call = record_call(function)
         return [_start(worker, call) for worker in self._alive()]
 
-    def submit_each(self, ask: Callable[[Role_co, _Item], Any], items: Sequence[_Item]) -> list[ray.ObjectRef[Any]]:
+    def submit_each(
+        self, function: Callable[[Role_co, _Item], Any], items: Sequence[_Item]
+    ) -> list[ray.ObjectRef[Any]]:
         """Start the call with `items[i]` on worker i and return at once."""
         workers = self._alive()
         if len(items) != len(workers):
             raise ValueError(f"{len(items)} items for {len(workers)} workers of {self.name}")
-        return [_start(worker, recorded(ask, item)) for worker, item in zip(workers, items, strict=True)]
+        return [_start(worker, record_call(function, item)) for worker, item in zip(workers, items, strict=True)]
 
-    def submit_to(self, worker: int, ask: Callable[[Role_co], Any]) -> ray.ObjectRef[Any]:
+    def submit_to(self, worker: int, function: Callable[[Role_co], Any]) -> ray.ObjectRef[Any]:
         """Start the call on one worker and return at once."""
-        return _start(self._alive()[worker], recorded(ask))
+        return _start(self._alive()[worker], record_call(function))
 
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
         """The results of calls that `submit` or `submit_to` started."""
         return self._get(refs, timeout_s)
 
-    def end(self, ask: Callable[[Role_co], Any]) -> None:
-        """Ask the workers to end by themselves. Who does not answer must not hide what ended the run."""
-        call = recorded(ask)
+    def end(self, function: Callable[[Role_co], Any]) -> None:
+        """Let the workers clean up by this call. Errors of workers are ignored: they would hide what ended the run."""
+        call = record_call(function)
         with suppress(ClusterError):
-            started = [_start(worker, call, concurrency_group=self._end_group) for worker in self._alive()]
+            started = [_start(worker, call) for worker in self._alive()]
             self.wait(started, timeout_s=_END_S)
 
     def shutdown(self) -> None:
-        """End the actors, at once."""
+        """Kill the actors."""
         self._roster.remove(self._workers)
         for worker in self._workers:
             ray.kill(worker)
@@ -302,34 +302,34 @@ class WorkerGroup(Generic[Role_co]):
                 return ray.get(refs, timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             raise ClusterError(
-                f"{self.name} did not answer within {limit:.0f} s: raise --train.timeout_s if its work takes that long"
+                f"{self.name} did not respond within {limit:.0f} s: raise --train.timeout_s if its work takes that long"
             ) from error
         except ray.exceptions.RayTaskError as error:
-            # A user's mistake crosses the process as itself; a bug keeps its remote traceback.
+            # Errors for users are raised as they are; a bug keeps its remote traceback.
             if isinstance(error.cause, DiedError):
                 raise ClusterError(f"{self._name_of(error)}: {error.cause}") from None
             if isinstance(error.cause, VlmrlError):
                 raise error.cause from None
-            # A collective breaks in one rank when another has died, and an image is lost with its owner.
-            self._tell_of_death(SURE_S if isinstance(error.cause, ray.exceptions.RayError) else DOUBT_S)
+            # A collective fails when another rank has died, and an image is lost with its owner.
+            self._raise_death(REPORTED_S if isinstance(error.cause, ray.exceptions.RayError) else SUSPECTED_S)
             raise
         except ray.exceptions.RayError as error:
-            self._tell_of_death(SURE_S)
+            self._raise_death(REPORTED_S)
             reason = " ".join(str(error).split())
-            raise ClusterError(f"a worker of {self.name} died ({reason[:300]}): {advice_of(self.name)}") from error
+            raise ClusterError(f"a worker of {self.name} died ({reason[:300]}): {memory_advice(self.name)}") from error
 
-    def _tell_of_death(self, patience_s: float) -> None:
-        """Raise ClusterError when a worker of the run, of whichever role, has died."""
-        line = self._roster.why(patience_s)
+    def _raise_death(self, patience_s: float) -> None:
+        """Raise ClusterError if a worker of any role has died."""
+        line = self._roster.find_death(patience_s)
         if line is not None:
             raise ClusterError(line) from None
 
     def _name_of(self, error: ray.exceptions.RayTaskError) -> str:
-        """The worker that raised it."""
-        # Ray's error that is also of our class has no field of its own but its text.
-        told = _PROCESS.search(str(error))
+        """The name of the worker that raised the error, or of the role if it is not known."""
+        # Only the text of Ray's error names the process.
+        process = _PROCESS.search(str(error))
         for worker, pid, address in zip(self._workers, self.pids, self._addresses, strict=False):
-            is_it = told is not None and (str(pid), address) == told.groups()
+            is_it = process is not None and (str(pid), address) == process.groups()
             if is_it and worker in self._roster.members:
                 return str(self._roster.members[worker])
         return self.name

@@ -107,7 +107,7 @@ def image_check(
         paths["reference"] = lambda groups: reference.logprobs(to_samples(groups))
     if critic is not None:
         paths["critic"] = lambda groups: critic.values(to_samples(groups))
-    paths |= {f"{model.name}_reward": model.everywhere for model in reward_sources.models}
+    paths |= {f"{model.name}_reward": model.score_by_token for model in reward_sources.models}
     of_policy = {"engine", "old", "old_again", "padded", "update"}
     return ImageGroundingCheck(
         config.train.image_check_steps, paths=paths, bound=largest_gap(config), foreign=paths.keys() - of_policy

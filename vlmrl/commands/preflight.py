@@ -15,7 +15,7 @@ from rich.text import Text
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import describe, nodes_wanted, roles_of
+from vlmrl.cluster.roles import num_nodes_required, placement_table, plan_arguments
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
@@ -228,13 +228,13 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
 
 def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None, console: Console) -> None:
     """Plan the placement on this machine; for several machines, on as many like this one."""
-    machines, wanted = local_session(), nodes_wanted(config)
+    machines, wanted = local_session(), num_nodes_required(config)
     if wanted > 1:
         machines = Session(tuple(replace(machines.nodes[0], id=str(number)) for number in range(wanted)))
         print_line(console, f"a dry run sees only this machine: planned for {wanted} machines like it")
     check_hardware(config, machines, adapter)
     try:
-        places = plan(**roles_of(config, machines))
+        places = plan(**plan_arguments(config, machines))
     except ClusterError as error:
         if not joins_cluster():
             raise
@@ -243,7 +243,7 @@ def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | Non
         return
     if isinstance(config, RlConfig):
         check_devices(config.vllm, machines, places)
-    console.print(describe(places, machines))
+    console.print(placement_table(places, machines))
 
 
 def _show_data(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
@@ -287,7 +287,7 @@ def _training_lines(config: RlConfig | SftConfig, source: Source) -> list[str]:
     """Lines on steps, trained parts and memory of a training run."""
     lines = [forecast.format_steps(config, source.num_rows()), forecast.format_trained_parts(config, source.processor)]
     # The memory of other machines is unknown.
-    return lines + (forecast.format_memory(config) if nodes_wanted(config) == 1 else [])
+    return lines + (forecast.format_memory(config) if num_nodes_required(config) == 1 else [])
 
 
 def _size_cells(prompts: Sequence[Prompt]) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         check_steps(config, prompts.num_rows)
         eval_sets = with_metric_names(prompts.evaluation())  # before engines start: it checks the rows
         roles = builder.roles(
-            config, processor, adapter=adapter, critics=critic_adapter, num_rows=prompts.num_rows, report=report
+            config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=prompts.num_rows, report=report
         )
         checkpoints = RunCheckpoints(config, folder, prompts, roles.policy, report, roles.critic)
         done, last, state = begin_steps(config, checkpoints, roles.policy, num_rows=prompts.num_rows)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vlmrl.cluster.build import RoleBuilder
-from vlmrl.cluster.deaths import told_of
+from vlmrl.cluster.deaths import report_deaths
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import describe, roles_of
+from vlmrl.cluster.roles import placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
-from vlmrl.cluster.watch import watched
+from vlmrl.cluster.watch import watch_machines
 from vlmrl.commands.preflight import (
     check_algorithm,
     check_columns,
@@ -146,7 +146,7 @@ def run_session(
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
-        places = plan(**roles_of(config, machines))
+        places = plan(**plan_arguments(config, machines))
         if isinstance(config, RlConfig):
             check_devices(config.vllm, machines, places)
         machines.roster.dump = log.write
@@ -154,10 +154,15 @@ def run_session(
         if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else only once it has resumed
             _save_settings(config, folder)
         report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
-        with report, ExitStack() as stack, watched(machines, places) as watch, told_of(machines.roster):
-            report.say(describe(places, machines))
+        with (
+            report,
+            ExitStack() as stack,
+            watch_machines(machines, places) as watch,
+            report_deaths(machines.roster),
+        ):
+            report.say(placement_table(places, machines))
             for line in (*format_checkpoint_plan(config), *warnings):
                 report.say(line)
             builder = RoleBuilder(machines, places, stack, watch)
-            with builder.ending():
+            with builder.running():
                 yield builder, report

@@ -27,7 +27,7 @@ from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 _EVERY_RUN = ("seed", "timeout_s", "stop_grace_s")
-_PUBLISH = ("bucket_mib", "sync_backend")
+_SYNC = ("bucket_mib", "sync_backend")
 _TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
 
@@ -227,7 +227,7 @@ class EvalConfig(Run):
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE, "qlora_base"))
+        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_TRAINER_BESIDE, "qlora_base"))
         | all_but(Loop, "train", *_EVERY_RUN)
         | all_but(Ds, "ds", "param_dtype")
         | all_but(Ckpt, "ckpt", "output_dir")
@@ -250,10 +250,10 @@ class EvalConfig(Run):
         return rollout.conflicts_of_eval(self.eval)
 
 
-class PublishBench(Run):
+class SyncBench(Run):
     """How long weights take from the trainer to the engines. Prints JSON lines."""
 
-    verb: ClassVar[str] = "bench publish"
+    verb: ClassVar[str] = "bench sync"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
         | frozenset(f"vllm.{name}" for name in _TRAINER_BESIDE)
@@ -280,7 +280,7 @@ class RolloutBench(Run):
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key", "data.eval_fraction"})
         | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
-        | frozenset(f"vllm.{name}" for name in (*_PUBLISH, *_TRAINER_BESIDE, "qlora_base"))
+        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_TRAINER_BESIDE, "qlora_base"))
         | all_but(Loop, "train", *_EVERY_RUN)
         | all_but(Ds, "ds", "param_dtype")
     )
@@ -390,5 +390,5 @@ class LogprobsBench(Run):
 
 VERBS: tuple[type[Run], ...] = (
     *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
-    *(PublishBench, RolloutBench, StepBench, LogprobsBench),
+    *(SyncBench, RolloutBench, StepBench, LogprobsBench),
 )

@@ -26,7 +26,7 @@ _PHASES = {
     "reward": "#f2b94b",
     "logprob": "#6fb7d9",
     "update": _ORANGE,
-    "publish": _GREEN,
+    "sync": _GREEN,
     "eval": _PURPLE,
     "save": "#9aa3ad",
     "data": "#c9ced6",

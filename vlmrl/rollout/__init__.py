@@ -1,1 +1,1 @@
-"""Generation. The only door to vLLM."""
+"""Rollouts. vLLM is imported here and in `vlmrl doctor` alone."""

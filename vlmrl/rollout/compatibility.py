@@ -1,7 +1,7 @@
-"""What vlmrl relies on in vLLM, and whether the installed one has it: a new vLLM fails at the start, in one line.
+"""Check that the installed vLLM has what vlmrl relies on: an incompatible one fails at the start, in one line.
 
-It looks at modules that the process has imported anyway, and at a worker as it is: on GPUs vLLM has two model runners,
-and `VLLM_USE_V2_MODEL_RUNNER=0` takes the older one, which is also that of CPUs.
+Only modules that the process imports anyway are checked, and the worker object itself: on GPUs vLLM has two model
+runners, and `VLLM_USE_V2_MODEL_RUNNER=0` selects the older one, which CPUs use too.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-Needs = Mapping[str, Sequence[str]]
-"""`module:Class.method`, or a dotted path from an object -> the parameters that are given by name, or the fields."""
+Requirements = Mapping[str, Sequence[str]]
+"""`module:Class.method`, or a dotted path from an object -> its keyword parameters or fields that vlmrl uses."""
 
-FRONT_END: Needs = {
+FRONT_END: Requirements = {
     "vllm.engine.arg_utils:AsyncEngineArgs": (
         *("model", "dtype", "max_model_len", "trust_remote_code", "tensor_parallel_size", "enable_prefix_caching"),
         *("enforce_eager", "enable_sleep_mode", "worker_extension_cls", "logprobs_mode", "generation_config", "seed"),
@@ -59,9 +59,9 @@ FRONT_END: Needs = {
     "vllm.v1.engine.exceptions:EngineDeadError": (),
     "vllm.exceptions:VLLMError": (),
 }
-"""In the process that asks."""
+"""In the process of the front end."""
 
-RELOAD: Needs = {
+RELOAD: Requirements = {
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": (),
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (),
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": (),
@@ -77,7 +77,7 @@ RELOAD: Needs = {
 }
 """In the workers."""
 
-ADAPTER: Needs = {
+ADAPTER: Requirements = {
     "vllm.lora.lora_model:LoRAModel.from_lora_tensors": ("device", "dtype", "weights_mapper"),
     "vllm.lora.peft_helper:PEFTHelper": ("r", "lora_alpha", "target_modules", "use_rslora"),
     "vllm.lora.peft_helper:PEFTHelper.validate_legal": (),
@@ -85,10 +85,10 @@ ADAPTER: Needs = {
 }
 """In the workers of an engine with an adapter."""
 
-RUNNER: Needs = {"get_model": (), "device": (), "reset_encoder_cache": ()}
+RUNNER: Requirements = {"get_model": (), "device": (), "reset_encoder_cache": ()}
 """Of a worker's model runner, of either kind."""
 
-MANAGER: Needs = {
+MANAGER: Requirements = {
     "lora_config": (),
     "_adapter_manager.model": (),
     "_adapter_manager.modules": (),
@@ -100,7 +100,7 @@ MANAGER: Needs = {
 }
 """Of a model runner's LoRA manager."""
 
-TRANSFER: Needs = {
+TRANSFER: Requirements = {
     "model_config": (),
     "set_weight_update_target": (),
     "update_weights": (),
@@ -110,58 +110,58 @@ TRANSFER: Needs = {
 """Of a worker's transfer engine, where weights come from GPU to GPU."""
 
 
-def missing(needs: Needs) -> list[str]:
-    """What of `needs` the installed vLLM lacks, `AsyncLLM.pause_generation(clear_cache)`. Imports their modules."""
-    return list(_missing(needs, _found))
+def missing(required: Requirements) -> list[str]:
+    """Names that the installed vLLM lacks, such as `AsyncLLM.pause_generation(clear_cache)`. Imports their modules."""
+    return list(_missing(required, _import))
 
 
-def missing_in(thing: Any, needs: Needs) -> list[str]:
-    """What of `needs` an object lacks."""
+def missing_in(obj: Any, required: Requirements) -> list[str]:
+    """Names that an object lacks."""
 
     def find(path: str) -> Any:
-        value = thing
+        value = obj
         for name in path.split("."):
             value = getattr(value, name)
         return value
 
-    return [f"{type(thing).__name__}.{lack}" for lack in _missing(needs, find)]
+    return [f"{type(obj).__name__}.{name}" for name in _missing(required, find)]
 
 
 def missing_in_worker(worker: Any, *, has_adapter: bool, transfers: bool) -> list[str]:
-    """What a worker of vLLM lacks for what vlmrl asks of it: to change its weights, and with `has_adapter` its adapter;
-    with `transfers` from GPU to GPU.
+    """Names that a worker of vLLM lacks for weight updates, with `has_adapter` for updates of its adapter, and with
+    `transfers` for transfers from GPU to GPU.
     """
     runner = worker.model_runner
-    lacks = missing(RELOAD) + missing_in(runner, RUNNER)
+    absent = missing(RELOAD) + missing_in(runner, RUNNER)
     if has_adapter:
-        lacks += missing(ADAPTER)
-        lacks += missing_in(runner.lora_manager, MANAGER) if hasattr(runner, "lora_manager") else ["a LoRA manager"]
+        absent += missing(ADAPTER)
+        absent += missing_in(runner.lora_manager, MANAGER) if hasattr(runner, "lora_manager") else ["a LoRA manager"]
     if transfers:
-        lacks += missing_in(worker.weight_transfer_engine, TRANSFER)
-    return lacks
+        absent += missing_in(worker.weight_transfer_engine, TRANSFER)
+    return absent
 
 
-def line(lacks: Sequence[str], *, on_gpu: bool) -> str:
+def format_missing(absent: Sequence[str], *, on_gpu: bool) -> str:
     """One line for the user."""
-    shown = ", ".join(lacks[:3]) + (f" and {len(lacks) - 3} more" if len(lacks) > 3 else "")
-    other = ", or set VLLM_USE_V2_MODEL_RUNNER=0 for its older model runner" if on_gpu else ""
-    return f"vLLM {_version()} lacks {shown}: install the vLLM that `vlmrl doctor` wants{other}"
+    names = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+    older_runner = ", or set VLLM_USE_V2_MODEL_RUNNER=0 for its older model runner" if on_gpu else ""
+    return f"vLLM {_version()} lacks {names}: install the version that `vlmrl doctor` requires{older_runner}"
 
 
-def _missing(needs: Needs, find: Callable[[str], Any]) -> Iterator[str]:
-    for path, names in needs.items():
-        shown = path.rpartition(":")[2]
+def _missing(required: Requirements, find: Callable[[str], Any]) -> Iterator[str]:
+    for path, parameters in required.items():
+        name = path.rpartition(":")[2]
         try:
-            found = find(path)
+            value = find(path)
         except (ImportError, AttributeError):
-            yield shown
+            yield name
             continue
-        lost = [name for name in names if not _takes(found, name)]
-        if lost:
-            yield f"{shown}({', '.join(lost)})"
+        absent = [parameter for parameter in parameters if not _has_parameter(value, parameter)]
+        if absent:
+            yield f"{name}({', '.join(absent)})"
 
 
-def _found(path: str) -> Any:
+def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     value: Any = import_module(module)
     for part in name.split("."):
@@ -169,14 +169,14 @@ def _found(path: str) -> Any:
     return value
 
 
-def _takes(thing: Any, name: str) -> bool:
+def _has_parameter(value: Any, name: str) -> bool:
     """Whether a function has this parameter, or a class this field."""
     try:
-        parameters = inspect.signature(thing).parameters
+        parameters = inspect.signature(value).parameters
     except (TypeError, ValueError):
-        return hasattr(thing, name)
-    takes_all = not isinstance(thing, type) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return takes_all or name in parameters or (isinstance(thing, type) and hasattr(thing, name))
+        return hasattr(value, name)
+    takes_all = not isinstance(value, type) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_all or name in parameters or (isinstance(value, type) and hasattr(value, name))
 
 
 def _version() -> str:

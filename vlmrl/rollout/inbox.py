@@ -1,4 +1,4 @@
-"""The part of an engine that takes buckets of weights: through memory of its machine, or from GPU to GPU."""
+"""The part of an engine that receives buckets of weights, through shared memory or from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Inbox:
-    """What engines inherit. Buckets come between the two ends of an update, in any order."""
+    """Base class of engines. Buckets arrive between start and end of an update, in any order."""
 
     def __init__(self, name: str, vllm: Vllm) -> None:
         """`name` is the engine's, for messages."""
@@ -25,50 +25,57 @@ class Inbox:
         self._outbox = Outbox()
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """Let the workers meet the learner, which must be coming at the same time (`vllm.sync_backend` nccl or ipc).
+        """Connect the workers to the trainer, which must connect at the same time (`vllm.sync_backend` nccl or ipc).
 
-        `init_info` holds the fields of vLLM's WeightTransferInitInfo. Raises ClusterError when they do not meet.
+        Args:
+            init_info: the fields of vLLM's WeightTransferInitInfo.
+
+        Raises:
+            ClusterError: the connection fails.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         try:
             await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-        except Exception as error:  # vLLM sends the worker's exception as text, in an exception of its own
+        except Exception as error:  # vLLM sends the worker's exception as text
             raise ClusterError(
-                f"rollout engine {self.name} could not meet the trainer over {self._vllm.sync_backend}: "
-                f"{one_line(error)}; vllm.sync_backend shm needs no meeting"
+                f"rollout engine {self.name} could not connect to the trainer over {self._vllm.sync_backend}: "
+                f"{one_line(error)}; vllm.sync_backend shm needs no connection"
             ) from error
 
     async def load(self, ticket: Ticket) -> None:
-        """Load some of the weights, which lie in memory of this machine until this returns, under Hugging Face's
-        parameter names, or under those of PEFT's files.
+        """Load a bucket from this machine's shared memory, where it must stay until this returns.
+
+        Its tensors have Hugging Face's parameter names, or those of PEFT's files.
         """
         self._require_update()
         await self._call("vlmrl_load", ticket)
 
     async def relay(self, bucket: Bucket, number: int, num_loaded: int) -> Ticket:
-        """Lay bucket `number` of the update, which came from another machine, into memory of this one, where all
-        engines of it can `load` it. Buckets may overtake one another: Ray calls an engine as arguments arrive.
+        """Copy bucket `number` of the update from another machine into this one's shared memory, where all its engines
+        can `load` it. Buckets may overtake each other: Ray calls an engine as arguments arrive.
 
-        They must have loaded the first `num_loaded` buckets of the update: their memory is used again. Raises
-        ClusterError when the machine has no memory for it.
+        All engines here must have loaded the first `num_loaded` buckets of the update: their memory is reused.
+
+        Raises:
+            ClusterError: the machine has no memory left for it.
         """
         self._require_update()
         self._outbox.release(num_loaded)
         return self._outbox.put_bucket(bucket, number)
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Load a bucket that lies in this process alone."""
+        """Load a bucket of this process."""
         await self.load(await self.relay(bucket, 0, 0))
         self._release_all()
 
     async def receive(self, offer: Offer) -> None:
-        """Load some of the weights from GPU to GPU; over nccl the learner must be sending them at the same time."""
+        """Load a bucket from GPU to GPU; over nccl the trainer must send it at the same time."""
         self._require_update()
         await self._call("vlmrl_receive", offer)
 
     def _release_all(self) -> None:
-        """Nobody reads what was relayed any more."""
+        """Free the memory of relayed buckets, which are no longer read."""
         self._outbox.begin(keep_bytes=self._vllm.bucket_bytes)
 
     def _started(self) -> AsyncLLM:

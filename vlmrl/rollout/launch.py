@@ -1,4 +1,4 @@
-"""Starting vLLM so that it serves, or says in one line why not; and stopping it so that nothing is left."""
+"""Start vLLM, or report in one line why it did not start; and stop it with all its processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import re
 import signal
+import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -23,10 +27,9 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype
 from vlmrl.plugins import Processor
-from vlmrl.rollout.capacity import CPU, Demand, Limits, choose_limits
-from vlmrl.rollout.compatibility import FRONT_END, line, missing
-from vlmrl.rollout.console import Console
-from vlmrl.rollout.kept_images import KeptImages
+from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits
+from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
+from vlmrl.rollout.vllm_patches import KeepImages
 from vlmrl.startup.driver import gpu_problem
 from vlmrl.system import stops
 from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
@@ -39,13 +42,20 @@ _T = TypeVar("_T")
 _STOP_S = 20.0
 _BITSANDBYTES = "vllm_bnb_plugin"
 _CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on CPU: the fewest that vLLM takes there. Answers to one prompt share its whole
-blocks and prefill the rest each for itself. With vLLM's own 128, eight prompts of 234 tokens with eight answers each
-prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 1.95 (two cores, 13M model).
+"""Tokens of a block of the KV cache on CPU: the smallest that vLLM allows there. The responses to a prompt share its
+full blocks, and each prefills the rest. With vLLM's default of 128, eight prompts of 234 tokens with eight responses
+each prefilled 7900 tokens instead of 2400, and a rollout took 2.5 s instead of 1.95 (two cores, 13M model).
 """
-_LESS_MEMORY = "where memory is used up, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
-LAST_WORDS_S = 0.5
-"""The news that an engine is dead comes before the last lines that it wrote."""
+_LESS_MEMORY = "if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU --vllm.cpu_kv_cache_gib"
+OUTPUT_DELAY_S = 0.5
+"""The last lines of a dead engine arrive after the error that reports its death: how long to wait for them."""
+_PROCESS_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) ?)+")
+_LOG_PREFIX = re.compile(r"^(ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?")
+_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .")
+_CONSEQUENCE = re.compile(
+    r"Engine ?[Cc]ore .*(failed|encountered)|WorkerProc initialization failed|cannot schedule new futures"
+)
+_CAPTURED_LINES = 1000
 
 
 def engine_arguments(
@@ -57,19 +67,19 @@ def engine_arguments(
     adapter: AdapterPlan | None = None,
     demand: Demand | None = None,
 ) -> dict[str, Any]:
-    """Arguments of vLLM's AsyncEngineArgs that follow from the run's settings, but for the model and its length."""
+    """Arguments of vLLM's AsyncEngineArgs that follow from the run's settings, except model, dtype and length."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "enforce_eager": vllm.enforce_eager,
-        # By itself vLLM would fall back to pickles.
+        # vLLM's default falls back to pickles.
         "load_format": "safetensors",
         "enable_sleep_mode": vllm.enable_sleep,
         "worker_extension_cls": "vlmrl.rollout.worker_extension.WeightReceiver",
         "logprobs_mode": "processed_logprobs" if top_p == 1.0 else "raw_logprobs",
-        # The model's own sampling defaults (a repetition penalty, say) make another distribution than the trainer's.
+        # The model's own sampling defaults (e.g. a repetition penalty) would change the distribution.
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": 0,
@@ -82,7 +92,7 @@ def engine_arguments(
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": adapter.engine_rank,
-            # Else vLLM makes room in embeddings and output layer too, where log-probs of prompts then go wrong.
+            # Otherwise vLLM adds adapters to embeddings and output layer too, which makes log-probs of prompts wrong.
             "lora_target_modules": list(adapter.suffixes),
         }
     if vllm.qlora_base == "bitsandbytes":
@@ -98,7 +108,7 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     limits = choose_limits(
         demand,
-        CPU if current_platform.is_cpu() else _offline_limits(vllm.tensor_parallel_size),
+        CPU_LIMITS if current_platform.is_cpu() else _offline_limits(vllm.tensor_parallel_size),
         max_num_seqs=vllm.max_num_seqs,
         max_num_batched_tokens=vllm.max_num_batched_tokens,
     )
@@ -106,8 +116,9 @@ def engine_arguments(
 
 
 def _offline_limits(world_size: int) -> Limits:
-    """vLLM's own choice for offline work on this device. For an engine that is built as ours is, it would take the
-    smallest that it has, whatever the device.
+    """vLLM's defaults for offline inference on this device.
+
+    An engine that is built as ours is would get vLLM's smallest defaults, whatever the device.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -117,8 +128,14 @@ def _offline_limits(world_size: int) -> Limits:
 
 
 def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
-    """Raise ClusterError when torch cannot use the GPU that this engine was given; ConfigError when vLLM cannot apply
-    the adapter there. `dtype` is bf16 or fp32.
+    """Check that torch can use this engine's GPU, and that vLLM can apply the adapter there.
+
+    Args:
+        dtype: bf16 or fp32.
+
+    Raises:
+        ClusterError: torch cannot use the GPU.
+        ConfigError: vLLM cannot apply the adapter in this dtype.
     """
     problem = gpu_problem(torch.version.cuda, is_available=torch.cuda.is_available())
     if problem is not None:
@@ -127,35 +144,37 @@ def check_device(*, adapter: AdapterPlan | None, dtype: str) -> None:
 
 
 def check_base(vllm: Vllm) -> None:
-    """Raise ConfigError where vLLM cannot hold the base that was asked for."""
+    """Raise ConfigError when vLLM cannot hold the base model as `vllm.qlora_base` says."""
     if vllm.qlora_base != "bitsandbytes":
         return
     if not torch.cuda.is_available():
-        raise ConfigError("vllm.qlora_base bitsandbytes needs a CUDA device: take dequantized or original")
+        raise ConfigError("vllm.qlora_base bitsandbytes needs a CUDA device: use dequantized or original")
     if importlib.util.find_spec(_BITSANDBYTES) is None:
         raise ConfigError(
-            "vllm.qlora_base bitsandbytes needs the package vllm-bnb-plugin, for vLLM has no 4-bit layers of its own: "
-            "install it, or take dequantized or original"
+            "vllm.qlora_base bitsandbytes needs the package vllm-bnb-plugin, because vLLM has no 4-bit layers of its "
+            "own: install it, or use dequantized or original"
         )
 
 
 class Launch:
-    """One AsyncLLM, from its start to its end."""
+    """One AsyncLLM, from start to stop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._console = Console()
         self._children: set[BaseProcess] = set()
-        self._is_given_up = False
+        self._is_abandoned = False
         self._killed_before = oom_kills()
 
     async def start(self, arguments: Callable[[], Mapping[str, Any]], *, timeout_s: float) -> AsyncLLM:
-        """Start vLLM and wait until it serves. Takes about 10 s on two cores.
+        """Start vLLM and wait until it accepts requests. Takes about 10 s on two cores.
 
-        `arguments` returns those of AsyncEngineArgs; called late, because finding out imports vLLM, which takes seconds
-        and writes to the console.
+        Args:
+            arguments: returns the arguments of AsyncEngineArgs. It is called late, because it imports vLLM, which takes
+                seconds and writes to the console.
 
-        Raises ClusterError when it does not start, for whatever reason, or not within `timeout_s` seconds.
+        Raises:
+            ClusterError: vLLM does not start, for whatever reason, or not within `timeout_s` seconds.
         """
         # A forked engine core would inherit the locks of our threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -164,7 +183,7 @@ class Launch:
             building = _in_thread(lambda: self._build(arguments))
             done, _ = await asyncio.wait({building}, timeout=timeout_s)
             if not done:
-                self._is_given_up = True
+                self._is_abandoned = True
                 stop = time.monotonic() + _STOP_S
                 while not building.done() and time.monotonic() < stop:
                     _kill(set(multiprocessing.active_children()) - before)
@@ -175,43 +194,43 @@ class Launch:
                 )
             try:
                 llm = building.result()
-            except ClusterError as error:  # ours, from before anything was started
+            except ClusterError as error:  # our own, raised before anything started
                 raise ClusterError(f"rollout engine {self._name}: {error}") from None
-            except Exception as error:  # vLLM raises many kinds, from a port that is taken to a model it does not know
+            except Exception as error:  # vLLM raises many kinds, from a port in use to an unknown model
                 _kill(set(multiprocessing.active_children()) - before)
-                await asyncio.sleep(LAST_WORDS_S)
-                cause = self.because() or f": {type(error).__name__}: {one_line(error)}"
+                await asyncio.sleep(OUTPUT_DELAY_S)
+                cause = self._format_cause() or f": {type(error).__name__}: {one_line(error)}"
                 raise ClusterError(f"rollout engine {self._name} could not start{cause}") from error
         self._children = set(multiprocessing.active_children()) - before
-        _quiet()
+        _silence_warnings()
         return llm
 
     async def stop(self, llm: AsyncLLM) -> None:
-        """Stop vLLM and wait until its processes are gone."""
+        """Stop vLLM and wait until its processes have ended."""
         if llm.output_handler is not None:
-            # It would report the end of the engine core as an accident.
+            # Otherwise it reports the end of the engine core as a failure.
             llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, _STOP_S)
-        # Its destructor calls it again, at the end of the program perhaps, when half of the modules are gone.
-        llm.shutdown = _nothing
+        # The destructor calls it again, perhaps at the interpreter's exit, when half of the modules are unloaded.
+        llm.shutdown = _do_nothing
         _kill(self._children)
         self._children = set()
 
-    def because(self) -> str:
-        """`: <cause>` when vLLM's processes wrote of an error, else nothing."""
+    def _format_cause(self) -> str:
+        """`: <cause>` when vLLM's processes logged an error, else empty."""
         cause = self._console.cause()
         return f": {cause} (VLLM_LOGGING_LEVEL=INFO shows more)" if cause else ""
 
     def death(self) -> str:
-        """How vLLM's process ended, what it wrote last, and what to do."""
-        ended = [child for child in self._children if child.exitcode]
-        if not ended:
-            return f"has died{self.because()}; {_LESS_MEMORY}"
-        # The first to go is not known; vLLM terminates the others.
-        codes = (child.exitcode for child in ended)
+        """One line: how vLLM's process ended, the error that it logged, and what to do."""
+        dead = [child for child in self._children if child.exitcode]
+        if not dead:
+            return f"has died{self._format_cause()}; {_LESS_MEMORY}"
+        # Which one died first is not known; vLLM terminates the others.
+        codes = (child.exitcode for child in dead)
         code = min(codes, key=lambda code: (not may_be_out_of_memory(code), code == -signal.SIGTERM))
         by_kernel = may_be_out_of_memory(code) and oom_kills() > self._killed_before
-        line = f"has died, its process {format_exit(code, is_out_of_memory=by_kernel)}{self.because()}"
+        line = f"has died, its process {format_exit(code, is_out_of_memory=by_kernel)}{self._format_cause()}"
         return f"{line}; {_LESS_MEMORY}" if may_be_out_of_memory(code) else line
 
     def _build(self, arguments: Callable[[], Mapping[str, Any]]) -> AsyncLLM:
@@ -221,19 +240,19 @@ class Launch:
         from vllm.v1.executor import Executor
 
         stops.block_signals()
-        lacks = missing(FRONT_END)
-        if lacks:
-            raise ClusterError(line(lacks, on_gpu=torch.cuda.is_available()))
+        absent = missing(FRONT_END)
+        if absent:
+            raise ClusterError(format_missing(absent, on_gpu=torch.cuda.is_available()))
         config = AsyncEngineArgs(**arguments()).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if config.device_config.device_type == "cpu":
-            # Where the model is not compiled, one function of vLLM's sampler still is: 3 s of every start on two cores,
-            # and it wants a C++ compiler.
+            # Even with an uncompiled model one function of vLLM's sampler is compiled: 3 s of every start on two cores,
+            # and it needs a C++ compiler.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
-        # Unpickled in the engine core before anything else of ours runs there.
-        config.additional_config = KeptImages()
+        # Unpickled in the engine core before any of our other code runs there.
+        config.additional_config = KeepImages()
         if config.parallel_config.world_size == 1:
-            # On CPU vLLM would put a worker process beside the engine core, to bind threads to cores, which we do not
-            # ask for. Without it the start is faster, and the two do not poll shared memory for one another.
+            # On CPU vLLM would start a worker process beside the engine core, to bind threads to cores, which we do not
+            # use. Without it the start is faster, and the two do not poll shared memory for each other.
             config.parallel_config.distributed_executor_backend = "uni"
         llm = AsyncLLM(
             vllm_config=config,
@@ -242,37 +261,95 @@ class Launch:
             log_requests=False,
             usage_context=UsageContext.ENGINE_CONTEXT,
         )
-        if self._is_given_up:
+        if self._is_abandoned:
             llm.shutdown()
         return llm
 
 
+class Console:
+    """Context that captures stdout and stderr of this process, and of the children that start in it.
+
+    A child is captured for its whole life, so that the reason is known when it dies. With VLLM_LOGGING_LEVEL at INFO or
+    DEBUG nothing is captured.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_CAPTURED_LINES)
+        self._saved: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        if os.environ.get("VLLM_LOGGING_LEVEL", "WARNING") not in ("WARNING", "ERROR", "CRITICAL"):
+            return self
+        _flush()
+        reader, writer = os.pipe()
+        self._saved = os.dup(1), os.dup(2)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.close(writer)
+        threading.Thread(target=self._read, args=(reader,), name="vlmrl-console", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._saved is None:
+            return
+        _flush()
+        for descriptor, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        self._saved = None
+
+    def cause(self) -> str | None:
+        """The last exception in the output that is not merely the consequence of another; None without one."""
+        return find_cause(list(self._lines))
+
+    def _read(self, reader: int) -> None:
+        with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line.rstrip("\n"))
+
+
+def find_cause(lines: list[str]) -> str | None:
+    """The last line, without vLLM's prefixes, that ends a traceback and is not merely the consequence of another."""
+    for line in reversed(lines):
+        bare = _LOG_PREFIX.sub("", _PROCESS_PREFIX.sub("", line))
+        if _EXCEPTION.match(bare) and not _CONSEQUENCE.search(bare):
+            return bare.strip()
+    return None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind when it has none."""
+    """The first line of an error's text, or the name of its class when it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def _in_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Run a blocking function in a thread of its own, which keeps no program from ending when it never returns."""
+    """Run a blocking function in a daemon thread: if it never returns, the program can still exit."""
     result: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # the caller gets it from the future
             result.set_exception(error)
 
     threading.Thread(target=run, name="vlmrl-launch", daemon=True).start()
     return asyncio.wrap_future(result)
 
 
-def _nothing() -> None:
-    """Nothing is left to shut down."""
+def _do_nothing() -> None:
+    """Replace `shutdown` of an engine that has been shut down."""
 
 
-def _quiet() -> None:
-    """vLLM's own part in this process warns of things that are so on purpose."""
+def _silence_warnings() -> None:
+    """Silence vLLM's front end in this process, which warns of settings that we make on purpose."""
     if os.environ.get("VLLM_LOGGING_LEVEL", "WARNING") == "WARNING":
         logging.getLogger("vllm").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Passing `min_pixels` and `max_pixels`", category=FutureWarning)

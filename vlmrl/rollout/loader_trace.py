@@ -1,9 +1,8 @@
-"""Where vLLM's loaders put each received tensor, seen by watching them copy.
+"""Trace which rows of vLLM's parameters each received tensor is loaded to.
 
-A loader fuses, shards and renames: which rows of which parameter a tensor of the checkpoint goes to is known to the
-code of each layer and model family. Every loader ends in `copy_` from a view of the received tensor to a view of the
-parameter, and the two views say it all. During vLLM's layerwise reload the parameters are on the meta device, so that
-this first pass moves no data.
+Loaders fuse, shard and rename, each in the code of its layer and model family. But every loader ends in `copy_` from a
+view of the received tensor to a view of the parameter, and the two views give the rows. During vLLM's layerwise reload
+the parameters are on the meta device, so this first pass moves no data.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Piece(NamedTuple):
-    """Whole rows of a parameter, and the part of a received tensor that goes there."""
+    """Complete rows of a parameter, and the part of a received tensor that is copied to them."""
 
     parameter: str
-    """Its path in vLLM's model."""
+    """Path of the parameter in vLLM's model."""
     first_row: int
     offset: int
-    """Elements from the start of the received tensor."""
+    """Offset from the start of the received tensor, in elements."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """That part of the received tensor as a matrix, [rows, columns]; a tensor of one axis has one column."""
+        """The part of the tensor as a matrix, [rows, columns]; a vector has one column."""
         part = tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
         return part.reshape(self.size[0], -1)
 
 
 class LoaderTrace(TorchDispatchMode):
-    """Within the context, notes which parts of one received tensor are copied to which parameters."""
+    """Context that records which parts of one received tensor are copied to which parameters."""
 
     def __init__(self, parameters: dict[int, tuple[str, Tensor]], tensor: Tensor) -> None:
-        """`parameters` are those of a model whose reload has begun (`parameters_by_storage`)."""
+        """`parameters`: those of a model whose reload has begun, from `parameters_by_storage`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._tensor = tensor
-        # The views that meet us below are of this storage, whatever they are views of in between.
+        # All views of the tensor share this storage, also views of views.
         self._storage = _storage(tensor)
         self._copied: list[Piece] = []
         self._changed: set[str] = set()
@@ -51,22 +50,22 @@ class LoaderTrace(TorchDispatchMode):
     ) -> Any:
         del types
         if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._parameters:
-            self._note(args[0], args[1])
+            self._record(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
     @property
     def pieces(self) -> list[Piece]:
-        """Without those of parameters that the loaders computed from what came: they hold something else."""
+        """The recorded pieces, without parameters that a loader computes: these do not hold the tensor itself."""
         return [piece for piece in self._copied if piece.parameter not in self._changed]
 
-    def _note(self, target: Tensor, source: Tensor) -> None:
+    def _record(self, target: Tensor, source: Tensor) -> None:
         path, parameter = self._parameters[_storage(target)]
         if _storage(source) == _storage(target):
             return
         first_row = _first_row(parameter, target)
         is_part = _storage(source) == self._storage and source.dtype == self._tensor.dtype
         if not is_part or first_row is None or source.shape != target.shape:
-            if parameter.is_meta:  # vLLM leaves biases where they are, and copies those again that came earlier
+            if parameter.is_meta:  # vLLM does not move biases to meta, and copies earlier ones again
                 self._changed.add(path)
             return
         offset = int(source.storage_offset()) - int(self._tensor.storage_offset())
@@ -76,7 +75,7 @@ class LoaderTrace(TorchDispatchMode):
 
 
 def parameters_by_storage(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """Path and tensor of every parameter, by the storage that loaders will copy to."""
+    """Storage -> path and tensor of each parameter."""
     return {
         _storage(parameter): (f"{path}.{name}" if path else name, parameter)
         for path, module in model.named_modules()
@@ -85,7 +84,7 @@ def parameters_by_storage(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
 
 
 def _first_row(parameter: Tensor, view: Tensor) -> int | None:
-    """Where the view's rows start, or None when it is no run of whole rows."""
+    """The first row of the view in the parameter; None when it is not a range of complete rows."""
     if not parameter.dim() or view.shape[1:] != parameter.shape[1:] or view.stride() != parameter.stride():
         return None
     first, rest = divmod(int(view.storage_offset()) - int(parameter.storage_offset()), max(parameter.stride(0), 1))

@@ -1,7 +1,7 @@
-"""Log-probs of prompts in the distribution that responses are sampled from; vLLM's own know no bans and no temperature.
+"""Let vLLM score prompts in the sampling distribution: its own log-probs of prompts ignore bans and temperature.
 
-What an engine said of a token when it sampled it (decode) can then be compared with what it says of the same token when
-it reads it (prefill).
+The log-prob of a token when it was sampled (decode) can then be compared with that of the same token in a prompt
+(prefill).
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from vlmrl.models.logprobs import BAN
 
 
 def score_as_sampled(runner: Any, *, temperature: float, banned: Sequence[int]) -> None:
-    """From now on the model runner's log-probs of prompts are tempered and without the `banned` tokens.
+    """Patch the model runner: its log-probs of prompts apply the bans and the temperature from now on.
 
-    vLLM has two model runners; either computes them in one place, from logits that pass by here.
+    vLLM has two model runners, and each computes them in one function.
     """
-    change = partial(tempered, temperature=temperature, banned=list(banned))
+    adjust = partial(adjust_logits, temperature=temperature, banned=list(banned))
     if hasattr(runner, "_get_prompt_logprobs_dict"):
-        runner._get_prompt_logprobs_dict = _by_sampler(runner, change)
-    elif runner.prompt_logprobs_worker is not None:  # None where the pipeline's last stage is elsewhere
+        runner._get_prompt_logprobs_dict = _patch_sampler(runner, adjust)
+    elif runner.prompt_logprobs_worker is not None:  # None where the last stage of the pipeline runs elsewhere
         worker = runner.prompt_logprobs_worker
-        worker.compute_prompt_logprobs = _by_worker(worker.compute_prompt_logprobs, change)
+        worker.compute_prompt_logprobs = _patch_worker(worker.compute_prompt_logprobs, adjust)
 
 
-def tempered(logits: Tensor, *, temperature: float, banned: list[int]) -> Tensor:
-    """[n, V] logits -> fp32, changed as for sampling: bans first, then the temperature."""
+def adjust_logits(logits: Tensor, *, temperature: float, banned: list[int]) -> Tensor:
+    """Apply bans, then the temperature, to [T, V] logits, as sampling does; returns fp32."""
     logits = logits.to(torch.float32, copy=True)
     logits[:, banned] += BAN
     return logits.div_(temperature)
 
 
-def _by_sampler(runner: Any, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The first runner asks its sampler, which it needs unchanged for everything else."""
+def _patch_sampler(runner: Any, adjust: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The older runner calls its sampler, which must not change for anything else."""
     compute, sampler = runner._get_prompt_logprobs_dict, runner.sampler
     plain = sampler.compute_logprobs
 
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        sampler.compute_logprobs = lambda logits: plain(change(logits))
+    def adjusted(*args: Any, **kwargs: Any) -> Any:
+        sampler.compute_logprobs = lambda logits: plain(adjust(logits))
         try:
             return compute(*args, **kwargs)
         finally:
             del sampler.compute_logprobs
 
-    return computed
+    return adjusted
 
 
-def _by_worker(compute: Callable[..., Any], change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The second runner's worker gets its logits from a function."""
+def _patch_worker(compute: Callable[..., Any], adjust: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The newer runner's worker gets its logits from a function argument."""
 
-    def computed(logits_fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        return compute(lambda states: change(logits_fn(states)), *args, **kwargs)
+    def adjusted(logits_fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        return compute(lambda states: adjust(logits_fn(states)), *args, **kwargs)
 
-    return computed
+    return adjusted

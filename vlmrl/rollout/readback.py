@@ -1,15 +1,14 @@
-"""What the layers of an engine hold after a publish, read back from them and compared with what came.
+"""Read back the weights that an engine's layers hold after a weight sync, and compare them with the tensors received.
 
-The digests of an update are of the tensors that were received. Between them and the answers lie vLLM's loaders, which
-fuse and shard, its re-packing for the CPU's matrix products, and the copies into the memory that CUDA graphs know. So
-each linear layer is applied, as it is held, to one-hot vectors: the products are columns of its weight and are compared
-bit for bit. One vector of signs, compared within rounding, looks at all the other columns at once; in bf16 it alone
-would not do, for a step at a small learning rate moves the product by less than its rounding. Embeddings, norms,
-convolutions and biases are read directly.
+The digests of an update cover the tensors that were received. Between those and the responses are vLLM's loaders, which
+fuse and shard, its re-packing for the CPU's matrix products, and the copies into the memory of CUDA graphs. So each
+linear layer, as it is held, is applied to one-hot vectors: the products are columns of its weight and are compared bit
+for bit. One vector of signs, compared within rounding, covers all the other columns at once. Alone it is not enough: in
+bf16 a step at a small learning rate changes the product by less than its rounding. Embeddings, norms, convolutions and
+biases are read directly.
 
-The chain is whole: what a layer is compared with is taken from the same tensor, in the worker's memory, whose digest
-enters the fingerprint that the trainer compares with its own weights. The driver draws the columns anew for each
-publish, so no engine is lucky twice.
+The chain has no gap: the expected columns come from the tensor in the worker's memory whose digest enters the
+fingerprint that the trainer compares with its own weights. The driver draws new columns for each weight sync.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from vlmrl.rollout.loader_trace import LoaderTrace, Piece, parameters_by_storage
 from vlmrl.rollout.reports import ReadbackPlan, ReadbackReport
-from vlmrl.rollout.row_check import Values, verdict
+from vlmrl.rollout.row_check import SentRows, describe_mismatch
 
 COLUMNS = 7
-"""Columns of each weight that are read; with the vector of signs a product of eight rows."""
-SHARE = 8
-"""Of the layers, one in so many is read where not all are."""
+"""Columns of each weight that are read. With the vector of signs, each product has eight rows."""
+SAMPLE_EVERY = 8
+"""A sample is one layer out of this many."""
 
 Places = dict[str, tuple[Piece, ...]]
-"""Where each received tensor goes, learnt when it came for the first time."""
+"""Received tensor -> where it goes, traced when it was first loaded."""
 
 
-class Question(NamedTuple):
-    """What every weight of one width is asked, [rows of x, width]."""
+class ProbeInputs(NamedTuple):
+    """Inputs for all weights of one width, [rows of x, width]."""
 
     columns: Tensor
     x: Tensor
 
 
-class Expected(NamedTuple):
-    """What rows of a parameter must hold, by the tensor that was received."""
+class ExpectedRows(NamedTuple):
+    """Expected rows of a parameter, from a received tensor."""
 
     name: str
-    """The tensor's, in the checkpoint."""
+    """Of the tensor in the checkpoint."""
     first_row: int
-    values: Values
+    values: SentRows
 
 
 class Readback:
@@ -66,68 +65,69 @@ class Readback:
     def __init__(
         self, model: nn.Module, plan: ReadbackPlan, places: Places, tied_heads: Iterable[ParallelLMHead]
     ) -> None:
-        """Call before the update begins: what the layers hold until then tells stale weights from wrong ones.
+        """Create before the update begins: what the layers hold then distinguishes stale weights from wrong ones.
 
-        `places` is filled. Hand it to the next update of the same model, which then need not watch the loaders.
+        Args:
+            places: filled here; with it the next update of the same model need not trace the loaders.
         """
         started = time.perf_counter()
         self._plan, self._places = plan, places
         self._storages: dict[int, tuple[str, Tensor]] = {}
         self._model = model
-        self._questions: dict[tuple[int, torch.dtype, torch.device], Question] = {}
-        readable = readers(model, tied_heads)
+        self._inputs_by_width: dict[tuple[int, torch.dtype, torch.device], ProbeInputs] = {}
+        readable = find_readers(model, tied_heads)
         self._readable = readable.keys()
-        self._readers = chosen(readable, plan)
-        self._expected: dict[str, list[Expected]] = {}
+        self._readers = select_readers(readable, plan)
+        self._expected: dict[str, list[ExpectedRows]] = {}
         self._before = {path: self._held(path) for path in self._readers}
         self._seconds = time.perf_counter() - started
 
     @contextmanager
-    def watching(self, name: str, tensor: Tensor) -> Iterator[None]:
-        """Within the context, while vLLM loads the tensor, learn where it goes; afterwards, keep what it is read by."""
+    def trace_loading(self, name: str, tensor: Tensor) -> Iterator[None]:
+        """Trace where the tensor goes while vLLM loads it within the context; then record its expected rows."""
         if not self._storages:
             self._storages = parameters_by_storage(self._model)
         with LoaderTrace(self._storages, tensor) as trace:
             yield
         self._places[name] = tuple(trace.pieces)
-        self.keep([(name, tensor)])
+        self.record([(name, tensor)])
 
-    def knows(self, named: Iterable[tuple[str, Tensor]]) -> bool:
-        """Whether it is known where all of them go."""
+    def has_places(self, named: Iterable[tuple[str, Tensor]]) -> bool:
+        """Whether it is known where all these tensors go."""
         return all(name in self._places for name, _ in named)
 
     @torch.no_grad()
-    def keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep of received tensors what their layers will be compared with: 8 numbers and a length of each row."""
+    def record(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Record what the layers of these tensors will be compared with: 8 numbers and the norm of each row."""
         started = time.perf_counter()
         for name, tensor in named:
-            self._keep(name, tensor)
+            self._record(name, tensor)
         self._seconds += time.perf_counter() - started
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
+    def _record(self, name: str, tensor: Tensor) -> None:
         for piece in self._places[name]:
             if piece.parameter in self._readers:
                 part = piece.of(tensor).to(self._readers[piece.parameter].dtype)
-                question = self._question(part.shape[1], part.dtype, part.device)
-                values = Values(
-                    columns=part[:, question.columns].T.contiguous(),
-                    signs=F.linear(question.x[-1:], part)[0],
+                inputs = self._probe_inputs(part.shape[1], part.dtype, part.device)
+                values = SentRows(
+                    columns=part[:, inputs.columns].T.contiguous(),
+                    signs=F.linear(inputs.x[-1:], part)[0],
                     norms=torch.linalg.vector_norm(part, dim=1, dtype=torch.float32),
                     width=part.shape[1],
                 )
-                self._expected.setdefault(piece.parameter, []).append(Expected(name, piece.first_row, values))
+                self._expected.setdefault(piece.parameter, []).append(ExpectedRows(name, piece.first_row, values))
 
     @torch.no_grad()
     def report(self) -> ReadbackReport:
-        """Read the chosen layers, once the update is complete, and say which of them hold something else."""
+        """Read the selected layers after the update, and report those that differ from what was sent."""
         started = time.perf_counter()
         wrong: dict[str, str] = {}
         for path, parts in self._expected.items():
             for held, before in zip(self._held(path), self._before[path], strict=True):
                 for part in parts:
-                    said = self._compare(part, held, before)
-                    if said is not None:
-                        wrong.setdefault(part.name, said)
+                    mismatch = self._compare(part, held, before)
+                    if mismatch is not None:
+                        wrong.setdefault(part.name, mismatch)
         return {
             "layers": len({path.rpartition(".")[0] for path in self._expected}),
             "unread": [
@@ -135,14 +135,14 @@ class Readback:
                 for name, pieces in self._places.items()
                 if not pieces or any(piece.parameter not in self._readable for piece in pieces)
             ],
-            "wrong": [[name, said] for name, said in wrong.items()],
+            "wrong": [[name, mismatch] for name, mismatch in wrong.items()],
             "seconds": self._seconds + time.perf_counter() - started,
         }
 
-    def _compare(self, part: Expected, held: Tensor, before: Tensor) -> str | None:
+    def _compare(self, part: ExpectedRows, held: Tensor, before: Tensor) -> str | None:
         rows = slice(part.first_row, part.first_row + len(part.values.signs))
         others = (other for parts in self._expected.values() for other in parts if other is not part)
-        return verdict(
+        return describe_mismatch(
             held[:, rows],
             part.values,
             before=before[:, rows],
@@ -150,78 +150,80 @@ class Readback:
         )
 
     def _held(self, path: str) -> list[Tensor]:
-        """What each way of reading the parameter gives, [rows of x, rows of the parameter], on the CPU."""
+        """The product by each user of the parameter, [rows of x, rows of the parameter], on the CPU."""
         reader = self._readers[path]
-        question = self._question(reader.width, reader.dtype, reader.device)
+        inputs = self._probe_inputs(reader.width, reader.dtype, reader.device)
         with exact_products():
-            return [way(question.x).cpu() for way in reader.ways]
+            return [multiply(inputs.x).cpu() for multiply in reader.products]
 
-    def _question(self, width: int, dtype: torch.dtype, device: torch.device) -> Question:
-        """The same for all weights of a width: weights that were swapped are known by their columns."""
+    def _probe_inputs(self, width: int, dtype: torch.dtype, device: torch.device) -> ProbeInputs:
+        """The same inputs for all weights of a width, so that swapped weights are recognized by their columns."""
         key = width, dtype, device
-        if key not in self._questions:
-            draw = torch.Generator().manual_seed((self._plan["seed"] * 2_654_435_761 + width) % 2**63)
-            columns = torch.randperm(width, generator=draw)[:COLUMNS]
-            signs = torch.randint(0, 2, (1, width), generator=draw) * 2 - 1
+        if key not in self._inputs_by_width:
+            generator = torch.Generator().manual_seed((self._plan["seed"] * 2_654_435_761 + width) % 2**63)
+            columns = torch.randperm(width, generator=generator)[:COLUMNS]
+            signs = torch.randint(0, 2, (1, width), generator=generator) * 2 - 1
             x = torch.cat([F.one_hot(columns, width), signs])
-            self._questions[key] = Question(columns.to(device), x.to(device, dtype))
-        return self._questions[key]
+            self._inputs_by_width[key] = ProbeInputs(columns.to(device), x.to(device, dtype))
+        return self._inputs_by_width[key]
 
 
 class Reader(NamedTuple):
-    """How a parameter is read."""
+    """A parameter and the functions that read it."""
 
     width: int
-    """Columns of the parameter as a matrix: its shape behind the first axis, multiplied."""
+    """Columns of the parameter as a matrix: the product of its dimensions after the first."""
     dtype: torch.dtype
     device: torch.device
-    ways: list[Callable[[Tensor], Tensor]]
+    products: list[Callable[[Tensor], Tensor]]
     """Each multiplies x, [rows of x, width], with the parameter as one user of it holds it."""
 
 
-def readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
-    """How to read each parameter of vLLM's model, by its path, but for those that are held in a form of their own.
+def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
+    """Path -> reader, for all parameters of vLLM's model except weights of quantized layers and of fused experts.
 
-    Those are weights of quantised layers and of fused experts. vlmrl publishes to neither.
+    Those are held in formats of their own, and vlmrl syncs neither.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:
         heads.setdefault(id(head.weight), []).append(head)
-    found: dict[str, Reader] = {}
+    readers: dict[str, Reader] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            ways: list[Callable[[Tensor], Tensor]] = []
+            products: list[Callable[[Tensor], Tensor]] = []
             width = math.prod(parameter.shape[1:])
             if isinstance(module, LinearBase) and name == "weight":
                 width = int(getattr(module, "input_size_per_partition", module.input_size))
                 if type(module.quant_method) is UnquantizedLinearMethod and parameter.dim() < 3:
-                    ways = [_applied(module)]
+                    products = [_applied(module)]
             elif not _is_transformed(module) and parameter.dim():
-                ways = [_direct(module, name)]
+                products = [_direct(module, name)]
                 if isinstance(module, VocabParallelEmbedding) and name == "weight":
                     users = [module] if isinstance(module, ParallelLMHead) else []
-                    ways += [_applied(user) for user in (*users, *heads.get(id(parameter), ()))]
-            if ways and width:
-                found[f"{path}.{name}" if path else name] = Reader(width, parameter.dtype, parameter.device, ways)
-    return found
+                    products += [_applied(user) for user in (*users, *heads.get(id(parameter), ()))]
+            if products and width:
+                readers[f"{path}.{name}" if path else name] = Reader(width, parameter.dtype, parameter.device, products)
+    return readers
 
 
 def _is_transformed(module: nn.Module) -> bool:
-    """Whether vLLM holds the module's parameters in another form than they were loaded in."""
+    """Whether vLLM holds the module's parameters in another format than that of the checkpoint."""
     method = getattr(module, "quant_method", None)
     return not (method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
 
 
 def _applied(layer: Any) -> Callable[[Tensor], Tensor]:
-    """The product of the layer as it is held; the bias is a parameter of its own."""
+    """Multiply with the layer's weight as it is held, without the bias, which is read separately."""
     return lambda x: layer.quant_method.apply(layer, x, None)
 
 
 def _direct(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    """Multiply with the parameter itself."""
+
     def read(x: Tensor) -> Tensor:
         parameter = getattr(module, name)
         matrix: Tensor = parameter.reshape(len(parameter), -1)
@@ -230,19 +232,19 @@ def _direct(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
     return read
 
 
-def chosen(readers: Mapping[str, Reader], plan: ReadbackPlan) -> dict[str, Reader]:
-    """Those that this publish reads: all, or the parameters of one layer in `SHARE`, by the seed."""
+def select_readers(readers: Mapping[str, Reader], plan: ReadbackPlan) -> dict[str, Reader]:
+    """The readers of this sync: all, or those of one layer in `SAMPLE_EVERY`, drawn by the seed."""
     if plan["is_full"]:
         return dict(readers)
     layers = {path.rpartition(".")[0] for path in readers}
-    drawn = sorted(layers, key=lambda layer: xxhash.xxh3_64_intdigest(f"{plan['seed']}|{layer}".encode()))
-    taken = set(drawn[: -(-len(layers) // SHARE)])
-    return {path: reader for path, reader in readers.items() if path.rpartition(".")[0] in taken}
+    shuffled = sorted(layers, key=lambda layer: xxhash.xxh3_64_intdigest(f"{plan['seed']}|{layer}".encode()))
+    sample = set(shuffled[: -(-len(layers) // SAMPLE_EVERY)])
+    return {path: reader for path, reader in readers.items() if path.rpartition(".")[0] in sample}
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Within the context, products in fp32 are not rounded to TF32 (VLLM_FLOAT32_MATMUL_PRECISION may ask for it)."""
+    """Context without rounding of fp32 products to TF32 (which VLLM_FLOAT32_MATMUL_PRECISION may enable)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,4 +1,4 @@
-"""What an engine and its workers tell each other of an update, and what the workers' reports say was wrong with it."""
+"""Messages between an engine and its workers about an update, and the problems found in the workers' reports."""
 
 from __future__ import annotations
 
@@ -8,71 +8,72 @@ from typing import NamedTuple, NotRequired, TypedDict
 
 from vlmrl.models.adapter_plan import AdapterPlan
 
-_DIGITS = 1e-3
-"""A factor is told apart from a whole number by more than this."""
+_INTEGER_TOLERANCE = 1e-3
+"""A factor this close to an integer is reported as that integer."""
 
 
-class Announcement(TypedDict):
-    """What an adapter will be, said before its tensors come: plain values, so that any RPC carries it."""
+class AdapterDescription(TypedDict):
+    """Names and scaling of an adapter, sent before its tensors. Plain values, so that any RPC can carry it."""
 
     names: list[str]
     rank: int
     alpha: float
     is_rank_stabilized: bool
     scaling: float
-    """What the layers must multiply B @ A by; vLLM finds its own number from the three above."""
+    """The factor of B @ A in the layers; vLLM computes its own from the three fields above."""
 
 
 class ReadbackPlan(TypedDict):
-    """Which layers of the engines are read back after an update of the model, and by which of their columns."""
+    """Layers of the engines that are read back after an update of the model, and the seed of the columns."""
 
     seed: int
-    """Another with each publish; the same for all engines and workers."""
+    """Different for each sync; the same for all engines and workers."""
     is_full: bool
     """All layers, or a sample of them."""
 
 
 class ReadbackReport(TypedDict):
-    """What one worker read back from its layers."""
+    """Report of one worker on the layers that it read back."""
 
     layers: int
-    """How many were read."""
+    """Number of layers that were read."""
     unread: list[str]
-    """Tensors whose layers cannot be read: a loader changed them, or the layer holds them in a form of its own."""
+    """Tensors that cannot be read back: a loader changed them, or the layer holds them in another format."""
     wrong: list[list[str]]
-    """Tensors that the layers do not hold, each with what they hold instead."""
+    """Tensors that the layers do not hold as sent, each with a description of what they hold."""
     seconds: float
-    """That reading and comparing took, the share that was taken while the weights came included."""
+    """Time of reading and comparing, including the part during the transfer of the weights."""
 
 
 class Report(TypedDict):
-    """What one worker says of an update of the whole model."""
+    """Report of one worker on an update of the model."""
 
     digests: dict[str, str]
-    """Name -> digest of every tensor that came."""
+    """Name -> digest of each received tensor."""
     ignored: list[str]
-    """Names that vLLM's model has no place for."""
+    """Names that vLLM's model did not load."""
     missing: list[str]
-    """What got no tensor, or too little of one."""
+    """Modules without a tensor, or with an incomplete one."""
     readback: NotRequired[ReadbackReport]
-    """Where it was asked for, and the update is otherwise whole."""
+    """Present if it was requested and the update is otherwise complete."""
 
 
 class AdapterReport(Report):
-    """What one worker says of an adapter, having read its layers."""
+    """Report of one worker on an adapter, read from its layers."""
 
     unknown: list[str]
-    """Names that came and were not announced."""
+    """Received names that are not in the description."""
     is_active: bool
-    """vLLM would use what the layers hold."""
+    """vLLM has activated the adapter."""
     factor: float
-    """Every B of the layers is this many times what was sent, times the announced scaling: 1, or something is wrong."""
+    """Each B in the layers, divided by the one that was sent times the described scaling. Anything but 1 is an
+    error."""
     empty: list[str]
-    """Matrices that are zero in the layers, and were not sent so."""
+    """Matrices that are zero in the layers, but were not sent as zero."""
     older: list[str]
-    """Matrices that are in the layers what they were before the update, and were sent otherwise."""
+    """Matrices that did not change in the layers, but were sent with changes."""
     other: list[str]
-    """Matrices that are something else again."""
+    """Matrices with any other difference."""
 
 
 class HeldAdapter(NamedTuple):
@@ -83,7 +84,8 @@ class HeldAdapter(NamedTuple):
     """`adapter_fingerprint` of what was read back from them."""
 
 
-def announcement(plan: AdapterPlan) -> Announcement:
+def describe_adapter(plan: AdapterPlan) -> AdapterDescription:
+    """The description of the planned adapter."""
     return {
         "names": list(plan.tensor_names),
         "rank": plan.rank,
@@ -93,57 +95,61 @@ def announcement(plan: AdapterPlan) -> Announcement:
     }
 
 
-def problem_of(reports: Sequence[Report]) -> str | None:
-    """What was wrong with an update, by the workers' reports; None when it was complete on all of them."""
+def find_problem(reports: Sequence[Report]) -> str | None:
+    """The first problem in the workers' reports of an update; None when it was complete on all of them."""
     for report in reports:
         if report["ignored"]:
             return f"vLLM's model has no place for {_some(report['ignored'])}"
         if report["missing"]:
-            return f"no weights came for {_some(report['missing'])}"
+            return f"no weights arrived for {_some(report['missing'])}"
         if report["digests"] != reports[0]["digests"]:
             return "its workers received different weights"
-    return problem_of_layers(reports)
+    return find_readback_problem(reports)
 
 
-def problem_of_layers(reports: Sequence[Report]) -> str | None:
-    """What the layers were found to hold instead of what came; None when nothing was found."""
+def find_readback_problem(reports: Sequence[Report]) -> str | None:
+    """The first tensor that the layers do not hold as sent; None when there is none."""
     for worker, report in enumerate(reports):
         wrong = report["readback"]["wrong"] if "readback" in report else []
         if wrong:
             where = f" of worker {worker}" if len(reports) > 1 else ""
             more = f", and {len(wrong) - 1} more are not as sent" if len(wrong) > 1 else ""
-            name, said = wrong[0]
-            return f"read back from the layers{where}, {name} {said}{more}"
+            name, mismatch = wrong[0]
+            return f"read back from the layers{where}, {name} {mismatch}{more}"
     return None
 
 
-def problem_of_adapter(reports: Sequence[AdapterReport], scaling: float) -> str | None:
-    """What was wrong with an adapter that should count `scaling` times; None when every worker's layers hold it."""
+def find_adapter_problem(reports: Sequence[AdapterReport], scaling: float) -> str | None:
+    """The first problem of an adapter with this scaling; None when all workers' layers hold it."""
     for report in reports:
         if report["unknown"]:
             return f"its adapter has no {_some(report['unknown'])}"
-    problem = problem_of(reports)
+    problem = find_problem(reports)
     if problem is not None:
         return problem
     for report in reports:
         if not report["is_active"]:
-            return "vLLM ignores the adapter: it did not switch it on"
-        found = [
-            f"{what} {_some(names)}"
-            for what, names in (
+            return "vLLM did not activate the adapter"
+        differences = [
+            f"{kind} {_some(names)}"
+            for kind, names in (
                 ("nothing of", report["empty"]),
                 ("still the older", report["older"]),
                 ("something else than was sent for", report["other"]),
             )
             if names
         ]
-        if found:
-            return f"vLLM's layers hold {', and '.join(found)}"
+        if differences:
+            return f"vLLM's layers hold {', and '.join(differences)}"
         factor = report["factor"]
         if factor != 1:
             times = round(factor)
-            what = f"{times} times" if times > 1 and math.isclose(factor, times, rel_tol=_DIGITS) else "wrongly scaled"
-            return f"vLLM's layers apply the adapter {what}: by {factor * scaling:.4g} instead of {scaling:.4g}"
+            scale = (
+                f"{times} times"
+                if times > 1 and math.isclose(factor, times, rel_tol=_INTEGER_TOLERANCE)
+                else "wrongly scaled"
+            )
+            return f"vLLM's layers apply the adapter {scale}: by {factor * scaling:.4g} instead of {scaling:.4g}"
     return None
 
 

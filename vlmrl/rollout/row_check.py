@@ -1,4 +1,4 @@
-"""Whether rows of a weight hold what was sent, and if not, what they look like."""
+"""Compare rows of a weight with those that were sent, and describe a difference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Values(NamedTuple):
-    """What is known of R rows of a weight that was sent."""
+class SentRows(NamedTuple):
+    """Numbers kept of R rows of a weight that was sent."""
 
     columns: Tensor
     """[K, R], some of its columns."""
@@ -23,18 +23,20 @@ class Values(NamedTuple):
     """Columns of the weight."""
 
 
-def verdict(held: Tensor, sent: Values, *, before: Tensor, others: Iterable[tuple[str, Tensor]]) -> str | None:
-    """None when the rows hold what was sent; else what they hold, as the rest of a sentence.
+def describe_mismatch(
+    held: Tensor, sent: SentRows, *, before: Tensor, others: Iterable[tuple[str, Tensor]]
+) -> str | None:
+    """None when the rows hold what was sent; otherwise what they hold, as the predicate of a sentence.
 
     Args:
         held: [K + 1, R], products with the one-hot vectors of the columns and with the vector of signs.
-        before: the same, of what was held before the update.
-        others: names and columns, [K, R], of other rows that were sent; no name for those of the same weight.
+        before: the same products, before the update.
+        others: names and columns, [K, R], of other rows that were sent; the name is empty for rows of the same weight.
     """
-    columns, wanted = held[:-1], sent.columns.to("cpu", held.dtype)
-    # A row that holds one infinity gives no column back: 0 times infinity is not a number.
+    columns, expected = held[:-1], sent.columns.to("cpu", held.dtype)
+    # A row with an infinity yields no column: 0 times infinity is NaN.
     is_finite = sent.norms.cpu().isfinite()
-    if _equal(columns[:, is_finite], wanted[:, is_finite]):
+    if _equal(columns[:, is_finite], expected[:, is_finite]):
         is_near = (held[-1].float() - sent.signs.cpu().float()).abs() <= _rounding(sent)
         return None if bool(is_near[is_finite].all()) else "holds other numbers outside of the columns that were read"
     if _equal(columns, before[:-1]):
@@ -46,34 +48,35 @@ def verdict(held: Tensor, sent: Values, *, before: Tensor, others: Iterable[tupl
     for name, other in others:
         if other.shape == columns.shape and _equal(columns, other.to("cpu", held.dtype)):
             return f"holds another layer's weights: {name}" if name else "holds its own rows in another order"
-    factor = common_factor(columns[:, is_finite], wanted[:, is_finite])
+    factor = common_factor(columns[:, is_finite], expected[:, is_finite])
     if factor is not None:
         return f"is scaled by {factor:.4g}"
-    changed = float((columns != wanted).float().mean())
+    changed = float((columns != expected).float().mean())
     return f"holds other numbers than were sent ({changed:.1%} of those read)"
 
 
 def common_factor(held: Tensor, sent: Tensor) -> float | None:
-    """The number that makes the first of the second, up to its rounding; None when there is none but about 1."""
+    """The factor by which `held` is a multiple of `sent`, within rounding; None without one other than about 1."""
     step = torch.finfo(held.dtype).eps
-    ones, others = held.double().reshape(-1), sent.double().reshape(-1)
-    if not bool(others.any()):
+    held_flat, sent_flat = held.double().reshape(-1), sent.double().reshape(-1)
+    if not bool(sent_flat.any()):
         return None
-    factor = float(ones @ others / (others @ others))
-    is_fit = bool((ones - factor * others).norm() <= step * ones.norm())
+    factor = float(held_flat @ sent_flat / (sent_flat @ sent_flat))
+    is_fit = bool((held_flat - factor * sent_flat).norm() <= step * held_flat.norm())
     return factor if is_fit and abs(factor - 1) > step / 2 else None
 
 
 def _equal(held: Tensor, sent: Tensor) -> bool:
-    """Bit for bit, but that -0 is 0, and so are numbers too small to be normal: units for bf16 take them for zero."""
+    """Whether both are equal bit for bit, except that -0 and subnormal numbers are 0: bf16 units flush those to
+    zero."""
     tiny = torch.finfo(held.dtype).tiny
     return bool(((held == sent) | ((held.abs() < tiny) & (sent.abs() < tiny))).all())
 
 
-def _rounding(sent: Values) -> Tensor:
-    """[R], how far two sums of a row's numbers may lie apart: their partial sums are about as long as the row.
+def _rounding(sent: SentRows) -> Tensor:
+    """[R], the largest rounding difference of two sums of a row's numbers, whose partial sums are about its norm.
 
-    In fp32 the error of n additions grows with the root of n; in half precision the parts of a split product are
+    In fp32 the error of n additions grows with the square root of n; in half precision the parts of a split product are
     rounded too.
     """
     steps = 8 * math.sqrt(sent.width) if sent.signs.dtype == torch.float32 else 4

@@ -1,4 +1,4 @@
-"""Settings of a rollout engine, which build it where it is to run: until then neither torch nor vLLM is imported."""
+"""Settings of a rollout engine. They import neither torch nor vLLM until `build` runs in the engine's process."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class EngineSettings:
     name: str
     """For messages."""
     adapter: AdapterPlan | None = None
-    """Room is made for it; one that `fits_engine`."""
+    """The adapter to make room for, one that `fits_engine`."""
     temperature: float | None = None
-    """That of the distribution whose log-probs `score` returns; None: it returns the model's own."""
+    """Temperature of the log-probs that `score` returns; None: those of the model itself."""
     demand: Demand | None = None
-    """Room is made for it."""
+    """The demand that the engine's limits must fit."""
 
     def build(self) -> RolloutEngine:
         from vlmrl.rollout.engine import RolloutEngine

@@ -1,8 +1,8 @@
-"""How a bucket of weights gets from the learner's GPU to the engines' without the host: vLLM's weight-transfer API.
+"""Transfer of weight buckets from the trainer's GPUs to the engines' without the host, by vLLM's weight-transfer API.
 
-Over NCCL where trainer and engines have GPUs of their own, by CUDA IPC where they share them. Written against vLLM 0.32
-and not yet run on a GPU. Each rank of the learner has a sender; the engine's end is vLLM's own transfer engine in each
-worker, which hands what arrives to the worker's `WeightUpdate`.
+NCCL where trainer and engines have separate GPUs, CUDA IPC where they share them. Each rank of the trainer has a
+sender; the receiver is vLLM's own transfer engine in each worker, which passes the tensors to the worker's
+`WeightUpdate`. Written for vLLM 0.32; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 Backend = Literal["nccl", "ipc"]
 
 Offer = dict[str, Any]
-"""What the engines must know of a bucket before it comes: vLLM's update info, in plain values that any RPC carries."""
+"""Description of a bucket, sent before it: vLLM's update info as plain values, which any RPC can carry."""
 
 
 class NcclSender:
-    """Broadcasts from rank 0 to all workers of all engines; the other ranks have nothing to do.
+    """Sender that broadcasts from rank 0 to all workers of all engines. The other ranks do nothing.
 
-    A bucket lies on the device from `offer` to the next one or `release`, as it does with `IpcSender`.
+    A bucket stays on the device from `offer` until the next `offer` or `release`, as with `IpcSender`.
     """
 
     def __init__(self, *, rank: int, address: str, port: int, world_size: int) -> None:
-        """Blocks until all workers have joined. `world_size` counts them and rank 0."""
+        """Join the workers; blocks until all have joined. `world_size` counts them and rank 0."""
         self._tensors: list[Tensor] = []
         self._group: PyNcclCommunicator | None = None
         if rank == 0:
@@ -42,14 +42,14 @@ class NcclSender:
             self._group = trainer_init(rendezvous)
 
     def offer(self, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
-        """Take the tensors, on the device; what they lie in may be freed or changed afterwards."""
+        """Copy the tensors on the device; the originals may be freed or changed afterwards."""
         named = list(tensors)
         if self._group is not None:
             self._tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for _, tensor in named]
-        return description(named)
+        return describe_tensors(named)
 
     def send(self) -> None:
-        """Blocks until the engines have received, so they must be receiving at the same time."""
+        """Send the bucket; blocks until the engines have received it, so they must receive at the same time."""
         if self._group is None:
             return
         stream = torch.cuda.current_stream()
@@ -62,10 +62,10 @@ class NcclSender:
 
 
 class IpcSender:
-    """Packs the bucket on every rank's GPU, from where the engine worker on that GPU copies it."""
+    """Sender that packs the bucket on each rank's GPU, from where the engine's worker on that GPU copies it."""
 
     def __init__(self, *, rank: int) -> None:
-        del rank  # every rank is the one of its GPU
+        del rank  # all ranks send, each to its own GPU
         self._gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         self._packing: Iterator[Any] | None = None
 
@@ -76,25 +76,25 @@ class IpcSender:
         self.release()
         named = [(name, tensor.detach()) for name, tensor in tensors]
         sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
-        # One chunk, for the buffer is as large as the bucket. vLLM's generator owns it: it lives until `release`.
+        # One chunk, because the buffer is as large as the bucket. vLLM's generator owns it until `release`.
         self._packing = packed_ipc_producer(iter(named), self._gpu, lambda item: item[1], buffer_size_bytes=sum(sizes))
         chunk = next(self._packing)
-        # As bytes, because vLLM's RPC carries no classes unless it is told to unpickle whatever comes.
+        # As bytes, because vLLM's RPC carries no classes unless it is set to unpickle any object.
         handles = {gpu: pickle.dumps(arguments) for gpu, arguments in chunk.ipc_handle.items()}
-        return description(named) | {"tensor_sizes": chunk.tensor_sizes, "ipc_handles": handles}
+        return describe_tensors(named) | {"tensor_sizes": chunk.tensor_sizes, "ipc_handles": handles}
 
     def send(self) -> None:
-        """The engines fetch the bucket themselves."""
+        """Do nothing: the engines copy the bucket themselves."""
 
     def release(self) -> None:
-        """Free the buffer; nobody may be reading it."""
+        """Free the buffer. No engine may be reading it."""
         if self._packing is not None:
             self._packing = None
             torch.cuda.ipc_collect()
 
 
-def description(named: Sequence[tuple[str, Tensor]]) -> Offer:
-    """Names, dtypes and shapes, in the order in which the tensors travel."""
+def describe_tensors(named: Sequence[tuple[str, Tensor]]) -> Offer:
+    """Names, dtypes and shapes, in the order in which the tensors are sent."""
     return {
         "names": [name for name, _ in named],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
@@ -102,8 +102,8 @@ def description(named: Sequence[tuple[str, Tensor]]) -> Offer:
     }
 
 
-def merged(offers: Sequence[Offer]) -> Offer:
-    """One offer for all engines out of those of all ranks: each worker looks for the handle of its own GPU."""
+def merge_offers(offers: Sequence[Offer]) -> Offer:
+    """Merge the offers of all ranks into one for all engines: each worker looks up the handle of its own GPU."""
     offer = dict(offers[0])
     if "ipc_handles" in offer:
         offer["ipc_handles"] = {gpu: handle for other in offers for gpu, handle in other["ipc_handles"].items()}
@@ -114,16 +114,16 @@ def update_info(offer: Offer) -> dict[str, Any]:
     """The fields of vLLM's NCCLWeightTransferUpdateInfo or IPCWeightTransferUpdateInfo."""
     if "ipc_handles" not in offer:
         return offer
-    # Our own learner wrote them.
+    # Safe to unpickle: our own trainer wrote them.
     return offer | {"ipc_handles": {gpu: pickle.loads(handle) for gpu, handle in offer["ipc_handles"].items()}}
 
 
 def init_infos(
     backend: Backend, *, num_engines: int, tensor_parallel_size: int, address: str, port: int
 ) -> list[dict[str, Any]]:
-    """For each engine the fields of vLLM's NCCLWeightTransferInitInfo or IPCWeightTransferInitInfo.
+    """For each engine, the fields of vLLM's NCCLWeightTransferInitInfo or IPCWeightTransferInitInfo.
 
-    NCCL sends tensor by tensor: packing would save launches, cost a copy, and spread the loading over two streams.
+    NCCL sends tensor by tensor: packing would save launches, but cost a copy and spread the loading over two streams.
     """
     if backend == "ipc":
         return [{"packed": True}] * num_engines
@@ -132,13 +132,13 @@ def init_infos(
 
 
 class Update(Protocol):
-    """What takes the tensors: `worker_extension.WeightUpdate`."""
+    """Receiver of the tensors: `worker_extension.WeightUpdate`."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], digest_of: Callable[[str, Tensor], str]) -> None: ...
 
 
 class _Target:
-    """Stands where vLLM's transfer engine expects the model, so that each tensor is proven before it is loaded."""
+    """Stands in for the model in vLLM's transfer engine, so that each tensor is digested before it is loaded."""
 
     def __init__(self, update: Update) -> None:
         self._update = update
@@ -148,12 +148,12 @@ class _Target:
 
 
 def receive(engine: Any, update: Update, offer: Offer) -> None:
-    """In a worker of vLLM: let its transfer engine (a WeightTransferEngine) receive the bucket, for `update`."""
+    """Let the transfer engine of a vLLM worker (a WeightTransferEngine) receive the bucket for `update`."""
     engine.set_weight_update_target(_Target(update), engine.model_config)
     try:
         engine.update_weights(update_info(offer))
     finally:
         engine.reset_weight_update_target()
         if "ipc_handles" in offer:
-            # Closes the learner's buffer, which is a new one with each bucket, and nothing else.
+            # Closes only the trainer's buffer, which is a new one for each bucket.
             engine.shutdown()

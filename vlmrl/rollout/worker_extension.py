@@ -1,7 +1,7 @@
-"""What vlmrl adds to vLLM's worker: receiving weights, and proof of what was received.
+"""Extension of vLLM's worker that receives weights and reports what it received.
 
-vLLM mixes `WeightReceiver` into its worker class; the engine reaches its methods by `collective_rpc`. Names start with
-`vlmrl_`, because vLLM refuses an extension whose names its worker already has.
+vLLM mixes `WeightReceiver` into its worker class; the engine calls its methods by `collective_rpc`. Names start with
+`vlmrl_`, because vLLM refuses an extension with names that its worker already has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -22,18 +21,18 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vlmrl.models.transfer import Reader, Ticket
 from vlmrl.models.weights import digest, unpack_bucket
-from vlmrl.rollout import adapter_cpu
-from vlmrl.rollout import transfer as device_transfer
+from vlmrl.rollout import transfer
 from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
-from vlmrl.rollout.reports import Announcement, ReadbackPlan, Report
+from vlmrl.rollout.reports import AdapterDescription, ReadbackPlan, Report
+from vlmrl.rollout.vllm_patches import apply_adapter_by_row, hold_unused_generators
 from vlmrl.system.memory import keep_memory
 
 
 class WeightReceiver:
-    """Methods that vLLM's worker inherits. One update is a `begin`, any number of `load`, `finish`."""
+    """Methods that vLLM's worker inherits. One update is `begin`, any number of `load`, `finish`."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -45,13 +44,13 @@ class WeightReceiver:
     vlmrl_reader: Reader
 
     def vlmrl_prepare(self) -> list[str]:
-        """Call once, before the first request. Returns what this worker lacks, of which nothing can be asked then."""
+        """Patch the worker. Call once, before the first request. Returns the names that are missing in this vLLM."""
         config = self.vllm_config
-        lacks = missing_in_worker(
+        absent = missing_in_worker(
             self, has_adapter=config.lora_config is not None, transfers=config.weight_transfer_config is not None
         )
-        if lacks:
-            return lacks
+        if absent:
+            return absent
         self.vlmrl_places, self.vlmrl_pieces = {}, {}
         self.vlmrl_reader = Reader()
         if self.model_runner.device.type == "cpu":
@@ -59,51 +58,51 @@ class WeightReceiver:
             hold_unused_generators(self.model_runner)
             if self.vllm_config.lora_config is not None:
                 for wrapper in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
-                    adapter_cpu.use(wrapper)
+                    apply_adapter_by_row(wrapper)
         return []
 
     def vlmrl_score_as_sampled(self, temperature: float, banned: list[int]) -> None:
-        """Let log-probs of prompts be of the distribution that is sampled from. Call once, before the first request."""
+        """Compute log-probs of prompts in the sampling distribution. Call once, before the first request."""
         score_as_sampled(self.model_runner, temperature=temperature, banned=banned)
 
     def vlmrl_begin(self, plan: ReadbackPlan | None = None) -> None:
-        """Start an update of the model; an update that was begun before and not finished is given up.
+        """Begin an update of the model; an unfinished one is abandoned.
 
-        With a `plan` the report says what was read back from the layers.
+        With a `plan` the report includes what was read back from the layers.
         """
         with set_current_vllm_config(self.vllm_config):
-            self._vlmrl_give_up()
+            self._vlmrl_abandon()
             model = self.model_runner.get_model()
             readback = None if plan is None else Readback(model, plan, self.vlmrl_pieces, tied_heads(model))
             self.vlmrl_update = WeightUpdate(model, self.vllm_config, self.vlmrl_places, readback)
 
-    def vlmrl_begin_adapter(self, announced: Announcement) -> None:
-        """Start an update of the adapter; an update that was begun before and not finished is given up."""
+    def vlmrl_begin_adapter(self, description: AdapterDescription) -> None:
+        """Begin an update of the adapter; an unfinished one is abandoned."""
         with set_current_vllm_config(self.vllm_config):
-            self._vlmrl_give_up()
-            self.vlmrl_update = self.vlmrl_adapter_update(self.model_runner.lora_manager, announced)
+            self._vlmrl_abandon()
+            self.vlmrl_update = self.vlmrl_adapter_update(self.model_runner.lora_manager, description)
 
-    def _vlmrl_give_up(self) -> None:
+    def _vlmrl_abandon(self) -> None:
         if self.vlmrl_update is not None:
             self.vlmrl_update.close()
             self.vlmrl_update = None
 
     def vlmrl_load(self, ticket: Ticket) -> None:
-        """Load the tensors of one bucket, whose memory is another's when this returns."""
+        """Load the tensors of one bucket, whose memory may be reused when this returns."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
             self.vlmrl_update.load(unpack_bucket(self.vlmrl_reader.open(ticket)))
 
-    def vlmrl_receive(self, offer: device_transfer.Offer) -> None:
-        """Load the tensors of a bucket that comes from GPU to GPU."""
+    def vlmrl_receive(self, offer: transfer.Offer) -> None:
+        """Load the tensors of a bucket from GPU to GPU."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
-            device_transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
+            transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
 
     def vlmrl_finish(self) -> Report:
-        """End the update and report it (of an adapter, as an AdapterReport).
+        """Finish the update and report it (for an adapter with an AdapterReport).
 
-        An update with something to complain of leaves a mixture, which must not be used until the next good one.
+        A failed update leaves a mixture of weights, which must not be used until an update succeeds.
         """
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
@@ -112,9 +111,9 @@ class WeightReceiver:
 
 
 class WeightUpdate:
-    """One update of a model under vLLM's layerwise reload, which loads, re-packs and copies in place layer by layer.
+    """One update of a model with vLLM's layerwise reload, which loads, re-packs and copies in place layer by layer.
 
-    Plain `model.load_weights` would not do: on CPU vLLM re-packs linear weights and frees the originals.
+    Plain `model.load_weights` is not enough: on CPU vLLM re-packs linear weights and frees the originals.
     """
 
     def __init__(
@@ -124,8 +123,12 @@ class WeightUpdate:
         places: dict[str, frozenset[str]],
         readback: Readback | None = None,
     ) -> None:
-        """`places` is filled: the parameters of vLLM's model that each tensor went to when it came alone. Hand it to
-        the next update of the same model, which can then load them together. `readback` is one of this update.
+        """Begin the update.
+
+        Args:
+            places: filled with the parameters of vLLM's model that each tensor went to when it was loaded alone. The
+                next update of the same model needs them to load tensors together.
+            readback: that of this update.
         """
         self.model = model
         self.vllm_config = vllm_config
@@ -138,48 +141,51 @@ class WeightUpdate:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]], digest_of: Callable[[str, Tensor], str] = digest) -> None:
-        """Hand the tensors to vLLM's loader: one by one the first time, for only so does it tell which it did not want.
+        """Pass the tensors to vLLM's loader: one by one the first time, because only then does it report which it
+        ignored.
 
         Later all together, which takes 57 ms for 129 tensors instead of 90: vLLM walks its whole model in each call.
-        A tensor whose places it then does not name is ignored too; one of several that share a place is `missing`.
+        A tensor is then ignored if the loader does not name its places; one of several that share a place is `missing`.
         """
         named = list(tensors)
         self.digests |= {name: digest_of(name, tensor) for name, tensor in named}
-        if all(name in self.places for name, _ in named) and (self._readback is None or self._readback.knows(named)):
+        if all(name in self.places for name, _ in named) and (
+            self._readback is None or self._readback.has_places(named)
+        ):
             if self._readback is not None:
-                self._readback.keep(named)
-            taken = self._hand_over(named)
-            self.ignored += [name for name, _ in named if not self.places[name] <= taken]
+                self._readback.record(named)
+            loaded = self._load_into_model(named)
+            self.ignored += [name for name, _ in named if not self.places[name] <= loaded]
         else:
             for name, tensor in named:
-                with nullcontext() if self._readback is None else self._readback.watching(name, tensor):
-                    taken = self._hand_over([(name, tensor)])
-                if taken:
-                    self.places[name] = taken
+                with nullcontext() if self._readback is None else self._readback.trace_loading(name, tensor):
+                    loaded = self._load_into_model([(name, tensor)])
+                if loaded:
+                    self.places[name] = loaded
                 else:
                     self.ignored.append(name)
-        self._keep_what_waits(named)
+        self._copy_deferred(named)
 
-    def _keep_what_waits(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy those of the tensors that vLLM holds back until the rest of their layer has come.
+    def _copy_deferred(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the tensors that vLLM holds back until the rest of their layer arrives.
 
-        It holds what it was given, views of memory that others are about to write to.
+        It holds views of memory that is about to be overwritten.
         """
-        lent = {tensor.untyped_storage().data_ptr() for _, tensor in named if tensor.numel()}
+        shared = {tensor.untyped_storage().data_ptr() for _, tensor in named if tensor.numel()}
         for module in self.model.modules():
             for _, arguments in get_layerwise_info(module).loaded_weights:
                 for name, value in arguments.arguments.items():
-                    if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in lent:
+                    if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in shared:
                         arguments.arguments[name] = value.clone()
 
-    def _hand_over(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
-        """The parameters of vLLM's model that took them."""
+    def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
+        """Load the tensors; returns the parameters of vLLM's model that received them."""
         load_weights: Any = self.model.load_weights
         with disable_mtp_completeness_check():
             return frozenset(load_weights(tensors) or ())
 
     def complete(self) -> Report:
-        """End the update and report it."""
+        """Finish the update and report it."""
         missing = self.missing()
         self.close()
         report: Report = {"digests": self.digests, "ignored": self.ignored, "missing": missing}
@@ -188,49 +194,27 @@ class WeightUpdate:
         return report
 
     def missing(self) -> list[str]:
-        """Modules whose parameters have not all been loaded, with the number of elements that are missing."""
+        """Modules whose parameters were not all loaded, with the number of missing elements."""
         tied = {id(head) for head in self._tied_heads}
-        found = []
+        incomplete = []
         for name, module in self.model.named_modules():
             info = get_layerwise_info(module)
             if info.load_numel_total is None or id(module) in tied or is_deferred_attention_layer(module):
                 continue
-            # Buffers count in vLLM's own total, but are made by the code and not loaded.
+            # vLLM's own total includes buffers, which the code creates and nobody loads.
             total = sum(parameter.numel() for parameter in module.parameters(recurse=False)) - _padding(module)
             if info.load_numel < total:
-                found.append(f"{name} ({total - info.load_numel} of {total} elements)")
-        return found
+                incomplete.append(f"{name} ({total - info.load_numel} of {total} elements)")
+        return incomplete
 
     @torch.no_grad()
     def close(self) -> None:
-        """Make a model again of what has come, be it complete or not."""
+        """End vLLM's reload with the tensors that have arrived, even if some are missing."""
         finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         for head in self._tied_heads:
-            # A head that shares the embedding's weight is no parameter of its own, so the reload passes it by; but on
-            # CPU its matrix product reads a packed copy, which would stay that of the old weights.
+            # The reload skips a head that shares the embedding's weight, because it has no parameter of its own; but on
+            # CPU its matrix product reads a packed copy, which would keep the old weights.
             head.quant_method.process_weights_after_loading(head)
-
-
-def hold_unused_generators(runner: Any) -> None:
-    """Keep the random generators of requests whose sample will be thrown away out of that step.
-
-    A prompt that is prefilled in pieces yields a sample with every piece, and only the last one counts. vLLM's model
-    runner rewinds the generator of the request after each of the others, in a way that CUDA generators alone can: on
-    CPU a request with a seed kills the engine ("CPU Generator does not use offset"). Without its generator the row
-    draws from the global one, and nothing needs rewinding.
-    """
-    sample_tokens = runner.sample_tokens
-
-    def sample(grammar_output: Any) -> Any:
-        batch = runner.input_batch
-        unused = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
-        held = {row: batch.generators.pop(row) for row in unused if row in batch.generators}
-        try:
-            return sample_tokens(grammar_output)
-        finally:
-            batch.generators.update(held)
-
-    runner.sample_tokens = sample
 
 
 def tied_heads(model: nn.Module) -> Iterator[ParallelLMHead]:

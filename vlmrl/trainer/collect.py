@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.trainer.experience import batch_metrics, shaped_rewards
 from vlmrl.trainer.filtering import FilteredGroup, RewardRange, filter_groups, format_shortage, is_solved
 from vlmrl.trainer.protocols import Engine, Prompts, Report, Rewarder
-from vlmrl.types import Metrics
+from vlmrl.types import Metrics, Sampling
 from vlmrl.verify.logprobs import check_versions
 
 

@@ -16,14 +16,13 @@ from vlmrl.config.run import EvalConfig, RlConfig
 from vlmrl.errors import RewardError, StorageError, VlmrlError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.checkpoints import RunCheckpoints
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.protocols import Engine, Rewarder
 from vlmrl.trainer.rl import LoopState
-from vlmrl.types import Group, Metrics, Prompt, Score
+from vlmrl.types import Group, Metrics, Prompt, Sampling, Score
 
 _SEED = 1_000_003
 """Added to the run's seed: evaluations sample with seeds of their own, the same before, during and after training."""

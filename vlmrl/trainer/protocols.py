@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Score
+from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Sampling, Score
 
 
 class Prompts(Protocol):

@@ -120,7 +120,7 @@ def train(
                 kl_controller = kl_controller.updated(
                     metrics.get("kl/reference", 0.0), num_samples=len(outputs.samples)
                 )
-            with report.phase("publish"):
+            with report.phase("sync"):
                 sync_metrics = weight_sync.sync(step)
             pass_metrics = policy.take_pass_metrics()
             metrics |= update_metrics | sync_metrics | pass_metrics | check_sync(step) | after_step(step, batch)

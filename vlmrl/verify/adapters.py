@@ -14,8 +14,7 @@ from vlmrl.config.rollout import Rollout
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError
 from vlmrl.plugins import Processor
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Metrics, Prompt, Sample
+from vlmrl.types import Floats, Group, Metrics, Prompt, Sample, Sampling
 from vlmrl.verify.logprobs import check_versions
 
 _NUM_PROMPT_TOKENS = 272

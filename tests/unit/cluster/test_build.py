@@ -1,4 +1,4 @@
-"""How roles are joined, and what becomes of those that are still starting when everything ends."""
+"""Connections between roles, and roles that are still starting when the run ends."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from vlmrl.cluster.build import (
     remote_reference,
     remote_reward_models,
 )
-from vlmrl.cluster.models import PackingPlan, PassMetrics, PolicyWithoutAdapter, Ranks, RemotePolicy, Steps
+from vlmrl.cluster.models import PackingPlan, PassMetrics, PolicyWithoutAdapter, Ranks, RemotePolicy, StepPlan
 from vlmrl.cluster.session import Session
 from vlmrl.config.train import Loop
 from vlmrl.parallel import run_parallel
 
 
-def test_a_role_that_starts_while_everything_ends_is_ended_at_once() -> None:
-    ended: list[str] = []
+def test_a_role_that_starts_after_the_end_is_stopped_at_once() -> None:
+    stopped: list[str] = []
     with ExitStack() as stack:
         builder = RoleBuilder(Session(()), {}, stack)
-        with builder.ending():
-            builder._at_end(lambda: ended.append("engine"))
-        builder._at_end(lambda: ended.append("actor"))
-        assert ended == ["actor"], "its thread had not heard of the end"
-    assert ended[-1] == "engine"
+        with builder.running():
+            builder._stop_at_end(lambda: stopped.append("engine"))
+        builder._stop_at_end(lambda: stopped.append("actor"))
+        assert stopped == ["actor"], "its thread was still starting it"
+    assert stopped[-1] == "engine"
 
 
-def test_the_builder_ends_when_nothing_waits_for_its_roles_any_more() -> None:
-    is_ended, done = threading.Event(), []
+def test_the_builder_closes_when_no_thread_waits_for_its_roles_any_more() -> None:
+    is_stopped, done = threading.Event(), []
 
     def wait() -> None:
-        is_ended.wait(30)  # a call to a role that is killed
+        is_stopped.wait(30)  # a call to a role that is killed
         done.append("waited")
 
     def run() -> None:
         with ExitStack() as stack:
             builder = RoleBuilder(Session(()), {}, stack)
-            with builder.ending():
-                builder._at_end(is_ended.set)
+            with builder.running():
+                builder._stop_at_end(is_stopped.set)
                 run_parallel(wait, fail)
 
     def fail() -> None:
@@ -57,25 +57,25 @@ def test_the_builder_ends_when_nothing_waits_for_its_roles_any_more() -> None:
     assert done == ["waited"]
 
 
-class Here:
-    """A role in this process, which is its only worker."""
+class LocalWorker:
+    """A worker group of one role in this process."""
 
     def __init__(self, **results: Any) -> None:
-        """`results` are what its methods return, by their names."""
+        """`results`: method -> result."""
         self.results = results
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *given, **options: self.results[method]
+        return lambda *args, **kwargs: self.results[method]
 
     def __len__(self) -> int:
         return 1
 
-    def call(self, ask: Callable[[Any], Any]) -> list[Any]:
-        return [ask(self)]
+    def call(self, function: Callable[[Any], Any]) -> list[Any]:
+        return [function(self)]
 
 
-class Tools:
-    """What a processor knows of images: a patch is 14 pixels wide and high."""
+class ImageProcessor:
+    """A processor whose patches are 14 pixels wide and high."""
 
     resize_factor = 28
 
@@ -91,34 +91,34 @@ def ranks(group: Any) -> Ranks[Any]:
 
 
 @pytest.mark.parametrize(("shares", "lines"), [(True, 1), (False, 0)])
-def test_a_critic_in_the_actors_processes_says_whether_it_shares_their_features(shares: bool, lines: int) -> None:
-    pair: Any = Here(shares_features=shares)
-    told: list[str] = []
-    critic = remote_critic(_Trained(pair, pair, pair), ranks(pair), Steps(1, 1, 0), told.append)
+def test_a_critic_that_shares_the_actors_image_features_is_reported(shares: bool, lines: int) -> None:
+    pair: Any = LocalWorker(shares_features=shares)
+    messages: list[str] = []
+    critic = remote_critic(_Trained(pair, pair, pair), ranks(pair), StepPlan(1, 1, 0), messages.append)
     assert critic is not None
-    assert (critic._group, len(told)) == (pair, lines)
+    assert (critic._group, len(messages)) == (pair, lines)
 
 
-def test_a_critic_apart_gets_samples_as_the_policy_does_and_its_metrics_come_with_those_of_the_policy() -> None:
-    policy, own = Here(), Here()
-    of_policy = ranks(policy)
-    critic = remote_critic(_Trained(policy, own, None), of_policy, Steps(1, 1, 0), print)  # type: ignore[arg-type]
+def test_a_critic_on_its_own_ranks_shares_packing_and_pass_metrics_with_the_policy() -> None:
+    policy, critic_group = LocalWorker(), LocalWorker()
+    policy_ranks = ranks(policy)
+    critic = remote_critic(_Trained(policy, critic_group, None), policy_ranks, StepPlan(1, 1, 0), print)  # type: ignore[arg-type]
     assert critic is not None
-    assert critic._group is own  # type: ignore[comparison-overlap]
-    assert critic._ranks.pass_metrics is of_policy.pass_metrics
-    assert remote_critic(_Trained(policy, None, None), of_policy, Steps(1, 1, 0), print) is None  # type: ignore[arg-type]
+    assert critic._group is critic_group  # type: ignore[comparison-overlap]
+    assert critic._ranks.pass_metrics is policy_ranks.pass_metrics
+    assert remote_critic(_Trained(policy, None, None), policy_ranks, StepPlan(1, 1, 0), print) is None  # type: ignore[arg-type]
 
 
-def test_without_a_model_of_its_own_the_reference_is_the_policy_without_its_adapter_and_that_is_said() -> None:
-    policy, told = RemotePolicy(ranks(Here()), Steps(1, 1, 0)), list[str]()
-    assert isinstance(remote_reference(config(), policy, None, told.append), PolicyWithoutAdapter)
-    assert told == ["reference: the policy with its adapters off, which is model"]
-    apart = remote_reference(config(), policy, Here(), told.append)  # type: ignore[arg-type]
-    assert not isinstance(apart, PolicyWithoutAdapter)
-    assert len(told) == 1
+def test_without_a_reference_model_the_policy_without_its_adapter_is_the_reference() -> None:
+    policy, messages = RemotePolicy(ranks(LocalWorker()), StepPlan(1, 1, 0)), list[str]()
+    assert isinstance(remote_reference(config(), policy, None, messages.append), PolicyWithoutAdapter)
+    assert messages == ["reference: the policy with its adapters off, which is model"]
+    separate = remote_reference(config(), policy, LocalWorker(), messages.append)  # type: ignore[arg-type]
+    assert not isinstance(separate, PolicyWithoutAdapter)
+    assert len(messages) == 1
 
 
-def test_reward_models_have_the_names_of_their_metrics_and_the_weights_of_their_settings() -> None:
+def test_reward_models_have_the_names_and_weights_of_their_settings() -> None:
     reward = {
         "model_name_or_path": "outcome",
         "model_weight": 0.5,
@@ -126,19 +126,22 @@ def test_reward_models_have_the_names_of_their_metrics_and_the_weights_of_their_
         "process_separator": ".",
         "process_weight": 2.0,
     }
-    groups: dict[str, Any] = {"reward_model": Here(), "process_model": Here()}
-    models = remote_reward_models(config(reward=reward), ranks(Here()), groups)
-    assert [(one.name, one.weight, one.is_process) for one in models] == [("model", 0.5, False), ("process", 2.0, True)]
-    assert [one.ranks.group for one in models] == list(groups.values())
+    groups: dict[str, Any] = {"reward_model": LocalWorker(), "process_model": LocalWorker()}
+    models = remote_reward_models(config(reward=reward), ranks(LocalWorker()), groups)
+    assert [(model.name, model.weight, model.is_process) for model in models] == [
+        ("model", 0.5, False),
+        ("process", 2.0, True),
+    ]
+    assert [model.ranks.group for model in models] == list(groups.values())
 
 
 @pytest.mark.parametrize(("is_recurrent", "layout"), [(False, "shared"), (True, "padded")])
-def test_samples_are_packed_as_the_model_allows_and_images_cost_what_it_says(is_recurrent: bool, layout: str) -> None:
-    told: list[str] = []
-    policy: Any = Here(traits=(0.5, is_recurrent))
-    plan = packing_plan(policy, Loop(layout="shared"), Tools(), told.append)  # type: ignore[arg-type]
+def test_layout_and_image_cost_of_packs_follow_from_the_model(is_recurrent: bool, layout: str) -> None:
+    messages: list[str] = []
+    policy: Any = LocalWorker(traits=(0.5, is_recurrent))
+    plan = packing_plan(policy, Loop(layout="shared"), ImageProcessor(), messages.append)  # type: ignore[arg-type]
     assert plan.layout == layout
     image: Any = type("Image", (), {"size": (56, 28)})
     assert plan.image_cost(image) == 0.5 * 4 * 2
-    assert told[0] == "a vision patch costs as much as 0.50 language tokens"
-    assert ("train.layout padded instead of shared" in told[-1]) == is_recurrent
+    assert messages[0] == "a vision patch costs as much as 0.50 language tokens"
+    assert ("train.layout padded instead of shared" in messages[-1]) == is_recurrent

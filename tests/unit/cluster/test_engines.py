@@ -1,4 +1,4 @@
-"""Which engine is asked: for answers the one with the least to do, for log-probs of answers the one that gave them."""
+"""Choice of the engine: for responses the one with the least work, for their log-probs the one that generated them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmrl.cluster import engines as roles
+from vlmrl.cluster import engines as engines_module
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.remote_call import recorded
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Group, Prompt
+from vlmrl.cluster.remote_call import record_call
+from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 
 
 class Engines:
-    """Three, which note what they are asked."""
+    """Three engines that record their calls."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int, int]] = []
@@ -26,26 +25,26 @@ class Engines:
     def __len__(self) -> int:
         return 3
 
-    def call(self, ask: Any) -> list[Any]:
+    def call(self, function: Any) -> list[Any]:
         return [None] * len(self)
 
-    def submit_to(self, engine: int, ask: Any) -> Any:
-        method, (asked, *_), _ = recorded(ask)
-        index = asked.prompt.index if method == "score" else asked.index
+    def submit_to(self, engine: int, function: Any) -> Any:
+        method, (item, *_), _ = record_call(function)
+        index = item.prompt.index if method == "score" else item.index
         self.log.append((method, engine, index))
         return (method, index) if method == "generate" else []
 
-    def wait(self, answers: Any, timeout_s: float | None = None) -> Any:
-        return answers
+    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+        return results
 
 
-def test_an_engine_reads_the_answers_that_it_gave_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "ray", SimpleNamespace(wait=lambda refs, **how: (refs[:1], [])))
+def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(wait=lambda refs, **kwargs: (refs[:1], [])))
     group = Engines()
     engines = RemoteEngines(group, timeout_s=1.0, sleeps=False)  # type: ignore[arg-type]
     prompts = [Prompt(i, f"row {i}", "?", tokens=np.arange(2), request=np.arange(2), label=None) for i in range(3)]
     engines.generate(prompts, SAMPLING)
     engines.score([Group(prompt, ()) for prompt in prompts[::-1]])
-    gave = {index: engine for method, engine, index in group.log if method == "generate"}
-    assert sorted(gave.values()) == [0, 1, 2]
-    assert {index: engine for method, engine, index in group.log if method == "score"} == gave
+    generated = {index: engine for method, engine, index in group.log if method == "generate"}
+    assert sorted(generated.values()) == [0, 1, 2]
+    assert {index: engine for method, engine, index in group.log if method == "score"} == generated

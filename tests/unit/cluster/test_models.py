@@ -1,4 +1,4 @@
-"""What the driver does beside calling ranks: packs, sums of counts, results in the order of the samples."""
+"""Models over ranks: packs, sums of metrics, and results in the order of the samples."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,12 @@ from vlmrl.cluster.models import (
     RemoteCritic,
     RemotePolicy,
     RemoteReference,
-    Steps,
-    count,
-    experience_of,
+    StepPlan,
+    loss_totals,
     minibatches,
+    pack_experience,
 )
-from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.remote_call import record_call
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack
 from vlmrl.observe.metrics import Metric, Sum
@@ -43,52 +43,52 @@ def packing(layout: Layout = "shared", max_tokens: int = 100) -> PackingPlan:
     return PackingPlan(layout, max_tokens, max_samples=None, image_cost=lambda image: 10.0, filler=None)
 
 
-class Echo:
-    """Ranks that answer at once: the log-probs of a sample are its tokens, and each pack one call of the tower."""
+class FakeRanks:
+    """Ranks whose log-probs of a sample are its tokens, with one call of the tower per pack."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.asked: list[tuple[int, list[Pack], dict[str, Any]]] = []
+        self.calls: list[tuple[int, list[Pack], dict[str, Any]]] = []
 
     def __len__(self) -> int:
         return self.number
 
-    def _call(self, rank: int, ask: Any, item: Any) -> Any:
-        method, given, how = recorded(ask, item)
+    def _call(self, rank: int, function: Any, item: Any) -> Any:
+        method, args, kwargs = record_call(function, item)
         if method == "update":
-            work, totals = given
+            work, totals = args
             return [
                 {"policy/loss": Sum(1.0), "vision/tower_calls": Sum(len(packs))}
                 for packs, _ in zip(work, totals, strict=True)
             ]
         assert method == "logprobs"
-        (packs,) = given
-        self.asked.append((rank, packs, dict(how)))
+        (packs,) = args
+        self.calls.append((rank, packs, dict(kwargs)))
         rows: list[tuple[int, Floats]] = []
         for pack in packs:
             rows += [(i, s.tokens.astype(np.float32)) for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
         counts: dict[str, Metric] = {"vision/tower_calls": Sum(len(packs))}
         return rows[::-1], counts
 
-    def each(self, ask: Any, items: list[Any]) -> list[Any]:
-        return [self._call(rank, ask, item) for rank, item in enumerate(items)]
+    def each(self, function: Any, items: list[Any]) -> list[Any]:
+        return [self._call(rank, function, item) for rank, item in enumerate(items)]
 
 
-class Judging(Echo):
-    """The values of a critic: the tokens of a sample, each plus one."""
+class FakeCritic(FakeRanks):
+    """A critic whose values are the tokens of a sample plus one."""
 
-    def _call(self, rank: int, ask: Any, item: Any) -> Any:
-        method, given, _ = recorded(ask, item)
+    def _call(self, rank: int, function: Any, item: Any) -> Any:
+        method, args, _ = record_call(function, item)
         assert method in ("values", "update_values")
         if method == "update_values":
-            work, totals = given
+            work, totals = args
             return [{"value/loss": Sum(float(total.num_tokens))} for _, total in zip(work, totals, strict=True)]
-        rows = [(i, s.tokens + 1.0) for pack in given[0] for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
+        rows = [(i, s.tokens + 1.0) for pack in args[0] for i, s in zip(pack.ids, pack.samples, strict=True) if i >= 0]
         return rows, {}
 
 
-def rows_asked(group: Echo) -> list[tuple[tuple[Branch, ...], ...]]:
-    return [pack.rows for _, packs, _ in group.asked for pack in packs]
+def rows_passed(group: FakeRanks) -> list[tuple[tuple[Branch, ...], ...]]:
+    return [pack.rows for _, packs, _ in group.calls for pack in packs]
 
 
 def remote(group: Any, pass_metrics: PassMetrics, *, max_tokens: int = 100) -> RemoteReference:
@@ -96,77 +96,77 @@ def remote(group: Any, pass_metrics: PassMetrics, *, max_tokens: int = 100) -> R
 
 
 def policy(group: Any, pass_metrics: PassMetrics) -> RemotePolicy:
-    return RemotePolicy(Ranks(group, packing(), 100, pass_metrics), Steps(batch_size=4, epochs=1, seed=0))
+    return RemotePolicy(Ranks(group, packing(), 100, pass_metrics), StepPlan(batch_size=4, epochs=1, seed=0))
 
 
-def test_every_epoch_meets_every_sample_in_another_order() -> None:
+def test_each_epoch_has_all_samples_in_another_order() -> None:
     samples = [sample(number, 4) for number in range(16)]
-    whole = [np.zeros(4, np.float32)] * 16
-    experience = Experience(samples, advantages=whole, old_logprobs=whole, rollout_logprobs=whole)
-    steps = Steps(batch_size=4, epochs=2, seed=-1).of(experience, 3)
-    met = [[s.group for part in epoch for s in part.samples] for epoch in (steps[:4], steps[4:])]
+    columns = [np.zeros(4, np.float32)] * 16
+    experience = Experience(samples, advantages=columns, old_logprobs=columns, rollout_logprobs=columns)
+    steps = StepPlan(batch_size=4, epochs=2, seed=-1).split(experience, 3)
+    orders = [[s.group for part in epoch for s in part.samples] for epoch in (steps[:4], steps[4:])]
     assert [len(part.samples) for part in steps] == [4] * 8
-    assert sorted(met[0]) == sorted(met[1]) == list(range(16))
-    assert met[0] != met[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(16))
+    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_answers_come_back_in_the_order_of_the_question(num_ranks: int) -> None:
+def test_results_are_in_the_order_of_the_samples(num_ranks: int) -> None:
     samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4), (2, 6), (1, 7))]
-    found = remote(Echo(num_ranks), PassMetrics()).logprobs(samples)
-    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
+    logprobs = remote(FakeRanks(num_ranks), PassMetrics()).logprobs(samples)
+    assert [row.tolist() for row in logprobs] == [s.tokens.tolist() for s in samples]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_samples_that_are_not_dealt_out_share_their_prompts_on_every_rank(num_ranks: int) -> None:
+def test_undivided_samples_share_their_prompts_on_all_ranks(num_ranks: int) -> None:
     samples = [sample(group, 5) for group in (0, 0, 1, 1)]
-    group = Echo(num_ranks)
-    found = policy(group, PassMetrics()).logprobs(samples, undivided=True)
-    assert [row.tolist() for row in found] == [s.tokens.tolist() for s in samples]
-    assert len({str(packs[0].rows) for _, packs, _ in group.asked}) == 1, "collectives stay in step"
-    assert [[branch.members for row in packs[0].rows for branch in row] for _, packs, _ in group.asked] == [
+    group = FakeRanks(num_ranks)
+    logprobs = policy(group, PassMetrics()).logprobs(samples, undivided=True)
+    assert [row.tolist() for row in logprobs] == [s.tokens.tolist() for s in samples]
+    assert len({str(packs[0].rows) for _, packs, _ in group.calls}) == 1, "collectives stay in step"
+    assert [[branch.members for row in packs[0].rows for branch in row] for _, packs, _ in group.calls] == [
         [(0, 1), (2, 3)]
     ] * num_ranks
-    assert [[i >= 0 for pack in packs for i in pack.ids] for _, packs, _ in group.asked] == [
+    assert [[i >= 0 for pack in packs for i in pack.ids] for _, packs, _ in group.calls] == [
         [rank == 0] * 4 for rank in range(num_ranks)
     ]
 
 
-def test_another_layout_and_another_way_reach_the_ranks_on_request() -> None:
-    group = Echo(1)
-    ask = policy(group, PassMetrics())
+def test_layout_and_gradient_arguments_reach_the_ranks() -> None:
+    group = FakeRanks(1)
+    remote_policy = policy(group, PassMetrics())
     samples = [sample(0, 3, 1), sample(0, 4, 2)]
-    ask.logprobs(samples)
-    ask.logprobs(samples, layout="padded", gradient=True)
-    assert rows_asked(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
-    assert [how["gradient"] for _, _, how in group.asked] == [False, True]
+    remote_policy.logprobs(samples)
+    remote_policy.logprobs(samples, layout="padded", gradient=True)
+    assert rows_passed(group) == [((Branch((0, 1), 2),),), ((Branch((0,), 0),), (Branch((1,), 0),))]
+    assert [kwargs["gradient"] for _, _, kwargs in group.calls] == [False, True]
 
 
-def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adapter() -> None:
-    group = Echo(1)
+def test_a_reference_on_the_policys_ranks_has_the_adapter_off() -> None:
+    group = FakeRanks(1)
     trained = policy(group, PassMetrics())
     PolicyWithoutAdapter(trained).logprobs([sample(0)])
     trained.logprobs([sample(0)])
-    assert [how["adapter"] for _, _, how in group.asked] == [False, True]
+    assert [kwargs["adapter"] for _, _, kwargs in group.calls] == [False, True]
 
 
-def test_a_critic_says_values_in_the_order_of_the_samples_and_learns_from_the_same_steps_as_the_policy() -> None:
-    critic = RemoteCritic(Ranks(Judging(2), packing(), 100, PassMetrics()), Steps(4, epochs=1, seed=0))  # type: ignore[arg-type]
+def test_values_are_in_the_order_of_the_samples_and_updates_use_the_totals_of_the_step() -> None:
+    critic = RemoteCritic(Ranks(FakeCritic(2), packing(), 100, PassMetrics()), StepPlan(4, epochs=1, seed=0))  # type: ignore[arg-type]
     samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4))]
     assert [row.tolist() for row in critic.values(samples)] == [(s.tokens + 1.0).tolist() for s in samples]
     columns = [np.zeros(len(s.tokens), dtype=np.float32) for s in samples]
     experience = Experience(samples, columns, columns, columns, values=columns, returns=columns)
-    # Two sampled tokens of each of three samples, which both ranks are told.
+    # Two sampled tokens of each of three samples; both ranks get the total.
     assert critic.update(experience, step=1) == {"value/loss": 2 * 6.0}
 
 
-def test_passes_without_gradient_have_a_budget_of_their_own() -> None:
-    group = Echo(1)
+def test_forward_passes_have_their_own_token_budget() -> None:
+    group = FakeRanks(1)
     # Together 2 + 1 + 2 tokens.
     for max_tokens, number in ((5, 1), (4, 2)):
-        group.asked.clear()
+        group.calls.clear()
         remote(group, PassMetrics(), max_tokens=max_tokens).logprobs([sample(0, 3, 1), sample(0, 4, 2)])
-        assert len(rows_asked(group)) == number
+        assert len(rows_passed(group)) == number
 
 
 def test_an_image_counts_towards_the_budget() -> None:
@@ -176,9 +176,9 @@ def test_an_image_counts_towards_the_budget() -> None:
         assert len(packs) == number
 
 
-def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
-    counted, group = PassMetrics(), Echo(2)
-    ranks, reference = policy(group, counted), remote(group, counted)
+def test_metrics_of_all_passes_of_a_step_are_reported_once() -> None:
+    metrics, group = PassMetrics(), FakeRanks(2)
+    ranks, reference = policy(group, metrics), remote(group, metrics)
     samples = [sample(0), sample(0), sample(1), sample(1)]
     columns = [np.zeros(3, dtype=np.float32)] * 4
     experience = Experience(samples, columns, columns, columns)
@@ -189,10 +189,10 @@ def test_what_all_passes_of_a_step_took_is_told_once_with_the_step() -> None:
     assert ranks.take_pass_metrics()["vision/tower_calls"] == 2 + 2 + 2
     ranks.update(experience, step=2)
     assert ranks.take_pass_metrics()["vision/tower_calls"] == 2
-    assert counted.take() == {}
+    assert metrics.take() == {}
 
 
-def test_a_group_is_never_torn_apart() -> None:
+def test_a_group_is_never_split() -> None:
     samples = [sample(group) for group in (0, 0, 1, 1, 2, 2, 3, 3)]
     batches = minibatches(samples, 4, np.random.default_rng(0))
     assert [len(batch) for batch in batches] == [4, 4]
@@ -208,13 +208,13 @@ def test_the_order_of_groups_follows_from_the_seed() -> None:
     assert first == again != other
 
 
-def test_a_group_larger_than_a_batch_is_a_step_of_its_own() -> None:
+def test_a_group_larger_than_a_batch_is_a_separate_step() -> None:
     samples = [sample(0), sample(0), sample(0), sample(1)]
     assert sorted(map(len, minibatches(samples, 2, np.random.default_rng(0)))) == [1, 3]
 
 
-def test_the_loss_is_divided_by_what_was_sampled() -> None:
-    totals = count([sample(0, length=5, sampled=2), sample(0, length=4, sampled=3)])
+def test_the_loss_is_divided_by_the_sampled_tokens() -> None:
+    totals = loss_totals([sample(0, length=5, sampled=2), sample(0, length=4, sampled=3)])
     assert (totals.num_tokens, totals.num_samples) == (5, 2)
 
 
@@ -224,12 +224,12 @@ def test_fillers_get_zeros_and_samples_their_own_columns() -> None:
     experience = Experience(samples=samples, advantages=rows, old_logprobs=rows, rollout_logprobs=rows)
     filler = sample(9, length=2, sampled=0)
     pack = make_pack([samples[1], filler], [1, -1], "packed")
-    part = experience_of(pack, experience)
+    part = pack_experience(pack, experience)
     assert [list(row) for row in part.advantages] == [[2.0, 2.0, 2.0], [0.0, 0.0]]
     assert part.ref_logprobs is None
 
 
-def test_columns_that_do_not_line_up_are_refused() -> None:
+def test_columns_of_other_lengths_are_refused() -> None:
     short = [np.zeros(2, dtype=np.float32)]
     with pytest.raises(ValueError, match="the advantages of an experience do not match the lengths"):
         Experience(samples=[sample(0)], advantages=short, old_logprobs=short, rollout_logprobs=short)
@@ -238,30 +238,30 @@ def test_columns_that_do_not_line_up_are_refused() -> None:
 def test_the_optimizer_steps_of_an_experience_share_its_span() -> None:
     samples = [sample(group) for group in (0, 0, 1, 1)]
     blank = [np.zeros(3, np.float32) for _ in samples]
-    given = Experience(samples, blank, None, blank, span=(0.2, 0.6))
-    steps = Steps(batch_size=2, epochs=2, seed=0)
-    spans = [part.span for part in steps.of(given, 1)]
+    experience = Experience(samples, blank, None, blank, span=(0.2, 0.6))
+    steps = StepPlan(batch_size=2, epochs=2, seed=0)
+    spans = [part.span for part in steps.split(experience, 1)]
     assert [span[0] for span in spans if span] == pytest.approx([0.2, 0.3, 0.4, 0.5])
     assert [span[1] for span in spans if span] == pytest.approx([0.3, 0.4, 0.5, 0.6])
-    assert [part.span for part in steps.of(Experience(samples, blank, None, blank), 1)] == [None] * 4
+    assert [part.span for part in steps.split(Experience(samples, blank, None, blank), 1)] == [None] * 4
 
 
-def test_a_sample_that_is_left_out_counts_for_nothing_and_stays_in_its_group() -> None:
+def test_a_left_out_sample_does_not_count_and_stays_in_its_group() -> None:
     samples = [sample(0), sample(0).left_out(), sample(1).left_out(), sample(1).left_out()]
-    assert count(samples) == Totals(num_tokens=2, num_samples=1)
-    assert count(samples[2:]) == Totals(num_tokens=1, num_samples=1), "a loss is never divided by 0"
+    assert loss_totals(samples) == Totals(num_tokens=2, num_samples=1)
+    assert loss_totals(samples[2:]) == Totals(num_tokens=1, num_samples=1), "a loss is never divided by 0"
     rng = np.random.default_rng(0)
-    assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "as many optimizer steps as ever"
-    answers = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
-    assert make_pack(answers, [0, 1], "shared").rows == ((Branch((0, 1), 1),),), "they share their prompt"
+    assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "the number of optimizer steps does not change"
+    responses = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
+    assert make_pack(responses, [0, 1], "shared").rows == ((Branch((0, 1), 1),),), "they share their prompt"
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_the_loss_is_that_of_a_batch_without_the_samples_that_are_left_out(aggregation: Any, kind: str) -> None:
+def test_the_loss_is_that_of_a_batch_without_the_left_out_samples(aggregation: Any, kind: str) -> None:
     correction = Correction("seq-mask-tis" if kind == "gspo" else "tis", 0.5, 2.0)
     knobs = PolicyLoss(aggregation=aggregation, max_new_tokens=3, kind=kind, correction=correction, entropy_coef=0.1)
-    answers = [sample(0), sample(0, length=4, sampled=3), sample(1, length=4, sampled=2), sample(1, length=4)]
+    samples = [sample(0), sample(0, length=4, sampled=3), sample(1, length=4, sampled=2), sample(1, length=4)]
 
     def gradient(samples: list[Sample]) -> Tensor:
         """[B, T] of the log-probs, rows in the order of the samples."""
@@ -280,11 +280,11 @@ def test_the_loss_is_that_of_a_batch_without_the_samples_that_are_left_out(aggre
             owner=owner,
             entropy=-logprobs,
         )
-        totals = count(samples)
+        totals = loss_totals(samples)
         reduce(terms.losses, sampled, aggregation=aggregation, owner=owner, totals=totals, max_new_tokens=3).backward()
         assert logprobs.grad is not None
         return logprobs.grad
 
-    whole = gradient([answers[0], answers[1].left_out(), answers[2], answers[3].left_out()])
-    torch.testing.assert_close(whole[[0, 2]], gradient([answers[0], answers[2]]))
+    whole = gradient([samples[0], samples[1].left_out(), samples[2], samples[3].left_out()])
+    torch.testing.assert_close(whole[[0, 2]], gradient([samples[0], samples[2]]))
     assert whole[[1, 3]].abs().max() == 0

@@ -1,4 +1,4 @@
-"""Rewards from several sources: their weighted sum, their own metrics, and what is paid at single tokens."""
+"""Rewards from several sources: weighted sums, separate scores, and token rewards."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from scripted_loop import make_prompt, make_rollout
 
 from vlmrl.algorithms.advantages import advantages
-from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
 from vlmrl.errors import RewardError
 from vlmrl.types import Group, Sample, Score
 
 
 class FixedRanks:
-    """Ranks that answer by a table."""
+    """Ranks with fixed results by sample."""
 
-    def __init__(self, answers: dict[int, Any]) -> None:
-        self.answers = answers
-        self.asked: list[str] = []
+    def __init__(self, results: dict[int, Any]) -> None:
+        self.results = results
+        self.calls: list[str] = []
 
-    def forward(self, ask: Any, samples: Sequence[Sample]) -> list[Any]:
-        method, _, how = recorded(ask, [])
-        self.asked.append(f"{method} {how}" if how.get("as_odds") else method)
-        return [self.answers[number] for number in range(len(samples))]
+    def forward(self, function: Any, samples: Sequence[Sample]) -> list[Any]:
+        method, _, kwargs = record_call(function, [])
+        self.calls.append(f"{method} {kwargs}" if kwargs.get("as_odds") else method)
+        return [self.results[number] for number in range(len(samples))]
 
 
 class Functions:
@@ -43,18 +43,18 @@ class Functions:
 
 
 class FakeActor:
-    """A WorkerGroup of one rewarder, which notes the calls in the order in which they end."""
+    """A WorkerGroup of one rewarder that records the calls in the order in which they end."""
 
     def __init__(self, scores: list[list[Score]]) -> None:
         self.scores = scores
         self.calls: list[str] = []
 
-    def call(self, ask: Callable[..., Any]) -> list[Any]:
-        self.calls.append(recorded(ask).method)
+    def call(self, function: Callable[..., Any]) -> list[Any]:
+        self.calls.append(record_call(function).method)
         return [self.scores]
 
-    def submit(self, ask: Callable[..., Any]) -> list[str]:
-        method, (group,), _ = recorded(ask)
+    def submit(self, function: Callable[..., Any]) -> list[str]:
+        method, (group,), _ = record_call(function)
         return [f"{method} {group.prompt.index}"]
 
     def wait(self, refs: list[str]) -> None:
@@ -64,19 +64,19 @@ class FakeActor:
 
 
 def groups() -> list[Group]:
-    found = []
+    both = []
     for index in range(2):
         prompt = make_prompt(index)
-        found.append(Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))))
-    return found
+        both.append(Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))))
+    return both
 
 
-def source(answers: dict[int, Any], *, weight: float, is_process: bool = False) -> RemoteRewardModel:
+def source(results: dict[int, Any], *, weight: float, is_process: bool = False) -> RemoteRewardModel:
     name = "process" if is_process else "model"
-    return RemoteRewardModel(name, FixedRanks(answers), weight, is_process)  # type: ignore[arg-type]
+    return RemoteRewardModel(name, FixedRanks(results), weight, is_process)  # type: ignore[arg-type]
 
 
-def test_an_actor_scores_after_it_has_begun_and_its_failures_are_shown() -> None:
+def test_scores_wait_for_begun_groups_and_failures_are_shown() -> None:
     first, second = groups()
     actor = FakeActor([[Score(1.0), Score(0.0, failure="response", problem="it is long")]])
     shown: list[str] = []
@@ -90,19 +90,19 @@ def test_an_actor_scores_after_it_has_begun_and_its_failures_are_shown() -> None
     assert "a response to toy:0 could not be scored: it is long" in line
 
 
-def test_sources_add_up_by_their_weights_and_keep_their_own_numbers() -> None:
+def test_scores_are_weighted_sums_and_keep_the_parts() -> None:
     functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.0)], [Score(0.5), Score(0.0, failure="response")]])
     model = source({0: 2.0, 1: -1.0, 2: 0.0, 3: 4.0}, weight=0.5)
     sources = RewardSources(functions, [model])  # type: ignore[arg-type]
-    found = sources.score(groups())
-    assert [[score.total for score in group] for group in found] == [[2.0, -0.5], [0.5, 0.0]]
-    assert found[0][0].parts == {"math": 1.0, "model": 2.0}
-    assert found[1][1].failed, "an answer that a function could not score gets 0, whatever the model thinks"
+    by_group = sources.score(groups())
+    assert [[score.total for score in group] for group in by_group] == [[2.0, -0.5], [0.5, 0.0]]
+    assert by_group[0][0].parts == {"math": 1.0, "model": 2.0}
+    assert by_group[1][1].failed, "a response that a function could not score gets 0, whatever the model's score"
     sources.begin(groups()[1])
     assert functions.begun == [1]
 
 
-def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_its_group() -> None:
+def test_a_failed_response_gets_no_more_than_the_lowest_of_its_group() -> None:
     functions = Functions(
         [
             [Score(-1.0), Score(0.0, failure="response")],
@@ -110,69 +110,71 @@ def test_an_answer_that_could_not_be_scored_is_worth_no_more_than_the_worst_of_i
         ]
     )
     model = source({0: -4.0, 1: 9.0, 2: 1.0, 3: 1.0}, weight=0.5)
-    found = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, -3.0], [-3.0, -3.0]]
+    by_group = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
+    assert [[score.total for score in group] for group in by_group] == [[-3.0, -3.0], [-3.0, -3.0]]
 
 
-def test_without_a_group_to_compare_with_it_does_not_pay_to_break_a_reward_either() -> None:
+def test_a_failed_response_without_a_group_gets_no_more_than_the_lowest_of_all() -> None:
     alone = [Group(group.prompt, group.rollouts[:1]) for group in groups()]
-    for other, worth in ((-1.0, -1.0), (1.0, 0.0)):
+    for other, expected in ((-1.0, -1.0), (1.0, 0.0)):
         functions = Functions([[Score(other)], [Score(0.0, failure="response")]])
-        found = RewardSources(functions, []).score(alone)  # type: ignore[arg-type]
-        assert [score.total for group in found for score in group] == [other, worth]
+        by_group = RewardSources(functions, []).score(alone)  # type: ignore[arg-type]
+        assert [score.total for group in by_group for score in group] == [other, expected]
 
 
-def test_an_answer_that_could_not_be_scored_has_steps_like_others_and_the_worth_of_the_worst() -> None:
-    """Rewards of 1 (good steps), 0 (poor ones), and one that broke its reward (poor ones)."""
+def test_a_failed_response_keeps_its_step_scores_and_gets_the_lowest_total() -> None:
+    """Rewards of 1 (good steps), 0 (poor steps), and a failed one (poor steps)."""
     prompt = make_prompt(0)
     group = Group(prompt, tuple(make_rollout(prompt, text, version=0) for text in "abc"))
     functions = Functions([[Score(1.0), Score(0.0), Score(0.0, failure="response")]])
-    steps = [np.array([0.0, 0.0, paid], np.float32) for paid in (0.75, 0.25, 0.25)]
+    steps = [np.array([0.0, 0.0, reward], np.float32) for reward in (0.75, 0.25, 0.25)]
     model = source(dict(enumerate(steps)), weight=1.0, is_process=True)
     (scores,) = RewardSources(functions, [model]).score([group])  # type: ignore[arg-type]
     assert [score.earned for score in scores] == [1.75, 0.25, 0.0]
-    found = advantages(
+    values = advantages(
         torch.tensor([[score.total for score in scores]]),
         torch.tensor([[False, False, True]] * 3),
         estimator="group_norm",
         token_rewards=torch.tensor(np.stack([score.token_rewards for score in scores])),  # type: ignore[arg-type]
     ).advantages[:, -1]
-    assert found[2] < found[1] < found[0], "it does not pay to break a reward"
+    assert values[2] < values[1] < values[0], "breaking a scorer does not pay"
 
 
-def test_what_the_infrastructure_failed_is_worth_nothing_and_lowers_nobody() -> None:
+def test_a_response_that_the_infrastructure_failed_has_no_reward_and_lowers_no_other() -> None:
     lost = Score(0.0, failure="infrastructure")
     functions = Functions([[Score(-1.0), lost], [Score(0.0, failure="response"), lost]])
     model = source({0: -4.0, 1: -99.0, 2: -7.0, 3: 1.0}, weight=0.5)
-    found = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
-    assert [[score.total for score in group] for group in found] == [[-3.0, 0.0], [-3.0, 0.0]]
-    assert [[score.failure for score in group] for group in found] == [
+    by_group = RewardSources(functions, [model]).score(groups())  # type: ignore[arg-type]
+    assert [[score.total for score in group] for group in by_group] == [[-3.0, 0.0], [-3.0, 0.0]]
+    assert [[score.failure for score in group] for group in by_group] == [
         [None, "infrastructure"],
         ["response", "infrastructure"],
     ]
 
 
-def test_a_process_model_pays_at_the_tokens_where_steps_end() -> None:
+def test_a_process_model_rewards_the_last_tokens_of_steps() -> None:
     rows = {number: np.array([0.0, 0.0, 0.25 * number], np.float32) for number in range(4)}
     model = source(rows, weight=2.0, is_process=True)
-    found = [score for group in RewardSources(None, [model]).score(groups()) for score in group]
-    assert [score.total for score in found] == [0.0] * 4
-    assert found[3].token_rewards is not None
-    assert found[3].token_rewards.tolist() == [0.0, 0.0, 1.5]
-    assert found[3].parts == {"process": 0.75}
+    scores = [score for group in RewardSources(None, [model]).score(groups()) for score in group]
+    assert [score.total for score in scores] == [0.0] * 4
+    assert scores[3].token_rewards is not None
+    assert scores[3].token_rewards.tolist() == [0.0, 0.0, 1.5]
+    assert scores[3].parts == {"process": 0.75}
 
 
-def test_a_model_whose_score_is_no_number_stops_the_run_and_names_the_answer() -> None:
+def test_a_score_that_is_nan_stops_the_run_and_names_the_prompt() -> None:
     model = source({0: 0.0, 1: float("nan"), 2: 0.0, 3: 0.0}, weight=1.0)
-    with pytest.raises(RewardError, match="the model reward of an answer to toy:0 is nan"):
+    with pytest.raises(RewardError, match="the model reward of a response to toy:0 is nan"):
         RewardSources(None, [model]).score(groups())
 
 
-def test_the_image_check_meets_scores_on_every_token_and_steps_as_odds() -> None:
+def test_the_image_check_gets_scores_on_all_tokens_and_steps_as_log_odds() -> None:
     rows = {number: np.array([0.0, 1.0, 2.0 * number], np.float32) for number in range(4)}
     model = source({number: float(number) for number in range(4)}, weight=0.5)
     steps = source(rows, weight=0.5, is_process=True)
     lengths = [len(rollout.tokens) for group in groups() for rollout in group.rollouts]
-    assert [row.tolist() for row in model.everywhere(groups())] == [[float(n)] * t for n, t in enumerate(lengths)]
-    assert [row.tolist() for row in steps.everywhere(groups())] == [[1.0 + 2 * n] * t for n, t in enumerate(lengths)]
-    assert steps.ranks.asked == ["step_scores {'as_odds': True}"]  # type: ignore[attr-defined]
+    assert [row.tolist() for row in model.score_by_token(groups())] == [[float(n)] * t for n, t in enumerate(lengths)]
+    assert [row.tolist() for row in steps.score_by_token(groups())] == [
+        [1.0 + 2 * n] * t for n, t in enumerate(lengths)
+    ]
+    assert steps.ranks.calls == ["step_scores {'as_odds': True}"]  # type: ignore[attr-defined]

@@ -1,3 +1,5 @@
+"""Start and end of a session, and the environment of its workers."""
+
 import os
 import signal
 import subprocess
@@ -17,34 +19,36 @@ from vlmrl.system.stops import Stopped
 
 
 def test_ray_is_not_started_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = Finding("shared memory", ok=False, essential=True, detail="none", fix="get some")
+    absent = Finding("shared memory", ok=False, essential=True, detail="none", fix="get some")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(machine, "shared_memory", lambda: lacking)
+    monkeypatch.setattr(machine, "shared_memory", lambda: absent)
     with pytest.raises(ClusterError, match=r"^shared memory: none: get some$"), session():
-        pytest.fail("it has begun")
+        pytest.fail("the session has started")
 
 
-def test_a_run_joins_a_cluster_that_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_joins_a_cluster_of_which_its_machine_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     for address, joins in (("auto", True), ("10.0.0.1:6379", True), ("local", False), ("", False)):
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert session_module.joins_cluster() is joins, address
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(ClusterError, match="give the command on a machine of the cluster"), session():
-        pytest.fail("it has begun")
+    with pytest.raises(ClusterError, match="run the command on a machine of the cluster"), session():
+        pytest.fail("the session has started")
 
 
 @pytest.mark.parametrize(("address", "has_token"), [(None, True), ("", True), ("local", True), ("auto", False)])
-def test_a_cluster_of_our_own_lets_in_only_who_holds_its_token(address: str | None, has_token: bool) -> None:
-    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    given |= {"PYTHONPATH": str(Path(machine.__file__).parents[2])} | (
+def test_a_cluster_of_our_own_requires_its_token(address: str | None, has_token: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(Path(machine.__file__).parents[2])} | (
         {} if address is None else {"RAY_ADDRESS": address}
     )
     code = "import os, vlmrl.cluster; print(os.environ.get('RAY_AUTH_MODE'), len(os.environ.get('RAY_AUTH_TOKEN', '')))"
-    said = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
-    assert said.split() == (["token", "64"] if has_token else ["None", "0"])
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert output.split() == (["token", "64"] if has_token else ["None", "0"])
 
 
-def test_slots_are_gpus_where_there_are_any() -> None:
+def test_slots_are_gpus_if_there_are_any() -> None:
     mixed = Session((Node("a", num_cpus=16, num_gpus=2), Node("b", num_cpus=8, num_gpus=0)))
     assert (mixed.slots, mixed.unit) == ([2, 0], "GPU")
     plain = Session((Node("a", num_cpus=2, num_gpus=0),))
@@ -70,18 +74,18 @@ def test_slots_are_the_gpus_that_the_user_made_visible_on_each_node() -> None:
         )
     )
 
-    def seen(node: int, *slots: int) -> str:
+    def visible(node: int, *slots: int) -> str:
         return worker_environment(machines, num_workers=1, slots=slots, node=node)["CUDA_VISIBLE_DEVICES"]
 
-    assert [seen(0, 1), seen(1, 1)] == ["7", "MIG-4d2a"]
+    assert [visible(0, 1), visible(1, 1)] == ["7", "MIG-4d2a"]
     # An engine with tensor parallelism has several.
-    assert [seen(0, 0, 1), seen(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
+    assert [visible(0, 0, 1), visible(1, 0, 1)] == ["5,7", "GPU-8932f937,MIG-4d2a"]
     # A role without a slot, such as the data, sees none.
-    assert seen(0) == ""
+    assert visible(0) == ""
 
 
 def test_a_node_whose_gpus_are_hidden_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Ray counts the names in CUDA_VISIBLE_DEVICES, and -1 is one.
+    # Ray counts the names in CUDA_VISIBLE_DEVICES, even -1.
     node = {"NodeID": "a", "Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 7}
     monkeypatch.setattr("ray.nodes", lambda: [node | {"Resources": {"CPU": 4.0, "GPU": 1.0}}])
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
@@ -91,19 +95,19 @@ def test_a_node_whose_gpus_are_hidden_has_none(monkeypatch: pytest.MonkeyPatch) 
     assert machines.slots == [4]
 
 
-def test_no_decision_about_the_drivers_own_device_is_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_accelerator_setting_is_not_sent_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     head = Session((Node("a", num_cpus=8, num_gpus=0), Node("b", num_cpus=8, num_gpus=2)))
     assert "DS_ACCELERATOR" not in worker_environment(head, num_workers=1, slots=[0], node=1)
 
 
-def test_what_rays_own_processes_say_goes_where_rays_other_words_go(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_of_rays_processes_goes_to_rays_logger(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("ERROR", logger="ray"):
-        session_module._log_lines({"pid": "raylet", "lines": ["A worker died", "of this"]}, ignore_prefix=False)
+        session_module._log_ray_output({"pid": "raylet", "lines": ["A worker died", "of this"]}, ignore_prefix=False)
     assert caplog.messages == ["(raylet) A worker died\nof this"]
 
 
-def test_a_stop_while_ray_starts_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_during_the_start_of_ray_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -116,14 +120,14 @@ def test_a_stop_while_ray_starts_leaves_nothing_behind(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("ray.init", init)
     with pytest.raises(Stopped), stops.handle_signals(60), session():
-        pytest.fail("it has begun")
+        pytest.fail("the session has started")
     assert started[0].wait(10) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_that_has_gone_does_not_keep_ray_from_being_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone() -> None:
+def test_a_dead_head_is_no_error_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
         raise RuntimeError("GCS has died")
 
-    monkeypatch.setattr("ray.get_runtime_context", gone)
-    session_module._clear(Path("/nowhere"))
+    monkeypatch.setattr("ray.get_runtime_context", fail)
+    session_module._remove_from_others(Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""Who gives back memory, wakes and sleeps when, on GPUs that trainer and engines share."""
+"""Order of release, wake and sleep on GPUs that trainer and engines share."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmrl.cluster import engines as roles
+from vlmrl.cluster import engines as engines_module
 from vlmrl.cluster.engines import RemoteEngines
-from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, Steps
-from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, StepPlan
+from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Experience, Prompt, Sample
+from vlmrl.types import Experience, Prompt, Sample, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)
-ANSWERS = {
+RESULTS = {
     "begin_sync": 1,
     "share": "ticket",
     "finish_sync": ("abc", 8),
@@ -31,7 +30,7 @@ ANSWERS = {
 
 
 class Workers:
-    """One worker that notes what it is asked, and by whom it is waited for."""
+    """A group of one worker that records its calls."""
 
     nodes = (0,)
 
@@ -41,39 +40,39 @@ class Workers:
     def __len__(self) -> int:
         return 1
 
-    def call(self, ask: Any, *item: Any) -> list[Any]:
-        method, given, _ = recorded(ask, *item)
-        told = f" {' '.join(given[0])}" if method == "wake" else ""
-        self.log.append(f"{self.name} {method}{told}")
-        return [ANSWERS.get(method)]
+    def call(self, function: Any, *item: Any) -> list[Any]:
+        method, args, _ = record_call(function, *item)
+        tags = f" {' '.join(args[0])}" if method == "wake" else ""
+        self.log.append(f"{self.name} {method}{tags}")
+        return [RESULTS.get(method)]
 
     submit = call
 
-    def submit_to(self, worker: int, ask: Any) -> Any:
-        return self.call(ask)[0]
+    def submit_to(self, worker: int, function: Any) -> Any:
+        return self.call(function)[0]
 
-    def each(self, ask: Any, items: list[Any]) -> list[Any]:
-        return [self.call(ask, item)[0] for item in items]
+    def each(self, function: Any, items: list[Any]) -> list[Any]:
+        return [self.call(function, item)[0] for item in items]
 
     submit_each = each
 
-    def wait(self, answers: Any, timeout_s: float | None = None) -> Any:
-        return answers
+    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+        return results
 
 
-def start(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, WeightSync, list[str]]:
+def start(*colocated: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, WeightSync, list[str]]:
     log: list[str] = []
-    groups = {name: Workers(name, log) for name in ("actor", *neighbours)}
+    groups = {name: Workers(name, log) for name in ("actor", *colocated)}
     engines = RemoteEngines(
         Workers("engines", log),  # type: ignore[arg-type]
         timeout_s=1.0,
         sleeps=sleeps,
-        neighbours=lambda: list(groups.values()),  # type: ignore[arg-type]
+        colocated=lambda: list(groups.values()),  # type: ignore[arg-type]
     )
     packing = PackingPlan("padded", 100, max_samples=None, image_cost=lambda image: 1.0, filler=None)
     policy = RemotePolicy(
         Ranks(groups["actor"], packing, 100, PassMetrics()),  # type: ignore[arg-type]
-        Steps(batch_size=1, epochs=1, seed=0),
+        StepPlan(batch_size=1, epochs=1, seed=0),
     )
     plan = SyncPlan("whole", base_goes_first=False, vision_changes=False, vllm=Vllm(readback_steps=-1))
     return engines, policy, WeightSync(groups["actor"], engines, plan), log  # type: ignore[arg-type]
@@ -82,44 +81,44 @@ def start(*neighbours: str, sleeps: bool) -> tuple[RemoteEngines, RemotePolicy, 
 def step(
     engines: RemoteEngines, policy: RemotePolicy, weight_sync: WeightSync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the loop does on the ranks from an update to the next answers."""
+    """Do what the loop does from an update to the next responses."""
     samples = [Sample(tokens=np.arange(2), sampled=np.array([False, True]), group=0)]
     column = [np.zeros(2, dtype=np.float32)]
     policy.update(Experience(samples, column, column, column), step=1)
     weight_sync.sync(1)
     with monkeypatch.context() as patched:
-        patched.setattr(roles, "ray", SimpleNamespace(wait=lambda refs, **how: (refs[:1], [])))
+        patched.setattr(engines_module, "ray", SimpleNamespace(wait=lambda refs, **kwargs: (refs[:1], [])))
         engines.generate([PROMPT], SAMPLING)
 
 
-PUBLISH = [
+SYNC = [
     *("actor begin_sync", "actor share", "engines begin_update", "engines load"),
     *("actor finish_sync", "engines finish_update"),
 ]
 
 
-def test_memory_is_given_back_before_weights_wake_and_again_before_the_cache_does(
+def test_memory_is_released_before_the_weights_wake_and_again_before_the_cache_wakes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines, policy, weight_sync, log = start("critic", "ref", "reward_model", sleeps=True)
-    # Others load their models where the engines have measured what is free.
+    # Other roles load their models into the memory that the engines measured as free.
     assert log == ["engines start", "engines sleep"]
     log.clear()
     step(engines, policy, weight_sync, monkeypatch)
     release = [f"{name} release" for name in ("actor", "critic", "ref", "reward_model")]
     assert log == [
         "actor update",
-        *(*release, "engines wake weights", *PUBLISH),
+        *(*release, "engines wake weights", *SYNC),
         *(*release, "engines wake weights kv_cache", "engines generate", "engines sleep"),
     ]
 
 
-def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, _, weight_sync, log = start(sleeps=True)
     log.clear()
     weight_sync.sync(0)
     weight_sync.sync(1)
-    assert log == ["actor release", "engines wake weights", *PUBLISH, *PUBLISH]
+    assert log == ["actor release", "engines wake weights", *SYNC, *SYNC]
     log.clear()
     engines.respond_each(PROMPT, SAMPLING)
     engines.respond_each(PROMPT, SAMPLING)
@@ -127,7 +126,7 @@ def test_what_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert log == awake * 2
 
 
-def test_where_nobody_sleeps_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_never_sleep_need_no_release(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, policy, weight_sync, log = start("ref", sleeps=False)
     step(engines, policy, weight_sync, monkeypatch)
-    assert log == ["engines start", "actor update", *PUBLISH, "engines generate"]
+    assert log == ["engines start", "actor update", *SYNC, "engines generate"]

@@ -1,4 +1,4 @@
-"""What the engines get at a weight sync, and the runs in which that cannot work."""
+"""Parts of a weight sync, and runs in which it cannot work."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def adapter(*groups: str, rank: int = 8, dora: bool = False) -> AdapterPlan:
     )
 
 
-def made(adapter: AdapterPlan | None, ds: Ds, **vllm: Any) -> SyncPlan:
+def planned(adapter: AdapterPlan | None, ds: Ds, **vllm: Any) -> SyncPlan:
     return plan_sync(adapter, ds=ds, vllm=Vllm(**vllm), vision_trains=False)
 
 
-def test_adapters_travel_alone_and_4_bits_written_out_go_before_the_first() -> None:
-    plan = made(adapter(), QLORA)
-    # An update of the base takes the adapter away: it comes last.
+def test_adapters_are_sent_alone_after_a_dequantized_base() -> None:
+    plan = planned(adapter(), QLORA)
+    # An update of the base removes the adapter, so the adapter is last.
     assert plan.parts(is_first=True) == ["base", "adapter"]
     assert plan.parts(is_first=False) == ["adapter"]
 
 
 @pytest.mark.parametrize("base", ["original", "bitsandbytes"])
 def test_a_base_that_the_engines_keep_is_not_sent(base: str) -> None:
-    assert made(adapter(), QLORA, qlora_base=base).parts(is_first=True) == ["adapter"]
+    assert planned(adapter(), QLORA, qlora_base=base).parts(is_first=True) == ["adapter"]
     assert f"vllm.qlora_base {base}" in format_sync(adapter(), ds=QLORA, vllm=Vllm(qlora_base=base))
 
 
 def test_without_4_bits_both_sides_have_the_same_base() -> None:
-    assert made(adapter(), Ds(lora=Lora(rank=8))).parts(is_first=True) == ["adapter"]
+    assert planned(adapter(), Ds(lora=Lora(rank=8))).parts(is_first=True) == ["adapter"]
 
 
 @pytest.mark.parametrize(
@@ -64,33 +64,33 @@ def test_without_4_bits_both_sides_have_the_same_base() -> None:
         (adapter(dora=True), "vLLM has no DoRA"),
     ],
 )
-def test_what_vllm_cannot_apply_goes_as_merged_weights_and_that_is_said(plan: AdapterPlan, reason: str) -> None:
-    assert made(plan, QLORA).parts(is_first=True) == ["whole"]
+def test_adapters_that_vllm_cannot_apply_are_sent_merged_and_reported(plan: AdapterPlan, reason: str) -> None:
+    assert planned(plan, QLORA).parts(is_first=True) == ["whole"]
     assert why_merged(plan) == reason
     assert format_sync(plan, ds=QLORA, vllm=Vllm()).endswith(reason)
 
 
 def test_without_adapters_the_model_itself_is_sent() -> None:
-    assert made(None, Ds()).parts(is_first=True) == made(None, Ds()).parts(is_first=False) == ["whole"]
+    assert planned(None, Ds()).parts(is_first=True) == planned(None, Ds()).parts(is_first=False) == ["whole"]
 
 
-def test_a_base_of_the_engines_own_does_not_go_with_merged_weights() -> None:
+def test_a_base_of_the_engines_own_is_refused_with_merged_weights() -> None:
     check_engine_base(adapter("vision"), ds=QLORA, vllm=Vllm())
     check_engine_base(adapter(), ds=QLORA, vllm=Vllm(qlora_base="original"))
-    with pytest.raises(ConfigError, match=r"vllm.qlora_base original cannot be had with merged weights.*leave it at"):
+    with pytest.raises(ConfigError, match=r"vllm.qlora_base original is not possible with merged weights.*leave it at"):
         check_engine_base(adapter("vision"), ds=QLORA, vllm=Vllm(qlora_base="original"))
 
 
-def test_all_layers_are_read_back_after_the_first_sync_of_a_process_and_every_so_many_steps() -> None:
-    plan = made(None, Ds(), readback_steps=4)
+def test_all_layers_are_read_back_after_the_first_sync_and_every_so_many_steps() -> None:
+    plan = planned(None, Ds(), readback_steps=4)
     # Resumed at step 6.
     plans = [plan.readback(version, is_first=version == 6) or {} for version in range(6, 14)]
     assert [plan["is_full"] for plan in plans] == [True, False, True, False, False, False, True, False]
-    assert [plan["seed"] for plan in plans] == list(range(6, 14)), "other columns with each sync"
-    assert made(None, Ds(), readback_steps=-1).readback(1, is_first=True) is None
+    assert [plan["seed"] for plan in plans] == list(range(6, 14)), "new columns with each sync"
+    assert planned(None, Ds(), readback_steps=-1).readback(1, is_first=True) is None
 
 
-def test_buckets_are_small_where_several_are_under_way_and_large_where_they_go_one_by_one() -> None:
+def test_buckets_are_small_if_several_are_in_flight_and_large_otherwise() -> None:
     assert Vllm().bucket_bytes == 64 * 2**20
     assert Vllm(sync_backend="nccl").bucket_bytes == Vllm(sync_backend="ipc").bucket_bytes == 512 * 2**20
     assert Vllm(bucket_mib=0.5, sync_backend="nccl").bucket_bytes == 2**19
@@ -105,7 +105,7 @@ def places(engines: list[int]) -> dict[str, list[Place]]:
 
 
 @pytest.mark.parametrize(("backend", "engines"), [("shm", [0]), ("nccl", [2, 3]), ("ipc", [0, 1])])
-def test_places_that_can_work_pass(backend: str, engines: list[int]) -> None:
+def test_suitable_places_pass(backend: str, engines: list[int]) -> None:
     check_devices(vllm(backend), GPUS, places(engines))
 
 
@@ -114,17 +114,17 @@ def test_shared_memory_needs_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_without_a_gpu_it_is_refused(backend: str) -> None:
+def test_transfers_between_gpus_require_gpus(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"vllm.sync_backend {backend} moves weights between GPUs.* use shm"):
         check_devices(vllm(backend), CORES, places([0, 1]))
 
 
 @pytest.mark.parametrize("engines", [[0], [1, 2], [0, 1, 2]])
-def test_ipc_wants_an_engine_worker_on_each_rank_s_gpu_and_on_no_other(engines: list[int]) -> None:
+def test_ipc_requires_trainer_and_engines_on_the_same_gpus(engines: list[int]) -> None:
     with pytest.raises(ClusterError, match="needs trainer and engines on the same GPUs"):
         check_devices(vllm("ipc"), GPUS, places(engines))
 
 
-def test_nccl_wants_gpus_of_its_own_for_each_end() -> None:
-    with pytest.raises(ClusterError, match="GPUs of their own"):
+def test_nccl_requires_separate_gpus() -> None:
+    with pytest.raises(ClusterError, match="separate GPUs"):
         check_devices(vllm("nccl"), GPUS, places([1, 2]))

@@ -1,4 +1,4 @@
-"""The order in which both ends of a weight sync are called, and what becomes of an engine with other weights."""
+"""Order of the calls at both ends of a weight sync, and errors of engines with other weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmrl.cluster.remote_call import recorded
+from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
@@ -17,9 +17,9 @@ Log = list[tuple[Any, ...]]
 
 
 class Workers:
-    """A group of workers that notes its calls, `by engine 0` where one worker alone is called; results are in a table.
+    """A group of workers that records its calls, with `by engine 0` for a call on one worker.
 
-    A table of a list holds a result for each worker.
+    `results`: method -> result, or a list with the result of each worker.
     """
 
     def __init__(self, name: str, number: int, log: Log, *, nodes: list[int] | None = None, **results: Any) -> None:
@@ -32,21 +32,21 @@ class Workers:
     def address(self) -> tuple[str, int]:
         return "host", 5
 
-    def call(self, ask: Any) -> list[Any]:
-        method, given, options = recorded(ask)
-        self.log.append((method, *given, *options.values()))
+    def call(self, function: Any) -> list[Any]:
+        method, args, kwargs = record_call(function)
+        self.log.append((method, *args, *kwargs.values()))
         result = self.results.get(method, f"{self.name} {method}")
         return result if isinstance(result, list) else [result] * self.number
 
     submit = call
 
-    def submit_to(self, worker: int, ask: Any, *item: Any) -> Any:
-        method, given, _ = recorded(ask, *item)
-        self.log.append((f"{method} by {self.name} {worker}", *given))
+    def submit_to(self, worker: int, function: Any, *item: Any) -> Any:
+        method, args, _ = record_call(function, *item)
+        self.log.append((f"{method} by {self.name} {worker}", *args))
         return self.results.get(method, f"{self.name} {worker} {method}")
 
-    def submit_each(self, ask: Any, items: list[Any]) -> list[Any]:
-        return [self.submit_to(worker, ask, item) for worker, item in enumerate(items)]
+    def submit_each(self, function: Any, items: list[Any]) -> list[Any]:
+        return [self.submit_to(worker, function, item) for worker, item in enumerate(items)]
 
     def wait(self, refs: Any) -> Any:
         if "connect" in str(refs) or "receive" in str(refs):
@@ -55,7 +55,7 @@ class Workers:
 
 
 class Engines:
-    """Engines as a sync sees them."""
+    """The part of RemoteEngines that a sync uses."""
 
     def __init__(self, group: Workers) -> None:
         self.group = group
@@ -74,7 +74,7 @@ def weight_sync(
     num_buckets: int = 2,
     **vllm: Any,
 ) -> WeightSync:
-    """From two ranks to two engines, whose tensors are 640 bytes with the fingerprint abc."""
+    """A sync from two ranks to two engines, of 640 bytes with the fingerprint abc."""
     held = held or ["abc", "abc"]
     policy = Workers(
         *("rank", 2, log),
@@ -95,16 +95,16 @@ def calls(log: Log, *names: str) -> Log:
     return [call for call in log if call[0].startswith(names)]
 
 
-def test_every_bucket_reaches_the_engines_between_the_two_ends_of_an_update() -> None:
+def test_all_buckets_are_loaded_between_begin_and_finish_of_an_update() -> None:
     log: Log = []
     assert weight_sync(log, part="adapter").send("adapter", version=5, readback=None) == 640
-    # The first buckets are packed while the engines make ready.
+    # The first buckets are packed while the engines prepare.
     begin = [("begin_sync", 2 * 2**20, "adapter"), ("share", 0, 0), ("share", 1, 0), ("begin_update", 5, True, None)]
     buckets = [("load by engine 0", "ticket"), ("load by engine 1", "ticket")] * 2
     assert log == [("prepare",), *begin, *buckets, ("finish_sync",), ("finish_update", True)]
 
 
-def test_three_buckets_are_under_way_and_memory_is_lent_again_once_all_engines_have_loaded_it() -> None:
+def test_three_buckets_are_in_flight_and_memory_is_reused_when_all_engines_have_loaded_it() -> None:
     log: Log = []
     weight_sync(log, num_buckets=5).sync(1)
     assert calls(log, "share") == [
@@ -113,7 +113,7 @@ def test_three_buckets_are_under_way_and_memory_is_lent_again_once_all_engines_h
     assert len(calls(log, "load by engine 1")) == 5
 
 
-def test_a_bucket_crosses_to_another_machine_once_however_many_engines_it_has() -> None:
+def test_a_bucket_is_sent_to_another_machine_once_for_all_its_engines() -> None:
     log: Log = []
     weight_sync(log, held=["abc"] * 5, nodes=[1, 0, 1, 2, 1], num_buckets=1).sync(1)
     assert calls(log, "bucket", "relay", "load") == [
@@ -130,20 +130,20 @@ def test_on_one_machine_nothing_goes_through_the_object_store() -> None:
     assert not calls(log, "bucket", "relay")
 
 
-def test_the_base_goes_once_and_the_adapter_each_time() -> None:
+def test_the_base_is_sent_once_and_the_adapter_each_time() -> None:
     log: Log = []
     both = weight_sync(log, part="adapter", base_goes_first=True)
     first, second = both.sync(3), both.sync(4)
     assert [call[2] for call in calls(log, "begin_sync")] == ["base", "adapter", "adapter"]
-    read = {"sync/readback_layers": 23.0, "sync/readback_unread": 1.0, "sync/readback_s": 0.5}
-    assert first == {"sync/version": 3.0, "sync/bytes": 1280.0, "sync/adapter_bytes": 640.0} | read
+    readback = {"sync/readback_layers": 23.0, "sync/readback_unread": 1.0, "sync/readback_s": 0.5}
+    assert first == {"sync/version": 3.0, "sync/bytes": 1280.0, "sync/adapter_bytes": 640.0} | readback
     assert second == {"sync/version": 4.0, "sync/bytes": 640.0, "sync/adapter_bytes": 640.0}
-    # Engines read an adapter back whatever they are told.
+    # Engines always read an adapter back, without a plan.
     plans = [call[3] for call in calls(log, "begin_update")]
     assert plans == [{"seed": 3, "is_full": True}, None, None]
 
 
-def test_all_layers_are_read_back_once_in_a_process_and_then_as_the_plan_says() -> None:
+def test_all_layers_are_read_back_at_first_and_then_according_to_the_plan() -> None:
     log: Log = []
     whole = weight_sync(log, readback_steps=4)
     for version in (6, 7, 8):
@@ -151,25 +151,25 @@ def test_all_layers_are_read_back_once_in_a_process_and_then_as_the_plan_says() 
     assert [call[3]["is_full"] for call in calls(log, "begin_update")] == [True, False, True]
 
 
-def test_what_nobody_asks_for_is_not_read_back() -> None:
+def test_without_a_plan_nothing_is_read_back() -> None:
     for sync in (weight_sync([], part="adapter"), weight_sync([], readback_steps=-1)):
         assert "sync/readback_layers" not in sync.sync(1)
 
 
-def test_ranks_and_engines_meet_once_and_before_anything_is_sent_over_nccl() -> None:
+def test_ranks_and_engines_connect_once_before_anything_is_sent_over_nccl() -> None:
     log: Log = []
     nccl = weight_sync(log, num_buckets=1, sync_backend="nccl")
     nccl.sync(1)
     nccl.sync(2)
     world = {"master_address": "host", "master_port": 5, "world_size": 5, "packed": False}
-    _, first, second, third, meeting, *rest = log
+    _, first, second, third, wait, *rest = log
     assert (first, second) == (
         ("connect by engine 0", world | {"rank_offset": 1}),
         ("connect by engine 1", world | {"rank_offset": 3}),
     )
     assert third[0] == "connect"
     assert (third[1].func, third[1].keywords) == (NcclSender, {"address": "host", "port": 5, "world_size": 5})
-    assert meeting == ("wait", "engine 0 connect", "engine 1 connect", "rank connect", "rank connect")
+    assert wait == ("wait", "engine 0 connect", "engine 1 connect", "rank connect", "rank connect")
     assert rest[0] == ("begin_sync", 2 * 2**20, "whole")
     assert not calls(rest, "connect")
 
@@ -186,7 +186,7 @@ def test_engines_receive_while_the_ranks_send_from_gpu_to_gpu() -> None:
     assert not calls(log, "share")
 
 
-def test_adapters_go_through_main_memory_even_where_weights_do_not() -> None:
+def test_adapters_go_through_main_memory_even_if_weights_do_not() -> None:
     log: Log = []
     weight_sync(log, part="adapter", sync_backend="nccl").sync(1)
     assert not calls(log, "connect", "offer")
@@ -194,9 +194,9 @@ def test_adapters_go_through_main_memory_even_where_weights_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "what"), [("adapter", "another adapter"), ("base", "another base"), ("whole", "other weights")]
+    ("part", "content"), [("adapter", "another adapter"), ("base", "another base"), ("whole", "other weights")]
 )
-def test_an_engine_that_holds_something_else_ends_the_run(part: str, what: str) -> None:
+def test_an_engine_that_does_not_hold_what_was_sent_ends_the_run(part: str, content: str) -> None:
     different = weight_sync([], held=["abc", "abd"])
-    with pytest.raises(SyncError, match=rf"engine 1 holds {what} than .* for version 5 \(fingerprint abd, sent abc"):
+    with pytest.raises(SyncError, match=rf"engine 1 holds {content} than .* for version 5 \(fingerprint abd, sent abc"):
         different.send(part, version=5, readback=None)  # type: ignore[arg-type]

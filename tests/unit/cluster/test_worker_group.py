@@ -1,4 +1,4 @@
-"""Workers that have been ended are no workers that have nothing to do."""
+"""Calls on stopped workers are errors, and errors name the worker."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import pytest
 import ray
 
 from vlmrl.cluster.deaths import Member, Roster
-from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, Steps
+from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, StepPlan
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import ClusterError, DiedError
 
 
 @pytest.fixture
-def ended() -> WorkerGroup[Any]:
-    """Ended by the watch, since a machine has died, while the driver was between two calls."""
+def stopped() -> WorkerGroup[Any]:
+    """A group that the watch has stopped between two calls, because a machine has died."""
     group: WorkerGroup[Any] = WorkerGroup.__new__(WorkerGroup)
     group.name, group._timeout_s, group._workers, group._roster = "actor", 1.0, [], Roster()
     group.shutdown()
     return group
 
 
-def test_a_model_is_never_told_to_be_saved_by_workers_that_are_gone(ended: WorkerGroup[Any], tmp_path: Path) -> None:
-    ranks = Ranks(ended, PackingPlan("packed", 1, None, lambda sample: 0, None), 1, PassMetrics())
-    policy = RemotePolicy(ranks, Steps(1, 1, 0))
-    with pytest.raises(ClusterError, match="the workers of actor have been ended"):
+def test_saving_a_model_on_stopped_workers_is_an_error(stopped: WorkerGroup[Any], tmp_path: Path) -> None:
+    ranks = Ranks(stopped, PackingPlan("packed", 1, None, lambda sample: 0, None), 1, PassMetrics())
+    policy = RemotePolicy(ranks, StepPlan(1, 1, 0))
+    with pytest.raises(ClusterError, match="the workers of actor have been stopped"):
         policy.save_model(tmp_path)
-    with pytest.raises(ClusterError, match="the workers of actor have been ended"):
+    with pytest.raises(ClusterError, match="the workers of actor have been stopped"):
         policy.save_checkpoint(tmp_path, {})
 
 
-def test_who_asks_ended_workers_is_told_so(ended: WorkerGroup[Any]) -> None:
-    for ask in (
-        lambda: ended.call(lambda policy: policy.table()),
-        lambda: ended.each(lambda policy, packs: policy.fit(packs), []),
-        lambda: ended.submit_to(0, lambda policy: policy.table()),
-        ended.address,
+def test_all_calls_on_stopped_workers_are_errors(stopped: WorkerGroup[Any]) -> None:
+    for call in (
+        lambda: stopped.call(lambda policy: policy.table()),
+        lambda: stopped.each(lambda policy, packs: policy.fit(packs), []),
+        lambda: stopped.submit_to(0, lambda policy: policy.table()),
+        stopped.address,
     ):
-        with pytest.raises(ClusterError, match="have been ended"):
-            ask()
-    ended.end(lambda engine: engine.shutdown())  # ending them again is no error
+        with pytest.raises(ClusterError, match="have been stopped"):
+            call()
+    stopped.end(lambda engine: engine.shutdown())  # stopping them again is no error
 
 
-def test_an_engine_whose_process_died_is_named_with_its_rank_and_machine(
-    ended: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
+def test_an_engine_whose_process_died_is_named_with_its_index_and_machine(
+    stopped: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended._workers, ended.pids, ended._addresses = ["a", "b"], [11, 12], ["10.0.0.1", "10.0.0.2"]
-    for number, worker in enumerate(ended._workers):
-        ended._roster.add(worker, Member("vllm", number, 2, ended._addresses[number], lambda: None))
+    stopped._workers, stopped.pids, stopped._addresses = ["a", "b"], [11, 12], ["10.0.0.1", "10.0.0.2"]
+    for number, worker in enumerate(stopped._workers):
+        stopped._roster.add(worker, Member("vllm", number, 2, stopped._addresses[number], lambda: None))
     cause = DiedError("rollout engine vllm has died")
     traceback = "Traceback (most recent call last):\n  many lines\nDiedError: it has died"
     died = ray.exceptions.RayTaskError("call", traceback, cause, "title", 12, "10.0.0.2")
@@ -59,4 +59,4 @@ def test_an_engine_whose_process_died_is_named_with_its_rank_and_machine(
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ClusterError, match=r"^vllm 1 of 2 on 10\.0\.0\.2: rollout engine vllm has died$"):
-        ended.wait([])
+        stopped.wait([])

@@ -142,7 +142,7 @@ def test_a_dry_run_of_supervised_training_checks_the_responses(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--vllm.num_engines", "999", "--train.colocate_all"], "vllm wants 999"),
+        (["--vllm.num_engines", "999", "--train.colocate_all"], "vllm requires 999"),
         (["--actor.model_name_or_path", "/no/such/model"], "there is no folder /no/such/model"),
         (["--data.label_key", "solution"], "solution"),
         (["--reward.remote_url", "/no/such/file.py:score"], "/no/such/file.py"),
@@ -187,7 +187,7 @@ def test_a_dry_run_does_not_reject_a_cluster_by_this_machine(
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert dry_run("rl", model, tmp_path / "out", "--vllm.num_engines", "999", "--train.colocate_all") == 0
     shown = capsys.readouterr().out
-    assert "warning: placement: vllm wants 999" in shown
+    assert "warning: placement: vllm requires 999" in shown
     assert "a dry run does not contact the cluster of RAY_ADDRESS" in shown
 
 

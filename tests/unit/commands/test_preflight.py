@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import roles_of
+from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import Node, Session
 from vlmrl.commands.preflight import (
     actor_adapter_plan,
@@ -50,7 +50,7 @@ def roles(**changes: Any) -> list[str]:
         "algo": {"kl": {"init_coef": 0.1}},
     }
     machines = Session((Node(id="", num_cpus=8, num_gpus=0),))
-    return [role.name for role in roles_of(RlConfig.model_validate(config | changes), machines)["roles"]]
+    return [role.name for role in plan_arguments(RlConfig.model_validate(config | changes), machines)["roles"]]
 
 
 def test_adapters_need_no_reference_model() -> None:
@@ -70,7 +70,7 @@ def test_the_engines_own_base_is_refused_where_merged_weights_replace_it(model: 
     found = planned("dequantized")
     assert found is not None
     assert found.groups == {"language", "vision", "projector"}
-    with pytest.raises(ConfigError, match=r"vllm\.qlora_base original cannot be had with merged weights"):
+    with pytest.raises(ConfigError, match=r"vllm\.qlora_base original is not possible with merged weights"):
         planned("original")
 
 
@@ -78,7 +78,7 @@ def placed(line: str) -> dict[str, tuple[int, set[int]]]:
     """Each role's number of workers, and the slots of the 16 that it has."""
     words = "--actor.model_name_or_path m --data.prompt_dataset d --vllm.num_engines 2 " + line
     machines = Session((Node(id="", num_cpus=16, num_gpus=0),))
-    places = plan(**roles_of(load(RlConfig, words.split()), machines))
+    places = plan(**plan_arguments(load(RlConfig, words.split()), machines))
     return {name: (len(workers), {slot for w in workers for slot in w.slots}) for name, workers in places.items()}
 
 
@@ -118,7 +118,7 @@ def test_critic_and_reward_model_may_share_devices() -> None:
 
 
 def test_a_reward_model_that_does_not_fit_is_named_with_its_flag() -> None:
-    with pytest.raises(ClusterError, match=r"reward_model wants 99 .* lower --reward\.num_gpus_per_node"):
+    with pytest.raises(ClusterError, match=r"reward_model requires 99 .* lower --reward\.num_gpus_per_node"):
         placed("--reward.model_name_or_path r --reward.num_gpus_per_node 99")
 
 

@@ -5,7 +5,7 @@ import pytest
 from vlmrl.config.adapters import merged_because
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
-from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, SftConfig, StepBench
+from vlmrl.config.run import MergeConfig, RlConfig, SftConfig, StepBench, SyncBench
 from vlmrl.config.verb import Run
 from vlmrl.errors import ConfigError
 
@@ -92,7 +92,7 @@ def test_the_reference_is_the_actor_with_its_adapters_off_unless_another_is_name
 
 
 def test_benchmarks_take_adapters() -> None:
-    read(f"{QLORA} --vllm.qlora_base original", PublishBench)
+    read(f"{QLORA} --vllm.qlora_base original", SyncBench)
     read(QLORA, StepBench)
     with pytest.raises(ConfigError, match=r"set ds.lora.rank above 0"):
         read("--ds.load_in_4bit", StepBench)

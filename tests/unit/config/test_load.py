@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config.load import load
-from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
@@ -302,6 +302,6 @@ def test_the_other_verbs_load_too() -> None:
     evaluation = load(EvalConfig, ["--actor.model_name_or_path", "m", "--eval.dataset", "d"])
     assert (evaluation.eval.dataset, evaluation.eval.split) == ("d", "test")
     assert mistakes("--actor.model_name_or_path", "m", needed=False, kind=EvalConfig)[0].startswith("--eval.dataset is")
-    assert load(PublishBench, ["--actor.model_name_or_path", "m", "--bench.repeats", "2"]).bench.repeats == 2
+    assert load(SyncBench, ["--actor.model_name_or_path", "m", "--bench.repeats", "2"]).bench.repeats == 2
     widths = load(RolloutBench, [*NEEDED, "--bench.n_samples_per_prompt", "1", "2", "4"]).bench.n_samples_per_prompt
     assert widths == (1, 2, 4)

@@ -38,7 +38,7 @@ def test_a_value_of_openrlhf_that_we_lack_is_refused_with_a_sentence(setting: st
     assert str(caught.value) == f"--{setting} {value}: {REFUSED_VALUES[setting][value]}"
 
 
-def test_its_default_way_of_publishing_weights_is_carried_and_is_not_ours() -> None:
+def test_its_default_way_of_syncing_weights_is_carried_and_is_not_ours() -> None:
     needed = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
     assert load(RlConfig, [*needed, "--vllm.sync_backend", "nccl"]).vllm.sync_backend == "nccl"
     assert load(RlConfig, needed).vllm.sync_backend == "shm"

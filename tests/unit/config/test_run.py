@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config import names
-from vlmrl.config.run import EvalConfig, PublishBench, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
 from vlmrl.config.vllm import Vllm
 
 
@@ -34,7 +34,7 @@ def test_the_defaults_agree_with_each_other() -> None:
     rl()
     sft()
     EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d"}))
-    PublishBench.model_validate(nest({"actor.model_name_or_path": "m"}))
+    SyncBench.model_validate(nest({"actor.model_name_or_path": "m"}))
     RolloutBench.model_validate(nest({"actor.model_name_or_path": "m", "data.prompt_dataset": "d"}))
 
 

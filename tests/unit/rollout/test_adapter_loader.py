@@ -1,4 +1,4 @@
-"""What the layers' B says of the scaling. The rest needs vLLM's layers: tests/end_to_end/test_adapter_engine.py."""
+"""The factor between matrices held and sent. The rest needs vLLM: tests/end_to_end/test_adapter_engine.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def pairs(*factors: float) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.41, 0.5, -1.0])
-def test_matrices_that_were_all_scaled_alike_tell_by_how_much(factor: float) -> None:
+def test_a_common_factor_of_all_matrices_is_found(factor: float) -> None:
     assert common_factor(pairs(factor, factor)) == pytest.approx(factor)
 
 
-def test_the_rounding_of_bf16_hides_no_factor() -> None:
+def test_a_factor_is_found_in_spite_of_bf16_rounding() -> None:
     torch.manual_seed(0)
     sent = torch.randn(32, 8)
     held = (sent * 1.7).bfloat16()
@@ -28,11 +28,11 @@ def test_the_rounding_of_bf16_hides_no_factor() -> None:
 
 
 @pytest.mark.parametrize("factors", [(2.0, 3.0), (0.0, 0.0), (1.0, 1.001)])
-def test_matrices_that_were_changed_otherwise_have_no_factor(factors: tuple[float, float]) -> None:
+def test_other_changes_have_no_common_factor(factors: tuple[float, float]) -> None:
     assert common_factor(pairs(*factors)) is None
 
 
-def test_one_wrong_number_is_no_factor() -> None:
+def test_one_wrong_number_has_no_common_factor() -> None:
     held = SENT[0].clone()
     held[1, 1] += 0.5
     assert common_factor([(held, SENT[0]), (SENT[1], SENT[1])]) is None

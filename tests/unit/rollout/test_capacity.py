@@ -1,44 +1,46 @@
-from vlmrl.rollout.capacity import CPU, Demand, Limits, choose_limits, described, prompts_at_once
+"""Limits of an engine, from the demand of the run."""
+
+from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits, format_limits, prompts_at_once
 
 LARGE = Limits(1024, 16384)
-"""What vLLM takes on an H100."""
+"""vLLM's defaults on an H100."""
 
 
-def chosen(
-    demand: Demand | None, most: Limits = LARGE, *, seqs: int | None = None, tokens: int | None = None
+def limits(
+    demand: Demand | None, upper: Limits = LARGE, *, seqs: int | None = None, tokens: int | None = None
 ) -> Limits:
-    return choose_limits(demand, most, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    return choose_limits(demand, upper, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
-def test_there_is_room_for_everything_at_once() -> None:
-    # 512 responses decode a token each beside eight prompts of 1,300 tokens.
-    assert chosen(Demand(512, prompts=8, prompt_tokens=1300)) == (512, 512 + 8 * 1300)
+def test_the_limits_fit_the_demand() -> None:
+    # 512 responses decode a token each while eight prompts of 1,300 tokens are prefilled.
+    assert limits(Demand(512, prompts=8, prompt_tokens=1300)) == (512, 512 + 8 * 1300)
 
 
-def test_no_more_than_the_device_can_do_with() -> None:
-    assert chosen(Demand(4096, prompts=512, prompt_tokens=1300)) == LARGE
-    assert chosen(Demand(4096, prompts=512, prompt_tokens=1300), CPU) == (128, 2048)
-    assert chosen(None) == LARGE
+def test_the_limits_stay_below_those_of_the_device() -> None:
+    assert limits(Demand(4096, prompts=512, prompt_tokens=1300)) == LARGE
+    assert limits(Demand(4096, prompts=512, prompt_tokens=1300), CPU_LIMITS) == (128, 2048)
+    assert limits(None) == LARGE
 
 
-def test_a_small_run_takes_few_responses_and_no_fewer_tokens_than_vllms_least() -> None:
-    assert chosen(Demand(16, prompts=4, prompt_tokens=100)) == (16, 2048)
-    assert chosen(Demand(16, prompts=4, prompt_tokens=100), Limits(128, 1024)) == (16, 1024)
+def test_a_small_run_has_few_responses_and_a_minimum_of_tokens() -> None:
+    assert limits(Demand(16, prompts=4, prompt_tokens=100)) == (16, 2048)
+    assert limits(Demand(16, prompts=4, prompt_tokens=100), Limits(128, 1024)) == (16, 1024)
 
 
-def test_the_users_own_are_taken_and_the_other_follows() -> None:
+def test_the_users_limit_is_used_and_the_other_fits_it() -> None:
     demand = Demand(512, prompts=8, prompt_tokens=1300)
-    assert chosen(demand, seqs=64, tokens=4096) == (64, 4096)
-    assert chosen(demand, seqs=2000) == (2000, 512 + 8 * 1300)
-    assert chosen(demand, CPU, seqs=4000) == (4000, 4000)
-    assert chosen(demand, tokens=256) == (256, 256)
+    assert limits(demand, seqs=64, tokens=4096) == (64, 4096)
+    assert limits(demand, seqs=2000) == (2000, 512 + 8 * 1300)
+    assert limits(demand, CPU_LIMITS, seqs=4000) == (4000, 4000)
+    assert limits(demand, tokens=256) == (256, 256)
 
 
-def test_prompts_are_dealt_out_so_that_a_slow_engine_gets_fewer() -> None:
+def test_an_engine_has_half_its_prompts_at_once_but_at_least_64() -> None:
     assert prompts_at_once(8, 2) == 4
     assert prompts_at_once(128, 1) == 64
     assert prompts_at_once(1024, 2) == 256
 
 
-def test_the_limits_are_told() -> None:
-    assert described(CPU) == "each engine: up to 128 responses and 2048 tokens at once"
+def test_limits_are_formatted_in_one_line() -> None:
+    assert format_limits(CPU_LIMITS) == "each engine: up to 128 responses and 2048 tokens at once"

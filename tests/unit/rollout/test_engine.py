@@ -1,4 +1,4 @@
-"""What the engine makes of calls out of turn. The rest needs vLLM: tests/end_to_end."""
+"""Errors of an engine before vLLM runs. The rest needs vLLM: tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vlmrl.rollout.settings import EngineSettings
 
 
 def engine(**settings: Any) -> RolloutEngine:
-    usual = {"model": "nowhere", "vllm": Vllm(), "columns": Columns(), "trust_remote_code": False, "dtype": "fp32"}
-    return EngineSettings(**(usual | {"max_model_len": 8, "top_p": 1.0, "name": "engine-3"} | settings)).build()
+    defaults = {"model": "nowhere", "vllm": Vllm(), "columns": Columns(), "trust_remote_code": False, "dtype": "fp32"}
+    return EngineSettings(**(defaults | {"max_model_len": 8, "top_p": 1.0, "name": "engine-3"} | settings)).build()
 
 
-def test_an_engine_that_was_not_started_says_so() -> None:
+def test_an_engine_that_was_not_started_is_an_error() -> None:
     idle = engine()
     with pytest.raises(ClusterError, match="rollout engine engine-3 is not running"):
         asyncio.run(idle.begin_update(1))
@@ -30,12 +30,12 @@ def test_an_engine_that_was_not_started_says_so() -> None:
     assert (status["version"], status["adapter"]) == (0, None)
 
 
-def test_what_vllm_cannot_hold_is_found_before_it_is_started() -> None:
+def test_a_base_that_vllm_cannot_hold_is_refused_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"vllm\.qlora_base bitsandbytes needs"):
         asyncio.run(engine(vllm=Vllm(qlora_base="bitsandbytes")).start())
 
 
-def test_an_adapter_that_vllm_cannot_apply_is_no_engines() -> None:
+def test_an_adapter_that_vllm_cannot_apply_is_refused() -> None:
     plan = AdapterPlan(
         rank=4,
         alpha=16.0,
@@ -49,15 +49,15 @@ def test_an_adapter_that_vllm_cannot_apply_is_no_engines() -> None:
         engine(adapter=plan)
 
 
-class LackingVllm:
-    """Starts, and has workers that lack something."""
+class IncompatibleVllm:
+    """Starts, but its workers lack names."""
 
     vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048))
 
     def __init__(self) -> None:
         self.is_stopped = False
 
-    async def start(self, arguments: Any, *, timeout_s: float) -> LackingVllm:
+    async def start(self, arguments: Any, *, timeout_s: float) -> IncompatibleVllm:
         return self
 
     async def stop(self, llm: Any) -> None:
@@ -68,10 +68,10 @@ class LackingVllm:
         return [["GPUModelRunner.get_model"], ["GPUModelRunner.get_model", "WorkerLoRAManager.lora_config"]]
 
 
-def test_a_worker_that_lacks_what_is_asked_of_it_ends_the_start_in_one_line() -> None:
-    new, vllm = engine(), LackingVllm()
-    new.__dict__ |= {"_launch": vllm, "_processor": None}
+def test_an_incompatible_worker_ends_the_start_in_one_line() -> None:
+    incompatible, vllm = engine(), IncompatibleVllm()
+    incompatible.__dict__ |= {"_launch": vllm, "_processor": None}
     with pytest.raises(ClusterError, match=r"engine-3: vLLM .* lacks GPUModelRunner\.get_model, WorkerLoRA") as caught:
-        asyncio.run(new.start())
+        asyncio.run(incompatible.start())
     assert "\n" not in str(caught.value)
     assert vllm.is_stopped

@@ -1,7 +1,14 @@
-"""What vLLM is started with. Its starting and stopping: tests/end_to_end/test_engine.py."""
+"""Arguments of vLLM, the message of its death, and its captured output.
+
+Start and stop are tested in tests/end_to_end/test_engine.py.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,18 +20,18 @@ from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.rollout import launch
 from vlmrl.rollout.capacity import Demand
-from vlmrl.rollout.launch import check_base, engine_arguments
+from vlmrl.rollout.launch import Console, check_base, engine_arguments, find_cause
 
 
-class Tools:
+class TextProcessor:
     resize_factor = None
 
 
-def started_with(adapter: AdapterPlan | None, *, demand: Demand | None = None, **vllm: Any) -> dict[str, Any]:
+def arguments_with(adapter: AdapterPlan | None, *, demand: Demand | None = None, **vllm: Any) -> dict[str, Any]:
     return engine_arguments(
         vllm=Vllm(**vllm),
         columns=Columns(),
-        processor=Tools(),  # type: ignore[arg-type]
+        processor=TextProcessor(),  # type: ignore[arg-type]
         top_p=1.0,
         adapter=adapter,
         demand=demand,
@@ -44,47 +51,47 @@ def plan(rank: int) -> AdapterPlan:
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
-def test_vllm_makes_room_for_one_adapter_in_the_layers_that_get_it_and_no_others(rank: int, room: int) -> None:
+def test_vllm_makes_room_for_one_adapter_in_the_adapted_layers_alone(rank: int, room: int) -> None:
     from vllm.config.lora import LoRAConfig
 
-    found = started_with(plan(rank))
-    named = {name: found[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")}
-    assert named == {
+    arguments = arguments_with(plan(rank))
+    lora = {name: arguments[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")}
+    assert lora == {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": room,
         "lora_target_modules": ["q_proj", "up_proj"],
     }
-    LoRAConfig(max_lora_rank=room, max_loras=1, target_modules=named["lora_target_modules"])
+    LoRAConfig(max_lora_rank=room, max_loras=1, target_modules=lora["lora_target_modules"])
 
 
-def test_without_an_adapter_vllm_is_not_told_of_any() -> None:
-    assert not {name for name in started_with(None) if "lora" in name}
+def test_without_an_adapter_no_argument_mentions_lora() -> None:
+    assert not {name for name in arguments_with(None) if "lora" in name}
 
 
-def test_a_base_in_4_bits_is_asked_of_vllm_only_when_it_was_asked_for() -> None:
-    assert started_with(None, qlora_base="bitsandbytes")["quantization"] == "bitsandbytes"
+def test_vllm_quantizes_to_4_bits_only_with_bitsandbytes() -> None:
+    assert arguments_with(None, qlora_base="bitsandbytes")["quantization"] == "bitsandbytes"
     for base in ("dequantized", "original"):
-        assert "quantization" not in started_with(None, qlora_base=base)
+        assert "quantization" not in arguments_with(None, qlora_base=base)
         check_base(Vllm(qlora_base=base))  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_base_in_4_bits_needs_cuda() -> None:
-    with pytest.raises(ConfigError, match=r"vllm\.qlora_base bitsandbytes needs a CUDA device: take dequantized"):
+    with pytest.raises(ConfigError, match=r"vllm\.qlora_base bitsandbytes needs a CUDA device: use dequantized"):
         check_base(Vllm(qlora_base="bitsandbytes"))
 
 
-def test_an_engine_has_room_for_what_the_run_asks_of_it() -> None:
-    unknown, told = started_with(None), started_with(None, demand=Demand(40, prompts=5, prompt_tokens=100))
+def test_limits_follow_the_demand_of_the_run_unless_the_user_sets_them() -> None:
+    default, fitted = arguments_with(None), arguments_with(None, demand=Demand(40, prompts=5, prompt_tokens=100))
     names = ("max_num_seqs", "max_num_batched_tokens")
-    assert [unknown[name] for name in names] == [128, 2048]
-    assert [told[name] for name in names] == [40, 2048]
-    own = started_with(None, max_num_seqs=16, max_num_batched_tokens=512)
-    assert [own[name] for name in names] == [16, 512]
+    assert [default[name] for name in names] == [128, 2048]
+    assert [fitted[name] for name in names] == [40, 2048]
+    user_set = arguments_with(None, max_num_seqs=16, max_num_batched_tokens=512)
+    assert [user_set[name] for name in names] == [16, 512]
 
 
-def test_the_largest_room_is_what_vllm_takes_offline() -> None:
+def test_the_default_limits_are_those_of_vllm_for_offline_inference() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     # On CPU, where this runs; on a GPU it is 256 or 1024 responses by the size of its memory.
@@ -92,34 +99,72 @@ def test_the_largest_room_is_what_vllm_takes_offline() -> None:
     assert (AsyncEngineArgs.max_num_seqs, AsyncEngineArgs.max_num_batched_tokens) == (None, None)
 
 
-class Ended:
-    """A process that has ended, or runs."""
+class Child:
+    """A process with this exit code; None while it runs."""
 
     def __init__(self, exitcode: int | None) -> None:
         self.exitcode = exitcode
 
 
 @pytest.mark.parametrize(
-    ("codes", "kills", "said"),
+    ("codes", "kills", "message"),
     [
         (
             (-9, None),
             2,
-            "has died, its process was killed by signal 9 (SIGKILL); where memory is used up, lower",
+            "has died, its process was killed by signal 9 (SIGKILL); if memory has run out, lower",
         ),
-        ((-9, -15), 3, "has died, its process was killed by the kernel: out of memory; where memory is used up, lower"),
+        ((-9, -15), 3, "has died, its process was killed by the kernel: out of memory; if memory has run out, lower"),
         ((-15, -11), 3, "has died, its process was killed by signal 11 (SIGSEGV)"),
         ((1,), 3, "has died, its process ended with exit code 1"),
-        ((None,), 2, "has died; where memory is used up, lower --vllm.gpu_memory_utilization, or on CPU"),
+        ((None,), 2, "has died; if memory has run out, lower --vllm.gpu_memory_utilization, or on CPU"),
     ],
 )
-def test_an_engines_death_says_how_its_process_ended_and_which_settings_are_its_own(
-    codes: tuple[int | None, ...], kills: int, said: str, monkeypatch: pytest.MonkeyPatch
+def test_the_death_message_says_how_the_process_ended_and_which_settings_may_help(
+    codes: tuple[int | None, ...], kills: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = launch.Launch("vllm (tiny)")
     dead._killed_before = 2
     monkeypatch.setattr(launch, "oom_kills", lambda: kills)
-    dead._children = dict.fromkeys(Ended(code) for code in codes)  # type: ignore[assignment]
-    told = dead.death()
-    assert told.startswith(said)
-    assert ("--vllm." in told) == ("where memory" in said)
+    dead._children = dict.fromkeys(Child(code) for code in codes)  # type: ignore[assignment]
+    death = dead.death()
+    assert death.startswith(message)
+    assert ("--vllm." in death) == ("if memory" in message)
+
+
+def test_the_cause_is_the_last_exception_that_is_no_consequence_of_another() -> None:
+    lines = [
+        "(EngineCore pid=7) INFO 11-20 18:36:00 [core.py:133] Initializing",
+        "(EngineCore pid=7) (Worker pid=8) ERROR 11-20 18:36:00 [x.py:953] ValueError: first",
+        "(EngineCore pid=7) ERROR 11-20 18:36:01 [core.py:1510]     raise ValueError('x')",
+        "(EngineCore pid=7) ERROR 11-20 18:36:01 [core.py:1510] safetensors_rust.SafetensorError: header too small",
+        "Exception: WorkerProc initialization failed due to an exception in a background process.",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+    assert find_cause(lines) == "safetensors_rust.SafetensorError: header too small"
+    assert find_cause(lines[:2]) == "ValueError: first"
+    assert find_cause(lines[:1]) is None
+
+
+def test_a_child_that_starts_in_the_context_is_captured_for_its_whole_life(capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import time; print('one', flush=True); time.sleep(0.3); raise ValueError('two')"
+    console = Console()
+    with console:
+        os.write(1, b"inside\n")
+        child = subprocess.Popen([sys.executable, "-c", script])
+    os.write(2, b"outside\n")
+    child.wait()
+    deadline = time.monotonic() + 5
+    while console.cause() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert console.cause() == "ValueError: two"
+    assert capfd.readouterr() == ("", "outside\n")
+
+
+def test_nothing_is_captured_when_vllm_logs_at_debug(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    with Console():
+        os.write(2, b"shown\n")
+    assert capfd.readouterr().err == "shown\n"

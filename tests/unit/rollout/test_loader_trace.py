@@ -1,4 +1,4 @@
-"""Where a loader puts a tensor is seen from its copies, and only there where it does nothing but copy."""
+"""Destinations of a loader's tensors are traced by its copies, and only if it does nothing but copy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def traced(module: nn.Module, tensor: Tensor, load: object) -> LoaderTrace:
     return trace
 
 
-def test_a_shard_of_a_tensor_in_rows_of_a_fused_weight() -> None:
+def test_a_shard_of_a_tensor_is_traced_to_rows_of_a_fused_weight() -> None:
     module, bucket = layer(), torch.arange(50.0)
     sent = bucket[2:38].reshape(6, 6)
-    # The second half of its columns, rows 4 and 5 left out, goes to rows 3 to 6.
+    # The second half of the columns, without rows 4 and 5, goes to rows 3 to 6.
     trace = traced(module, sent, lambda: module.weight.data[3:7].copy_(sent[:4].narrow(1, 3, 3)))
     (piece,) = trace.pieces
     assert (piece.parameter, piece.first_row) == ("weight", 3)
     assert torch.equal(piece.of(sent), sent[:4, 3:])
     other = torch.rand(6, 6)
-    assert torch.equal(piece.of(other), other[:4, 3:]), "the next tensor lies elsewhere"
+    assert torch.equal(piece.of(other), other[:4, 3:]), "the next tensor has another storage"
 
 
-def test_a_convolution_is_a_matrix_and_a_bias_has_one_column() -> None:
+def test_a_convolution_is_read_as_a_matrix_and_a_bias_as_one_column() -> None:
     module = nn.Conv3d(3, 4, (2, 2, 2), device="meta")
     kernel, bias = torch.rand(4, 3, 2, 2, 2), torch.rand(4)
     (piece,) = traced(module, kernel, lambda: module.weight.data.copy_(kernel)).pieces
@@ -40,7 +40,7 @@ def test_a_convolution_is_a_matrix_and_a_bias_has_one_column() -> None:
     assert piece.of(bias).shape == (4, 1)
 
 
-def test_a_parameter_that_a_loader_computes_is_none_that_can_be_compared() -> None:
+def test_a_parameter_that_a_loader_computes_has_no_pieces() -> None:
     module, sent = layer(), torch.rand(8, 3)
 
     def negated() -> None:
@@ -52,7 +52,7 @@ def test_a_parameter_that_a_loader_computes_is_none_that_can_be_compared() -> No
     assert traced(module, sent, lambda: module.weight.data[:, :2].copy_(sent[:, :2])).pieces == []
 
 
-def test_what_is_copied_elsewhere_is_nothing_to_us() -> None:
+def test_copies_to_other_tensors_are_ignored() -> None:
     module, sent = layer(), torch.rand(8, 3)
     (piece,) = traced(module, sent, lambda: (torch.empty(8, 3).copy_(sent), module.weight.data.copy_(sent))).pieces
     assert (piece.first_row, piece.size) == (0, (8, 3))

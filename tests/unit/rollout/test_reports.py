@@ -1,4 +1,4 @@
-"""What is wrong with an update, in the words of the engine."""
+"""Problems of an update, found in the reports of the workers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.rollout.reports import announcement, problem_of, problem_of_adapter
+from vlmrl.rollout.reports import describe_adapter, find_adapter_problem, find_problem
 
 
 def report(*, digests: Any = (), ignored: Any = (), missing: Any = ()) -> Any:
     return {"digests": dict(digests), "ignored": list(ignored), "missing": list(missing)}
 
 
-def of_adapter(**found: Any) -> Any:
+def adapter_report(**changes: Any) -> Any:
     good = {"unknown": [], "is_active": True, "factor": 1.0, "empty": [], "older": [], "other": []}
-    return report() | good | found
+    return report() | good | changes
 
 
 @pytest.mark.parametrize(
@@ -24,34 +24,34 @@ def of_adapter(**found: Any) -> Any:
     [
         ([report(), report()], None),
         ([report(), report(ignored=["b", "a"])], "vLLM's model has no place for a, b"),
-        ([report(missing=["e", "d", "c", "b", "a"])], "no weights came for a, b, c and 2 more"),
+        ([report(missing=["e", "d", "c", "b", "a"])], "no weights arrived for a, b, c and 2 more"),
         ([report(digests={"a": "1"}), report(digests={"a": "2"})], "its workers received different weights"),
     ],
 )
-def test_an_update_is_good_only_when_every_worker_took_all_of_it(reports: list[Any], problem: str | None) -> None:
-    assert problem_of(reports) == problem
+def test_an_update_is_complete_only_when_all_workers_loaded_all_of_it(reports: list[Any], problem: str | None) -> None:
+    assert find_problem(reports) == problem
 
 
-def test_layers_that_hold_something_else_are_named_with_their_worker() -> None:
-    def read(*wrong: list[str]) -> Any:
+def test_wrong_layers_are_reported_with_their_worker() -> None:
+    def read_back(*wrong: list[str]) -> Any:
         return report() | {"readback": {"layers": 9, "unread": [], "wrong": list(wrong), "seconds": 0.1}}
 
     stale = ["a", "holds the weights from before"]
-    assert problem_of([read(), read()]) is None
-    assert problem_of([read(stale)]) == "read back from the layers, a holds the weights from before"
-    assert problem_of([read(), read(stale, ["b", "is scaled by 1.01"])]) == (
+    assert find_problem([read_back(), read_back()]) is None
+    assert find_problem([read_back(stale)]) == "read back from the layers, a holds the weights from before"
+    assert find_problem([read_back(), read_back(stale, ["b", "is scaled by 1.01"])]) == (
         "read back from the layers of worker 1, a holds the weights from before, and 1 more are not as sent"
     )
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("changes", "problem"),
     [
         ({}, None),
         ({"unknown": ["x"], "is_active": False}, "its adapter has no x"),
         ({"ignored": ["x"], "is_active": False}, "vLLM's model has no place for x"),
-        ({"missing": ["x"], "is_active": False}, "no weights came for x"),
-        ({"is_active": False}, "vLLM ignores the adapter: it did not switch it on"),
+        ({"missing": ["x"], "is_active": False}, "no weights arrived for x"),
+        ({"is_active": False}, "vLLM did not activate the adapter"),
         ({"empty": ["b", "a"]}, "vLLM's layers hold nothing of a, b"),
         (
             {"empty": ["a"], "older": ["c"], "other": ["d"]},
@@ -63,13 +63,13 @@ def test_layers_that_hold_something_else_are_named_with_their_worker() -> None:
         ({"factor": -1.0}, "vLLM's layers apply the adapter wrongly scaled: by -4 instead of 4"),
     ],
 )
-def test_an_adapter_is_good_only_when_the_layers_of_every_worker_hold_it(
-    found: dict[str, Any], problem: str | None
+def test_an_adapter_is_complete_only_when_the_layers_of_all_workers_hold_it(
+    changes: dict[str, Any], problem: str | None
 ) -> None:
-    assert problem_of_adapter([of_adapter(), of_adapter(**found)], 4.0) == problem
+    assert find_adapter_problem([adapter_report(), adapter_report(**changes)], 4.0) == problem
 
 
-def test_an_adapter_is_announced_in_plain_values_and_with_the_scaling_that_the_trainer_uses() -> None:
+def test_an_adapter_is_described_in_plain_values_with_the_trainers_scaling() -> None:
     plan = AdapterPlan(
         rank=4,
         alpha=16.0,
@@ -79,7 +79,7 @@ def test_an_adapter_is_announced_in_plain_values_and_with_the_scaling_that_the_t
         targets=("model.layers.0.q_proj",),
         groups=frozenset({"language"}),
     )
-    assert announcement(plan) == {
+    assert describe_adapter(plan) == {
         "names": [f"base_model.model.model.layers.0.q_proj.lora_{half}.weight" for half in "AB"],
         "rank": 4,
         "alpha": 16.0,

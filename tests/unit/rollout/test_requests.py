@@ -1,4 +1,4 @@
-"""Prompts as vLLM takes them, and its answers as groups."""
+"""Prompts as vLLM's requests, and its outputs as groups."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Ints, Prompt, Rollout
+from vlmrl.types import Ints, Prompt, Rollout, Sampling
 
 IMAGE = InlineMedia("cafe", (3, 2), np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
 PIXELS = {"images_kwargs": {"size": {"shortest_edge": 1, "longest_edge": 9}}}
@@ -48,7 +47,7 @@ class Completion:
 
 
 @dataclass
-class Answer:
+class Output:
     outputs: list[Completion]
     prompt_token_ids: Sequence[int] | None = (5, 9, 9, 6)
     prompt_logprobs: Sequence[Any] | None = None
@@ -58,7 +57,7 @@ def decode(tokens: Ints) -> str:
     return "-".join(map(str, tokens))
 
 
-def test_images_go_along_under_the_names_of_their_content() -> None:
+def test_images_are_sent_with_their_content_hashes_as_ids() -> None:
     request = requests.engine_prompt(prompt(), PIXELS)
     assert request["prompt_token_ids"] == [5, 9, 6]
     assert request["multi_modal_uuids"] == {"image": ["cafe"]}
@@ -68,11 +67,11 @@ def test_images_go_along_under_the_names_of_their_content() -> None:
     assert np.array_equal(np.asarray(image), IMAGE.pixels)
 
 
-def test_a_prompt_without_images_is_its_tokens_alone() -> None:
+def test_a_prompt_without_images_is_only_its_tokens() -> None:
     assert requests.engine_prompt(prompt(media=()), PIXELS) == {"prompt_token_ids": [5, 9, 6]}
 
 
-def test_sampling_becomes_what_vllm_calls_it() -> None:
+def test_sampling_settings_get_vllms_names() -> None:
     sampling = Sampling(n=2, temperature=0.5, top_p=0.9, max_new_tokens=16, seed=1)
     parameters = requests.sampling_parameters(sampling, index=7, eos_token_ids=(2, 3), banned_tokens=(9, 8))
     assert parameters == {
@@ -89,9 +88,9 @@ def test_sampling_becomes_what_vllm_calls_it() -> None:
     assert requests.sampling_parameters(sampling, index=7, eos_token_ids=(2,), banned_tokens=())["logit_bias"] is None
 
 
-def test_answers_become_rollouts_in_the_order_of_their_seeds() -> None:
-    answer = Answer([Completion(1, [4], "length", (3,)), Completion(0, [7, 2], "stop", (3, 4))])
-    first, second = requests.finished_group(prompt(), answer, decode=decode).rollouts
+def test_responses_become_rollouts_in_the_order_of_their_seeds() -> None:
+    output = Output([Completion(1, [4], "length", (3,)), Completion(0, [7, 2], "stop", (3, 4))])
+    first, second = requests.to_group(prompt(), output, decode=decode).rollouts
     assert first.tokens.tolist() == [5, 9, 9, 6, 7, 2]
     assert first.sampled.tolist() == [False, False, False, False, True, True]
     assert first.logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
@@ -100,55 +99,55 @@ def test_answers_become_rollouts_in_the_order_of_their_seeds() -> None:
     assert (second.text, second.finish_reason, second.version) == ("4", "length", 3)
 
 
-def test_an_answer_that_saw_two_versions_is_as_old_as_the_older_and_noticed() -> None:
-    mixed, pure = Answer([Completion(0, [7], versions=(4, 3))]), Answer([Completion(0, [7], versions=(4,))])
-    assert requests.finished_group(prompt(), mixed, decode=decode).rollouts[0].version == 3
+def test_a_response_of_two_versions_carries_the_older_and_is_reported_as_mixed() -> None:
+    mixed, pure = Output([Completion(0, [7], versions=(4, 3))]), Output([Completion(0, [7], versions=(4,))])
+    assert requests.to_group(prompt(), mixed, decode=decode).rollouts[0].version == 3
     assert (requests.is_mixed(mixed), requests.is_mixed(pure)) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("seen", "message"),
+    ("token_ids", "message"),
     [
         ((5, 9, 6), "dice:7: vLLM read 3 tokens where the trainer reads 4; its 1 images must reach both"),
-        ((5, 9, 8, 6), "dice:7: vLLM read token 8 where the trainer reads 9, at place 2 of 4; its 1 images"),
+        ((5, 9, 8, 6), "dice:7: vLLM read token 8 where the trainer reads 9, at position 2 of 4; its 1 images"),
         (None, "dice:7: vLLM read 0 tokens where the trainer reads 4"),
     ],
 )
-def test_other_tokens_than_the_trainers_are_an_error(seen: Sequence[int] | None, message: str) -> None:
+def test_other_tokens_than_the_trainers_are_an_error(token_ids: Sequence[int] | None, message: str) -> None:
     with pytest.raises(SyncError, match=message):
-        requests.finished_group(prompt(), Answer([Completion(0, [7])], seen), decode=decode)
+        requests.to_group(prompt(), Output([Completion(0, [7])], token_ids), decode=decode)
 
 
-def test_an_answer_that_was_given_up_is_an_error() -> None:
-    with pytest.raises(SyncError, match=r"dice:7: the rollout engine gave up an answer \(abort\)"):
-        requests.finished_group(prompt(), Answer([Completion(0, [7], "abort")]), decode=decode)
+def test_an_aborted_response_is_an_error() -> None:
+    with pytest.raises(SyncError, match=r"dice:7: the rollout engine aborted a response \(abort\)"):
+        requests.to_group(prompt(), Output([Completion(0, [7], "abort")]), decode=decode)
 
 
-def answered(*answer: int) -> Prompt:
-    tokens = np.array([5, 9, 9, 6, *answer])
+def extended(*response: int) -> Prompt:
+    tokens = np.array([5, 9, 9, 6, *response])
     rollout = Rollout(tokens, np.arange(len(tokens)) >= 4, np.zeros(len(tokens), np.float32), "", "stop", 3)
-    return requests.with_answer(prompt(), rollout)
+    return requests.with_response(prompt(), rollout)
 
 
-def scored(*tokens: int) -> Answer:
-    """What vLLM says of a prompt: nothing of the first token, and perhaps more than the log-prob of each other one."""
+def scored(*tokens: int) -> Output:
+    """vLLM's scores of a prompt: None for the first token, and for the others perhaps more than the token's own."""
     scores = [None, *({token: Logprob(-float(token)), 999: Logprob(0.0)} for token in tokens[1:])]
-    return Answer([Completion(0, [1])], tokens, scores)
+    return Output([Completion(0, [1])], tokens, scores)
 
 
-def test_an_answer_is_scored_as_the_end_of_a_prompt() -> None:
-    whole = answered(7, 2)
-    assert requests.engine_prompt(whole, PIXELS)["prompt_token_ids"] == [5, 9, 6, 7, 2]
-    assert len(whole.media) == 1
+def test_a_response_is_scored_as_the_end_of_a_prompt() -> None:
+    longer = extended(7, 2)
+    assert requests.engine_prompt(longer, PIXELS)["prompt_token_ids"] == [5, 9, 6, 7, 2]
+    assert len(longer.media) == 1
     assert requests.scoring_parameters()["prompt_logprobs"] == 0
-    found = requests.prompt_logprobs(whole, scored(5, 9, 9, 6, 7, 2), first=4)
-    assert found.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
-    assert found.dtype == np.float32
+    logprobs = requests.prompt_logprobs(longer, scored(5, 9, 9, 6, 7, 2), first=4)
+    assert logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
+    assert logprobs.dtype == np.float32
 
 
-def test_an_answer_that_was_read_otherwise_or_not_scored_is_an_error() -> None:
+def test_a_response_that_was_misread_or_not_scored_is_an_error() -> None:
     with pytest.raises(SyncError, match="dice:7: vLLM read 5 tokens where the trainer reads 6"):
-        requests.prompt_logprobs(answered(7, 2), scored(5, 9, 6, 7, 2), first=4)
-    unscored = Answer([Completion(0, [1])], (5, 9, 9, 6, 7))
-    with pytest.raises(SyncError, match="dice:7: vLLM scored 0 of the 5 tokens"):
-        requests.prompt_logprobs(answered(7), unscored, first=4)
+        requests.prompt_logprobs(extended(7, 2), scored(5, 9, 6, 7, 2), first=4)
+    unscored = Output([Completion(0, [1])], (5, 9, 9, 6, 7))
+    with pytest.raises(SyncError, match="dice:7: vLLM scored 0 of the 5 requested tokens"):
+        requests.prompt_logprobs(extended(7), unscored, first=4)

@@ -26,12 +26,11 @@ from scripted_loop import (
 )
 
 from vlmrl.errors import ClusterError
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.rl import LoopState
-from vlmrl.types import Experience, Group, Metrics, Prompt, Sample, Score
+from vlmrl.types import Experience, Group, Metrics, Prompt, Sample, Sampling, Score
 
 GRACE_S = 60.0
 

@@ -20,12 +20,11 @@ from scripted_loop import (
 
 from vlmrl.config.run import RlConfig
 from vlmrl.errors import RewardError
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.trainer.collect import Ending, ExhaustedError, PromptBudget
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.rl import LoopState
-from vlmrl.types import Failure, Group, Metrics, Prompt, Score
+from vlmrl.types import Failure, Group, Metrics, Prompt, Sampling, Score
 
 
 class PickyRewarder(LabelRewarder):

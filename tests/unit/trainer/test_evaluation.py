@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from vlmrl.observe.metrics import check_name, evaluated_sets
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.trainer.evaluation import (
     evaluate,
     is_correct,
@@ -14,7 +13,7 @@ from vlmrl.trainer.evaluation import (
     set_metrics,
     with_metric_names,
 )
-from vlmrl.types import Group, Prompt, Rollout, Score
+from vlmrl.types import Group, Prompt, Rollout, Sampling, Score
 
 
 def answer(finish: str = "stop") -> Rollout:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scripted_loop import config, make_prompt, make_rollout
 
-from vlmrl.cluster.models import count
+from vlmrl.cluster.models import loss_totals
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import SyncError
 from vlmrl.trainer.experience import ModelOutputs, batch_metrics, make_experience, shaped_rewards
@@ -121,7 +121,7 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
     assert [int(sample.sampled.sum()) for sample in batch.experience.samples] == [1, 2, 0]
     assert [sample.prompt_length for sample in batch.experience.samples] == [2, 2, 2], "the prompt is still shared"
-    assert count(batch.experience.samples) == Totals(num_tokens=3, num_samples=2)
+    assert loss_totals(batch.experience.samples) == Totals(num_tokens=3, num_samples=2)
     assert batch.rewards[0][:2].tolist() == [1.0, 0.0]
     assert np.isnan(batch.rewards[0][2])
     assert metrics["sync/logprob_diff_max"] == 0.0
@@ -159,4 +159,4 @@ def test_a_batch_without_scores_has_no_reward_metrics() -> None:
     assert shown["group/constant_fraction"] == 1.0
     old = [rollout.logprobs for rollout in group.rollouts]
     batch, _ = make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
-    assert count(batch.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"
+    assert loss_totals(batch.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"

@@ -28,7 +28,7 @@ from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
 def test_a_step_runs_its_phases_and_each_sync_has_the_next_version() -> None:
     policy = RememberingPolicy(ScriptedEngine())
     notebook = run(config(), policy, steps=2)
-    assert notebook.phases == ["data", "rollout", "reward", "logprob", "update", "publish"] * 2
+    assert notebook.phases == ["data", "rollout", "reward", "logprob", "update", "sync"] * 2
     assert [notebook.steps[step]["sync/version"] for step in (1, 2)] == [1.0, 2.0]
     assert notebook.steps[1]["reward/mean"] == 0.5
     assert notebook.steps[1]["response/tokens_mean"] == 2.0

@@ -17,8 +17,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.plugins import processor
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, LogProbs, fault, format_check, prompt_of, sampling_of
 
 BOUND = 1e-3
@@ -190,7 +189,7 @@ class Trainer:
 
 
 class Run:
-    """A trainer, its engines, and the probe after each publish."""
+    """A trainer, its engines, and the probe after each weight sync."""
 
     def __init__(self, *engines: Engine, bound: float = BOUND, is_apart: bool = True) -> None:
         self.engines, self.trainer, self.version = engines, Trainer(), -1
@@ -214,7 +213,7 @@ class Run:
     ) -> list[list[Group]]:
         return [[engine.generate(prompt, sampling, adapter=each) for engine in self.engines] for each in adapter]
 
-    def publish(self, adapter: Adapter) -> dict[str, float]:
+    def sync(self, adapter: Adapter) -> dict[str, float]:
         self.trainer.adapter, self.version = adapter, self.version + 1
         for engine in self.engines:
             engine.load(adapter, self.version)
@@ -234,7 +233,7 @@ def mixed_up(sent: Adapter) -> Adapter:
 def test_correct_engines_pass_with_metrics() -> None:
     run = Run(Engine(), Engine())
     for version in range(4):
-        found = run.publish(NONE if version == 0 else drawn(version))
+        found = run.sync(NONE if version == 0 else drawn(version))
         assert found["verify/adapters/gap"] < 1e-6
         assert found["verify/adapters/base_gap"] < 1e-6
         assert (found["verify/adapters/effect"] > 1e-2) == (version > 0)
@@ -262,65 +261,65 @@ def test_correct_engines_pass_with_metrics() -> None:
 def test_a_faulty_engine_is_named_with_its_fault(engine: Engine, cause: str) -> None:
     run = Run(Engine(), engine)
     with pytest.raises(SyncError, match=rf"adapter check: {cause}.*restart the run with --ckpt.load_enable"):
-        deque(run.publish(NONE if version == 0 else drawn(version)) for version in range(4))
+        deque(run.sync(NONE if version == 0 else drawn(version)) for version in range(4))
 
 
 @pytest.mark.parametrize("cause", ["keeps the adapter of version 1", "responds from a stale prefix cache"])
 def test_an_old_adapter_is_detected_although_the_new_one_is_similar(cause: str) -> None:
     # One step moves the log-probs by a hundredth of what the whole adapter does: inside of the bound.
     run, first, step = Run(Engine()), drawn(1), drawn(2, size=1e-4)
-    run.publish(NONE)
-    run.publish(first)
+    run.sync(NONE)
+    run.sync(first)
     if cause.startswith("keeps"):
         run.engines[0].takes = keeps
     else:
         run.engines[0].forgets = False
     with pytest.raises(SyncError, match=cause):
-        run.publish(Adapter(first.mixing + step.mixing, first.head + step.head))
+        run.sync(Adapter(first.mixing + step.mixing, first.head + step.head))
 
 
 def test_an_adapter_that_did_not_move_is_not_an_old_one() -> None:
     # A hundred roundings off, as an engine in another precision is, and the same twice: nothing to complain about.
     run = Run(Engine(takes=lambda held, sent: sent.times(1.001)))
     for adapter in (NONE, drawn(1), drawn(1), drawn(1)):
-        found = run.publish(adapter)
+        found = run.sync(adapter)
     assert 1e-5 < found["verify/adapters/gap"] < BOUND
 
 
 def test_another_base_is_distinguished_from_another_adapter() -> None:
     with pytest.raises(SyncError, match=r"engine 0 and the trainer differ by .* with adapters off, the bound is 0.001"):
-        Run(Engine(base=0.1)).publish(NONE)
+        Run(Engine(base=0.1)).sync(NONE)
 
 
 def test_the_base_gap_is_the_noise_where_the_base_may_differ() -> None:
     run = Run(Engine(base=0.01), bound=np.inf)
-    gap = run.publish(NONE)["verify/adapters/base_gap"]
+    gap = run.sync(NONE)["verify/adapters/base_gap"]
     assert gap > 1e-2
-    assert run.publish(drawn(1, size=1e-3))["verify/adapters/effect"] < 10 * gap
-    assert run.publish(drawn(1, size=0.2))["verify/adapters/effect"] > 10 * gap
+    assert run.sync(drawn(1, size=1e-3))["verify/adapters/effect"] < 10 * gap
+    assert run.sync(drawn(1, size=0.2))["verify/adapters/effect"] > 10 * gap
     deaf = Run(Engine(base=0.01, takes=lambda held, sent: NONE), bound=np.inf)
-    deaf.publish(drawn(1, size=1e-3))
+    deaf.sync(drawn(1, size=1e-3))
     with pytest.raises(SyncError, match="ignores the adapter"):
-        deaf.publish(drawn(1, size=0.2))
+        deaf.sync(drawn(1, size=0.2))
 
 
 def test_a_trainer_whose_adapter_stays_on_has_no_base_to_compare_with() -> None:
     run = Run(Engine())
     run.trainer.off = drawn(1)
     with pytest.raises(SyncError, match=r"change by .* when its adapter, which is all zeros, is switched off"):
-        run.publish(NONE)
+        run.sync(NONE)
 
 
 def test_merged_weights_are_checked_without_a_base() -> None:
-    found = Run(Engine(), is_apart=False).publish(drawn(1))
+    found = Run(Engine(), is_apart=False).sync(drawn(1))
     assert "verify/adapters/base_gap" not in found
     with pytest.raises(SyncError, match="ignores the adapter"):
-        Run(Engine(takes=lambda held, sent: NONE), is_apart=False).publish(drawn(1))
+        Run(Engine(takes=lambda held, sent: NONE), is_apart=False).sync(drawn(1))
 
 
 def test_a_response_of_another_version_is_refused() -> None:
     run = Run(Engine())
-    run.publish(NONE)
+    run.sync(NONE)
     with pytest.raises(SyncError, match="a response to adapter check comes from weights of version 0"):
         run.check.check(1)
 
@@ -339,10 +338,10 @@ class Hiccup(Engine):
 
 def test_one_odd_mean_is_measured_again_before_it_is_an_error() -> None:
     run = Run(Engine(), Hiccup())
-    found = run.publish(drawn(1))
+    found = run.sync(drawn(1))
     assert found["verify/adapters/doubts"] == 1.0
     assert found["verify/adapters/gap"] > BOUND
-    assert run.publish(drawn(2))["verify/adapters/doubts"] == 0.0
+    assert run.sync(drawn(2))["verify/adapters/doubts"] == 0.0
 
 
 def test_the_result_is_formatted_in_one_line() -> None:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
-from vlmrl.rollout.sampling import Sampling
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
 from vlmrl.verify.adapters import AdapterCheck, sampling_of
 
 Values = NDArray[np.float64]
@@ -49,7 +48,7 @@ class HalfPrecision:
             is_apart=True,
         )
 
-    def publish(self, change: float) -> dict[str, float]:
+    def sync(self, change: float) -> dict[str, float]:
         self.said.clear()
         self.change, self.version = change, self.version + 1
         return self.check.check(self.version)
@@ -101,7 +100,7 @@ def changes(count: int) -> Values:
 
 def test_correct_engines_in_half_precision_pass_ten_thousand_syncs() -> None:
     run = HalfPrecision(0)
-    found = [run.publish(change) for change in changes(10_000)]
+    found = [run.sync(change) for change in changes(10_000)]
     assert sum(line["verify/adapters/doubts"] for line in found) == 0
     gaps = [line["verify/adapters/gap"] for line in found]
     assert max(gaps) > 0.03, "the noise is worth the name"
@@ -128,12 +127,12 @@ def test_a_planted_fault_in_half_precision_is_found_at_every_sync(
     run = HalfPrecision(1, fault=fault)
     for change in np.geomspace(0.6, 2.0, 50):
         with pytest.raises(SyncError, match=f"adapter check: engine 0 ({cause})"):
-            run.publish(change)
+            run.sync(change)
 
 
 def test_a_fault_that_rounding_hides_is_found_when_it_leaves_the_bound() -> None:
     run = HalfPrecision(2, fault=scaled(0.0))
-    run.publish(0.02)
+    run.sync(0.02)
     for _ in range(50):
         with pytest.raises(SyncError, match=r"differs by more than the bound of 0\.1"):
-            run.publish(0.18)
+            run.sync(0.18)

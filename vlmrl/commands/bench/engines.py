@@ -1,4 +1,4 @@
-"""`vlmrl bench publish` and `vlmrl bench rollout`: throughput of weight sync and of sampling."""
+"""`vlmrl bench sync` and `vlmrl bench rollout`: throughput of weight sync and of sampling."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from vlmrl.cluster.sync_plan import check_devices, plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.bench.output import print_json
 from vlmrl.config.data import Columns
-from vlmrl.config.run import PublishBench, RolloutBench
+from vlmrl.config.run import RolloutBench, SyncBench
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter
 from vlmrl.plugins import processor_of
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Metrics, Part
+from vlmrl.types import Metrics, Part, Sampling
 
 
-def publish(config: PublishBench) -> None:
+def sync(config: SyncBench) -> None:
     """Measure seconds and bytes of syncing weights to all engines; the first repeat is a warm-up.
 
     With `ds.lora.rank`, base and adapters are synced in turn.
@@ -73,7 +72,7 @@ def publish(config: PublishBench) -> None:
                 seconds = time.perf_counter() - started
                 _print(
                     machines,
-                    bench="publish",
+                    bench="sync",
                     model=config.actor.model_name_or_path,
                     part=part,
                     repeat=number,
@@ -134,13 +133,13 @@ def _session(roles: list[Role], *, shares: bool = True) -> Iterator[tuple[RoleBu
         shared = [frozenset(role.name for role in roles)] if shares else []
         places = plan(roles, shared=shared, available=machines.slots, unit=machines.unit)
         builder = RoleBuilder(machines, places, stack)
-        with builder.ending():
+        with builder.running():
             yield builder, machines
 
 
 def _engines(
     builder: RoleBuilder,
-    config: PublishBench | RolloutBench,
+    config: SyncBench | RolloutBench,
     columns: Columns,
     *,
     max_model_len: int,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vlmrl.cluster.models import count, experience_of
+from vlmrl.cluster.models import loss_totals, pack_experience
 from vlmrl.commands.bench.memory import peak_bytes
 from vlmrl.commands.bench.output import print_json, print_table
 from vlmrl.commands.bench.samples import make_samples, random_experience
@@ -173,8 +173,8 @@ class _TimedPolicy(Policy):
 
     def step(self, measurement: Measurement, experience: Experience) -> dict[str, float]:
         """Make one training update."""
-        work = [(pack, experience_of(pack, experience)) for pack in measurement.packs]
-        return reduce(self.update([work], [count(experience.samples)]))
+        work = [(pack, pack_experience(pack, experience)) for pack in measurement.packs]
+        return reduce(self.update([work], [loss_totals(experience.samples)]))
 
     def time(self, measurement: Measurement, experience: Experience, *, warms_up: bool) -> None:
         """Make one update, and record the seconds of its parts unless it is a warm-up."""
@@ -194,13 +194,13 @@ class _TimedPolicy(Policy):
         trainable = [p for p in self._net.parameters() if p.requires_grad]
         total = [torch.zeros_like(p) for p in trainable]
         for pack in measurement.packs:
-            part = experience_of(pack, experience)
+            part = pack_experience(pack, experience)
             with FlopCounterMode(display=False) as counter:
                 output = forward(pack)
                 sampled = place(pack, [s.sampled for s in pack.samples], fill=False).to(self._device)
                 advantages = place(pack, part.advantages, fill=0.0).to(self._device)
                 terms = torch.where(sampled, advantages * output.logprobs + output.entropy, 0.0)
-                loss = terms.sum() / count(experience.samples).num_tokens
+                loss = terms.sum() / loss_totals(experience.samples).num_tokens
                 gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
             for accumulated, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:

@@ -40,7 +40,9 @@ def main(*, as_json: bool = False, themes: Sequence[Theme] | None = None) -> int
     try:
         folder = Path(tempfile.mkdtemp(prefix="vlmrl-self-test-"))
     except OSError as error:
-        raise ClusterError(f"no folder for temporary files ({error.strerror}): set TMPDIR to one of yours") from error
+        raise ClusterError(
+            f"no folder for temporary files ({error.strerror}): set TMPDIR to a folder that you can write to"
+        ) from error
     report = _Report(as_json=as_json)
     is_kept = False
     try:

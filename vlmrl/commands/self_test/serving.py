@@ -6,7 +6,7 @@ They use the code of a run: roles are actors in a Ray session, and weights are s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.placement import plan
-from vlmrl.cluster.roles import roles_of
+from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
@@ -29,19 +28,17 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.checks import adapter_check
 from vlmrl.commands.preflight import actor_adapter_plan
 from vlmrl.commands.self_test import models
+from vlmrl.commands.self_test.changeable_policy import ChangeablePolicy
 from vlmrl.commands.self_test.outcome import Broken, Skipped
 from vlmrl.config.run import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
-from vlmrl.learning.policy import Policy
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.adapters import adapter_tensors
 from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.rollout.sampling import Sampling
 from vlmrl.system.machine import GIB
-from vlmrl.types import Floats, Group, Prompt
+from vlmrl.types import Floats, Group, Prompt, Sampling
 from vlmrl.verify.adapters import AdapterCheck
 from vlmrl.verify.logprobs import largest_gap
 
@@ -52,39 +49,6 @@ _FREED_SHARE = 0.9
 """Share of its memory pool that an engine must free while it sleeps."""
 _OUTSIDE_POOL = GIB
 """Bytes of GPU memory that an engine always keeps: CUDA itself, kernels, captured graphs."""
-
-
-class ChangeablePolicy(Policy):
-    """A policy whose weights can be changed without training."""
-
-    _kept: Mapping[str, Tensor] | None = None
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply the base weights by a factor; `restore` undoes it."""
-        named = {name: p for name, p in self._net.named_parameters() if ".lora_" not in name}
-        self._kept = {name: p.detach().clone() for name, p in named.items()}
-        for parameter in named.values():
-            parameter.mul_(factor)
-        # Image features are cached, because the base does not train.
-        self._forward.forget()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the weights from before `scale`, bit for bit."""
-        assert self._kept is not None, "nothing was scaled"
-        named = dict(self._net.named_parameters())
-        for name, kept in self._kept.items():
-            named[name].copy_(kept)
-        self._forward.forget()
-
-    @torch.no_grad()
-    def randomize_adapter(self, seed: int) -> None:
-        """Give the adapter random weights with a visible effect."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, tensor in adapter_tensors(self._net):
-            if "lora_B" in name:
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
 
 
 class _Builder(RoleBuilder):
@@ -151,7 +115,7 @@ class Pair:
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
 
-    def publish_base(self, weight_sync: WeightSync) -> int:
+    def sync_base(self, weight_sync: WeightSync) -> int:
         """Sync the base, then the adapter, which a new base removes; return the bytes of the base.
 
         Raises SyncError when digests differ.
@@ -161,7 +125,7 @@ class Pair:
         weight_sync.send("adapter", version=self.version, readback=None)
         return num_bytes
 
-    def publish_adapter(self) -> None:
+    def sync_adapter(self) -> None:
         self.version += 1
         self.memory_sync.sync(self.version)
 
@@ -210,7 +174,7 @@ def _started(folder: Path, *, backend: str) -> Iterator[Pair]:
     processor = processor_of(model, config.data)
     adapter = actor_adapter_plan(config, processor)
     with session() as machines, ExitStack() as stack:
-        builder = _Builder(machines, plan(**roles_of(config, machines)), stack)
+        builder = _Builder(machines, plan(**plan_arguments(config, machines)), stack)
         progress = _SilentProgress()
         starts: list[Callable[[], Any]] = [
             partial(builder.engines, config, progress, adapter),
@@ -249,7 +213,7 @@ def _weight_sync(
 
 def generates(pair: Pair) -> str:
     """Check that the engine's log-probs, of decode and of prefill, are the policy's."""
-    pair.publish_adapter()
+    pair.sync_adapter()
     started = time.monotonic()
     groups = pair.generate()
     seconds = time.monotonic() - started
@@ -267,26 +231,26 @@ def generates(pair: Pair) -> str:
     )
 
 
-def publishes_by_memory(pair: Pair) -> str:
+def syncs_by_memory(pair: Pair) -> str:
     """Check weight sync through shared memory (`vllm.sync_backend` shm)."""
-    return _published(pair, pair.memory_sync)
+    return _synced(pair, pair.memory_sync)
 
 
-def publishes_by_device(pair: Pair) -> str:
+def syncs_by_device(pair: Pair) -> str:
     """Check weight sync from GPU to GPU (`vllm.sync_backend` ipc or nccl)."""
     if pair.device_sync is None:
         raise Skipped("no CUDA device")
-    return _published(pair, pair.device_sync)
+    return _synced(pair, pair.device_sync)
 
 
-def _published(pair: Pair, weight_sync: WeightSync) -> str:
+def _synced(pair: Pair, weight_sync: WeightSync) -> str:
     """Sync weights x 1.5, and then the old ones: digests, responses and log-probs must follow each time."""
-    pair.publish_base(weight_sync)
+    pair.sync_base(weight_sync)
     before, old_digest = pair.generate(), _fingerprint(pair)
     pair.policy_group.call(lambda policy: policy.scale(_FACTOR))
     try:
         started = time.monotonic()
-        num_bytes = pair.publish_base(weight_sync)
+        num_bytes = pair.sync_base(weight_sync)
         seconds = time.monotonic() - started
         after, new_digest = pair.generate(), _fingerprint(pair)
         gap = pair.gap(after)
@@ -297,7 +261,7 @@ def _published(pair: Pair, weight_sync: WeightSync) -> str:
         raise Broken(f"the engine's digest {old_digest[:12]} did not change after weights x {_FACTOR}")
     if _sampled_tokens(before) == _sampled_tokens(after):
         raise Broken(f"the engine's responses did not change after weights x {_FACTOR}")
-    pair.publish_base(weight_sync)
+    pair.sync_base(weight_sync)
     if _fingerprint(pair) != old_digest:
         raise Broken("the engine does not have the old digest after the old weights were synced again")
     old_gap = pair.gap(pair.generate())
@@ -338,9 +302,9 @@ def _greedy_response(pair: Pair) -> list[Group]:
 
 def adapts(pair: Pair) -> str:
     """Check that the engine computes what the policy computes, with and without the adapter in one batch."""
-    pair.publish_base(pair.memory_sync)
+    pair.sync_base(pair.memory_sync)
     _randomize_adapter(pair, 0)
-    pair.publish_adapter()
+    pair.sync_adapter()
     held = pair.engines.status()[0]["adapter"]
     if held is None or held["version"] != pair.version:
         raise Broken(f"the engine holds the adapter {held}, after a sync of version {pair.version}")
@@ -368,7 +332,7 @@ def checks_adapters(pair: Pair) -> str:
     count = _NUM_SYNCS["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
         _randomize_adapter(pair, number)
-        pair.publish_adapter()
+        pair.sync_adapter()
         metrics.append(pair.adapters.check(pair.version))
     worst = max(line["verify/adapters/gap"] for line in metrics)
     return f"{count} weight syncs pass, log-probs differ by at most {worst:.1g}"

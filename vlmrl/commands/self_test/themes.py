@@ -25,10 +25,10 @@ SERVING = Theme(
     "serving",
     (
         Check("engine: generate and score", f"{_HERE}.serving:generates", "--vllm.enforce_eager", limit_s=120),
-        Check("publish through memory", f"{_HERE}.serving:publishes_by_memory", "--vllm.num_engines 1"),
+        Check("weight sync through memory", f"{_HERE}.serving:syncs_by_memory", "--vllm.num_engines 1"),
         Check(
-            "publish within a GPU (ipc)",
-            f"{_HERE}.serving:publishes_by_device",
+            "weight sync within a GPU (ipc)",
+            f"{_HERE}.serving:syncs_by_device",
             "--vllm.sync_backend shm",
             needs_gpu=True,
         ),
@@ -44,8 +44,8 @@ APART = Theme(
     "apart",
     (
         Check(
-            "publish between GPUs (nccl)",
-            f"{_HERE}.serving:publishes_by_device",
+            "weight sync between GPUs (nccl)",
+            f"{_HERE}.serving:syncs_by_device",
             "--vllm.sync_backend shm",
             needs_gpu=True,
         ),

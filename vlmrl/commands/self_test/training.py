@@ -17,7 +17,7 @@ from vlmrl.commands.self_test.outcome import Broken
 from vlmrl.system.machine import GIB, free_memory
 
 _STEPS = 2
-_PHASES = ("rollout", "reward", "logprob", "update", "publish", "verify_images")
+_PHASES = ("rollout", "reward", "logprob", "update", "sync", "verify_images")
 _SAMPLES_EVERY_S = 0.5
 
 

@@ -73,7 +73,7 @@ def pair(both: Any) -> serving.Pair:
 
 
 def test_a_correct_engine_passes_with_figures() -> None:
-    assert serving.publishes_by_memory(pair(EngineAndPolicy())).startswith(
+    assert serving.syncs_by_memory(pair(EngineAndPolicy())).startswith(
         "1.0 MiB in 0.00 s, digests and responses changed"
     )
     assert serving.generates(pair(EngineAndPolicy())).startswith("1 tokens in 0.0 s; the trainer differs by ")
@@ -90,7 +90,7 @@ def test_a_correct_engine_passes_with_figures() -> None:
 def test_a_sync_that_fails_is_reported_and_the_weights_are_restored(fault: str, said: str) -> None:
     both = EngineAndPolicy(fault)
     with pytest.raises(Broken, match=said):
-        serving.publishes_by_memory(pair(both))
+        serving.syncs_by_memory(pair(both))
     assert both.weight == 1.0
 
 
@@ -106,4 +106,4 @@ def test_an_adapter_that_does_not_arrive_is_reported() -> None:
 
 def test_without_cuda_the_device_path_is_skipped() -> None:
     with pytest.raises(Skipped, match="no CUDA device"):
-        serving.publishes_by_device(pair(EngineAndPolicy()))
+        serving.syncs_by_device(pair(EngineAndPolicy()))
