@@ -23,8 +23,7 @@ def protocol(headers_timeout_s: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            has_request = self.cycle is not None and not self.cycle.response_complete
-            if has_request:
+            if self.cycle and not self.cycle.response_complete:
                 self._end_deadline()
             elif self._deadline is None:
                 self._deadline = self.loop.call_later(headers_timeout_s, self.transport.close)

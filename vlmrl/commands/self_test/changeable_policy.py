@@ -24,7 +24,7 @@ class ChangeablePolicy(Policy):
         for parameter in named.values():
             parameter.mul_(factor)
         # Image features are cached, because the base does not train.
-        self._forward.forget()
+        self._forward.clear_cache()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -33,7 +33,7 @@ class ChangeablePolicy(Policy):
         named = dict(self._net.named_parameters())
         for name, kept in self._kept.items():
             named[name].copy_(kept)
-        self._forward.forget()
+        self._forward.clear_cache()
 
     @torch.no_grad()
     def randomize_adapter(self, seed: int) -> None:
