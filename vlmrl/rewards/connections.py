@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 
 def protocol(headers_timeout_s: float) -> type[asyncio.Protocol]:
@@ -23,7 +23,8 @@ def protocol(headers_timeout_s: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.cycle and not self.cycle.response_complete:
+            cycle: RequestResponseCycle | None = self.cycle  # which uvicorn declares without None
+            if cycle is not None and not cycle.response_complete:
                 self._end_deadline()
             elif self._deadline is None:
                 self._deadline = self.loop.call_later(headers_timeout_s, self.transport.close)
