@@ -19,7 +19,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def settings(command: str, model: str) -> Run:
+def settings(command: str, model: str) -> VerbConfig:
     program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
     (kind,) = [one for one in VERBS if one.verb == verb]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vlmrl.algorithms import estimators
 from vlmrl.algorithms.estimators import StepRewards
-from vlmrl.algorithms.returns import Estimated, payments, returns, time_first
-from vlmrl.algorithms.user_function import OwnFunction, call
+from vlmrl.algorithms.returns import AdvantageEstimate, returns, reward_per_token, time_first
+from vlmrl.algorithms.user_function import UserFunction, call
 from vlmrl.errors import ConfigError
 from vlmrl.system.user_function import declared, name_of
 
@@ -22,7 +22,7 @@ OFFERED = ("rewards", "sampled", "values", "penalty", "token_rewards", "scored")
 """What a user's own estimator may declare; see `advantages`."""
 
 
-def check(estimator: OwnFunction, *, has_critic: bool = False) -> None:
+def check(estimator: UserFunction, *, has_critic: bool = False) -> None:
     """Refuse a user's estimator that `advantages` could not use.
 
     Raises:
@@ -39,7 +39,7 @@ def advantages(
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
-    estimator: str | OwnFunction,
+    estimator: str | UserFunction,
     gamma: float = 1.0,
     lambd: float = 1.0,
     no_std_norm: bool = False,
@@ -47,7 +47,7 @@ def advantages(
     token_rewards: Float[Tensor, "B T"] | None = None,
     values: Float[Tensor, "B T"] | None = None,
     scored: Bool[Tensor, "N G"] | None = None,
-) -> Estimated:
+) -> AdvantageEstimate:
     """The advantage of every token of the step; 0 where the policy did not choose. B is N * G, group by group.
 
     A response that is not `scored` has no reward (a server was down): it is in no baseline and in no normalisation, and
@@ -91,7 +91,7 @@ def advantages(
         values=values,
         gamma=gamma,
         lambd=lambd,
-        by_deviation=not no_std_norm,
+        divide_by_std=not no_std_norm,
     )
     return _single(getattr(estimators, estimator)(step))
 
@@ -104,7 +104,7 @@ def _filled(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"]) -> Float
 
 
 def _own(
-    estimator: OwnFunction,
+    estimator: UserFunction,
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
@@ -112,7 +112,7 @@ def _own(
     penalty: Float[Tensor, "B T"] | None,
     token_rewards: Float[Tensor, "B T"] | None,
     values: Float[Tensor, "B T"] | None,
-) -> Estimated:
+) -> AdvantageEstimate:
     offered = {
         "rewards": rewards,
         "sampled": sampled,
@@ -129,7 +129,7 @@ def _own(
     if not bool(on_tokens.isfinite().all()):
         raise ConfigError(f"{FLAG}: an advantage of the estimator {name_of(estimator)} is not a finite number")
     names = declared(estimator, OFFERED, flag=FLAG)
-    unseen = payments(
+    unseen = reward_per_token(
         torch.zeros(len(sampled), device=sampled.device),
         sampled,
         penalty=None if "penalty" in names else penalty,
@@ -137,9 +137,9 @@ def _own(
     )
     targets = None
     if values is not None:
-        paid = payments(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
+        paid = reward_per_token(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
         targets = returns(paid, sampled, gamma=1.0)
-    return _single(Estimated(on_tokens + returns(unseen, sampled, gamma=1.0), targets))
+    return _single(AdvantageEstimate(on_tokens + returns(unseen, sampled, gamma=1.0), targets))
 
 
 def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) -> None:
@@ -150,7 +150,7 @@ def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) 
             raise ValueError(f"{name} {list(given.shape)} does not line up with the tokens {list(sampled.shape)}")
 
 
-def _single(found: Estimated) -> Estimated:
+def _single(found: AdvantageEstimate) -> AdvantageEstimate:
     advantages, targets = (None if x is None else x.float().contiguous() for x in found)
     assert advantages is not None
-    return Estimated(advantages, targets)
+    return AdvantageEstimate(advantages, targets)

@@ -15,7 +15,7 @@ from vlmrl.algorithms.aggregation import Aggregation
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
 from vlmrl.algorithms.policy_losses import Surrogate
-from vlmrl.algorithms.user_function import OwnFunction, call
+from vlmrl.algorithms.user_function import UserFunction, call
 from vlmrl.errors import ConfigError
 from vlmrl.system.user_function import declared, name_of
 
@@ -34,7 +34,7 @@ class PolicyLoss:
     aggregation: Aggregation
     max_new_tokens: int
     """Longest response; read by `constant` aggregation alone."""
-    kind: str | OwnFunction = "ppo"
+    kind: str | UserFunction = "ppo"
     """The name of a function in `policy_losses.py`, or a user's own function. A specification `path.py:name` becomes
     one in the process that learns: what a user's file defines does not travel."""
     clip_low: float = 0.2
@@ -69,7 +69,7 @@ class PolicyTerms(NamedTuple):
     """pi / pi_old as the loss reads it, without a gradient; 1 where not sampled."""
 
 
-def check(kind: OwnFunction) -> None:
+def check(kind: UserFunction) -> None:
     """Refuse a user's loss that demands what it cannot be given, by ConfigError."""
     declared(kind, OFFERED, flag=FLAG)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-class Estimated(NamedTuple):
+class AdvantageEstimate(NamedTuple):
     """What a step's rewards say of each token; 0 where the policy did not choose."""
 
     advantages: Float[Tensor, "B T"]
@@ -28,7 +28,7 @@ def time_first(per_token: Tensor) -> Tensor:
     return per_token.T.contiguous().T
 
 
-def payments(
+def reward_per_token(
     terminal: Float[Tensor, " B"],
     sampled: Bool[Tensor, "B T"],
     *,
@@ -76,7 +76,7 @@ def gae(
     *,
     gamma: float,
     lambd: float,
-) -> Estimated:
+) -> AdvantageEstimate:
     """Generalised advantage estimation (arXiv:1506.02438), before any normalisation.
 
     `A_t = d_t + gamma lambd A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`, and `returns = A + V`; t + 1 is the next
@@ -90,11 +90,11 @@ def gae(
         torch.add(reward, after, alpha=gamma, out=here)
         torch.where(chosen, value.lerp(here, lambd), after, out=after)
     found.masked_fill_(~sampled, 0.0)
-    return Estimated(advantages=known.neg_().add_(found), returns=found)
+    return AdvantageEstimate(advantages=known.neg_().add_(found), returns=found)
 
 
 def normalise(
-    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, by_deviation: bool
+    values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, divide_by_std: bool
 ) -> Float[Tensor, "B T"]:
     """Subtract the mean over all sampled tokens and, if asked, divide by their (biased) deviation.
 
@@ -106,7 +106,7 @@ def normalise(
     origin = values[row, sampled[row].to(torch.uint8).argmax()]
     centred = (values - origin).masked_fill_(~sampled, 0.0)
     centred.sub_(centred.sum() / count).masked_fill_(~sampled, 0.0)
-    if by_deviation:
+    if divide_by_std:
         centred.div_((torch.linalg.vector_norm(centred).square() / count).clamp(min=1e-8).sqrt())
     return centred
 

@@ -1,6 +1,6 @@
 """Rewards before any baseline: how they are shaped, and which groups of them are worth learning from.
 
-The reward of a response is shaped in this order: over-long, truncated, clipped.
+The reward of a response is shaped in this order: overlong, truncated, clipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-_ROUNDING = 1e-6
+REWARD_ROUNDING = 1e-6
 """Weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999: rewards that are no further apart are the same."""
 
 
@@ -60,7 +60,7 @@ def shape(
     return rewards.clamp(*clip_range)
 
 
-def teaches(
+def has_signal(
     rewards: Float[Tensor, "N G"],
     *,
     step_rewards: Float[Tensor, "N G"] | None = None,
@@ -76,7 +76,7 @@ def teaches(
     is_unscored = torch.zeros_like(totals, dtype=torch.bool) if scored is None else ~scored
     highest = totals.masked_fill(is_unscored, -torch.inf).amax(dim=1)
     lowest = totals.masked_fill(is_unscored, torch.inf).amin(dim=1)
-    return highest - lowest > _ROUNDING
+    return highest - lowest > REWARD_ROUNDING
 
 
 def is_within(mean: float, low: float, high: float) -> bool:
@@ -87,4 +87,4 @@ def is_within(mean: float, low: float, high: float) -> bool:
     """
     if not low < high:
         raise ValueError(f"no mean lies between {low} and {high}")
-    return low + _ROUNDING < mean < high - _ROUNDING
+    return low + REWARD_ROUNDING < mean < high - REWARD_ROUNDING

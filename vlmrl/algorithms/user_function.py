@@ -11,11 +11,11 @@ from torch import Tensor
 from vlmrl.errors import ConfigError
 from vlmrl.system.user_function import declared, name_of, reason
 
-OwnFunction = Callable[..., Tensor]
+UserFunction = Callable[..., Tensor]
 """A function from a user's file."""
 
 
-def call(function: OwnFunction, offered: Mapping[str, Any], *, shapes: Sequence[tuple[int, ...]], flag: str) -> Tensor:
+def call(function: UserFunction, offered: Mapping[str, Any], *, shapes: Sequence[tuple[int, ...]], flag: str) -> Tensor:
     """Call a user's function with those of the `offered` arguments that it declares.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ray
 
 from vlmrl.config.data import Columns
-from vlmrl.config.rollout import Held
+from vlmrl.config.rollout import EvalBase
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
@@ -54,7 +54,7 @@ class SourceSettings:
     """Folder or Hub id whose processor reads the data."""
     trust_remote_code: bool
     data: Columns
-    evaluation: Held | None
+    evaluation: EvalBase | None
     seed: int
     functions: Sequence[str] = ()
     """The built-in reward functions of the run: rows whose label they cannot use are dropped."""

@@ -1,4 +1,4 @@
-"""Where prompts and images come from."""
+"""The training data, and how their rows become prompts and images."""
 
 from typing import Annotated, Self
 
@@ -11,14 +11,14 @@ class Columns(Section):
     """How rows become prompts; the same for training and evaluation."""
 
     input_key: str = "input"
-    """Column of the question: a string, or a list of chat messages (ShareGPT's as well). Where there is no column
-    `input`, the one of `prompt`, `messages` and `conversations` that there is."""
+    """Column of the question: a string, or a list of chat messages (also ShareGPT's). Without a column `input`, the one
+    of `prompt`, `messages` and `conversations` that exists."""
     label_key: str = "label"
-    """Column of the expected response; `reward_model.ground_truth` is a place inside of a column. A row whose label no
-    response can match (`reward.functions`) is dropped and counted."""
+    """Column of the expected response; dots select a field inside a column, as in `reward_model.ground_truth`. A row
+    whose label no response can match (`reward.functions`) is dropped and counted."""
     output_key: str = "answer"
-    """Column of what the model should say, read by `vlmrl sft` alone; where there is none, `completion`, else the
-    label. Messages that end with one of the assistant's say it themselves."""
+    """Column of the response to learn, read by `vlmrl sft` only; without it `completion`, else the label. In messages
+    that end with the assistant's, the last one is the response."""
     image_key: str | None = "images"
     """Column of the images; a row may have none. `none`: no column is read, and `<image>` is text like any other."""
     input_template: str | None = None
@@ -45,8 +45,8 @@ class Columns(Section):
     image_root: str | None = None
     """Folder that relative image paths start from; by default the dataset file's own."""
     image_roots: tuple[Text, ...] = ()
-    """Further folders whose images a dataset may name. Others are out of its reach: images lie below the dataset's own
-    folder or `data.image_root`, once symbolic links are followed."""
+    """Further folders whose images a dataset may name. Others are refused: after following symbolic links, images must
+    lie below the dataset's own folder or `data.image_root`."""
     allow_image_urls: bool = False
     """Download images that a dataset names by http(s) URL. Private addresses are refused, also after a redirect."""
     max_dropped_fraction: Fraction = 0.05
@@ -55,7 +55,7 @@ class Columns(Section):
     @field_validator("image_key")
     @classmethod
     def read_none(cls, key: str | None) -> str | None:
-        """In YAML `none` is a text."""
+        """Read `none`, which YAML takes for a string."""
         return None if key == "none" else key
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class Columns(Section):
 COLUMN_KEYS: dict[str, str] = {
     name: Columns.model_fields[name].default for name in ("input_key", "label_key", "output_key", "image_key")
 }
-"""The settings that name a column -> the name by default."""
+"""Settings that name a column -> their defaults."""
 
 
 class Data(Columns):
@@ -76,23 +76,23 @@ class Data(Columns):
 
     prompt_dataset: Text
     """Dataset: a name in `datasets/` (`visual_math?families=count+clock&size=2000`), a .jsonl/.json/.parquet/.csv/.tsv
-    file, a `save_to_disk` folder, a folder of images or a Hub id. Several are separated by commas; columns of one alone
-    follow its name, `my.jsonl:input_key=problem:label_key=solution`."""
+    file, a `save_to_disk` folder, a folder of images or a Hub id. Several are separated by commas; the columns of
+    a single one follow its name, `my.jsonl:input_key=problem:label_key=solution`."""
     prompt_probs: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
-    """Shares in which several datasets are mixed; by default in proportion to their rows."""
+    """Proportions in which several datasets are mixed; by default their numbers of rows."""
     prompt_split: str = "train"
     """Split of the dataset."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each dataset."""
     eval_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the rows of each dataset that is held out of training, chosen by `train.seed`, and evaluated like
+    """Fraction of each dataset's rows that is held out of training, chosen by `train.seed`, and evaluated like
     `eval.dataset`."""
 
 
 def unread_of_columns(columns: Columns) -> Unread:
     if not columns.apply_chat_template:
         return {}
-    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template takes its place"}
+    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template replaces it"}
 
 
 def conflicts_of_data(data: Data) -> list[str]:
@@ -101,4 +101,6 @@ def conflicts_of_data(data: Data) -> list[str]:
     num_datasets = sum(bool(part.strip()) for part in data.prompt_dataset.split(","))
     if len(data.prompt_probs) == num_datasets:
         return []
-    return [f"data.prompt_probs has {len(data.prompt_probs)} shares for the {num_datasets} of data.prompt_dataset"]
+    return [
+        f"data.prompt_probs has {len(data.prompt_probs)} values for the {num_datasets} datasets of data.prompt_dataset"
+    ]

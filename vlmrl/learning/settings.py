@@ -74,7 +74,7 @@ class CriticSettings:
     """Settings of `Critic`."""
 
     critic: CriticSection
-    """`RlConfig.whole_critic`."""
+    """`RlConfig.resolved_critic`."""
     ds: Ds
     """Of the policy; the ZeRO stage is the critic's own."""
     loop: Loop

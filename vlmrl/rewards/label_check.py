@@ -22,7 +22,7 @@ _TIME_LIMIT_S = 5.0
 """For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
-_WANT_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.wants_label)
+_WANT_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.needs_label)
 
 
 def who_needs_labels(reward: Scoring) -> str | None:

@@ -164,7 +164,7 @@ class Functions:
                     f"{request.source} has no column {column}, for which {name} asks (it has {columns}; the question "
                     "goes by prompts)"
                 )
-        with_label = [name for name, declared in self._declared.items() if declared.wants_label]
+        with_label = [name for name, declared in self._declared.items() if declared.needs_label]
         if not with_label or request.label is not None:
             return None
         return f"{request.source} has no label, and the reward function {with_label[0]} compares with one"

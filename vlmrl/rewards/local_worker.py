@@ -44,7 +44,7 @@ class Declared:
 
     arguments: frozenset[str]
     """Those of `ARGUMENTS` that it takes."""
-    wants_label: bool
+    needs_label: bool
     """It cannot score a prompt without a label."""
     batch: batch.Signature | None = None
     """Its arguments if it takes a batch of responses; None: it takes one response."""
@@ -98,7 +98,7 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
     for name in names:
         module = import_module(f"vlmrl.rewards.{name}")
         arguments = frozenset(inspect.signature(module.score).parameters)
-        declared = Declared(arguments, REWARD_FUNCTIONS[name].wants_label)
+        declared = Declared(arguments, REWARD_FUNCTIONS[name].needs_label)
         _loaded[name] = _Loaded(module.score, str(module.__file__), declared)
     if spec is not None:
         name = spec.rpartition(":")[2]
@@ -190,7 +190,7 @@ def declare(function: Callable[..., Any], spec: str) -> Declared:
     signature = batch.signature_of(parameters, spec, setting=SETTING)
     images, others = parameters.names & {"images"}, frozenset(ARGUMENTS) - {"images"}
     if signature is not None:
-        return Declared(others | images, wants_label=False, batch=signature)
+        return Declared(others | images, needs_label=False, batch=signature)
     names = parameters.taken(others) | images
     unmet = parameters.unmet(ARGUMENTS)
     if unmet or "response" not in names:
@@ -199,7 +199,7 @@ def declare(function: Callable[..., Any], spec: str) -> Declared:
             f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
             "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
         )
-    return Declared(names, wants_label=False)
+    return Declared(names, needs_label=False)
 
 
 def to_result(returned: Any) -> RewardResult:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.returns import gae, normalise, payments, returns, time_first
+from vlmrl.algorithms.returns import gae, normalise, returns, reward_per_token, time_first
 
 F, T = False, True
 NAN, INF = float("nan"), float("inf")
@@ -13,14 +13,14 @@ SAMPLED = torch.tensor([[F, T, F, F, T, T], [T, T, F, F, F, F], [F, F, F, F, F, 
 
 
 def test_an_answer_is_paid_on_its_last_sampled_token() -> None:
-    found = payments(torch.tensor([8.0, 4.0, 9.0]), SAMPLED)
+    found = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED)
     assert found.tolist() == [[0, 0, 0, 0, 0, 8.0], [0, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
 def test_penalties_and_token_rewards_are_paid_on_their_own_tokens_only() -> None:
     penalty = torch.tensor([[NAN, 1.0, 7.0, INF, 2.0, 3.0], [0.5, 0.0, 9.0, 9.0, 9.0, 9.0], [NAN] * 6])
     steps = torch.tensor([[0, 0.25, 0, 0, 0, 1.0], [0.0] * 6, [0.0] * 6])
-    found = payments(torch.tensor([8.0, 4.0, 9.0]), SAMPLED, penalty=penalty, token_rewards=steps)
+    found = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED, penalty=penalty, token_rewards=steps)
     assert found.tolist() == [[0, -0.75, 0, 0, -2.0, 6.0], [-0.5, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
@@ -28,18 +28,18 @@ def test_a_token_reward_that_nobody_would_earn_is_refused() -> None:
     steps = torch.zeros(3, 6)
     steps[0, 2] = 1.0
     with pytest.raises(ValueError, match="did not sample"):
-        payments(torch.zeros(3), SAMPLED, token_rewards=steps)
+        reward_per_token(torch.zeros(3), SAMPLED, token_rewards=steps)
 
 
 def test_a_return_discounts_by_sampled_tokens_only() -> None:
-    found = returns(payments(torch.tensor([8.0, 4.0, 9.0]), SAMPLED), SAMPLED, gamma=0.5)
+    found = returns(reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED), SAMPLED, gamma=0.5)
     assert found.tolist() == [[0, 2.0, 0, 0, 4.0, 8.0], [2.0, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
 def test_a_penalty_is_charged_to_its_token_and_to_those_before_it() -> None:
     sampled = torch.tensor([[F, T, F, T, T], [T, T, F, F, F]])
     penalty = torch.tensor([[9.0, 1.0, NAN, 2.0, 4.0], [1.0, 0.0, 9.0, 9.0, 9.0]])
-    found = returns(payments(torch.tensor([8.0, 2.0]), sampled, penalty=penalty), sampled, gamma=0.5)
+    found = returns(reward_per_token(torch.tensor([8.0, 2.0]), sampled, penalty=penalty), sampled, gamma=0.5)
     # Backwards: 8 - 4 = 4; 4/2 - 2 = 0; 0/2 - 1 = -1. Second row: 2 - 0 = 2; 2/2 - 1 = 0.
     assert found.tolist() == [[0.0, -1.0, 0.0, 0.0, 4.0], [0.0, 2.0, 0.0, 0.0, 0.0]]
 
@@ -47,7 +47,7 @@ def test_a_penalty_is_charged_to_its_token_and_to_those_before_it() -> None:
 def test_gae_by_hand_over_a_gap() -> None:
     sampled = torch.tensor([[T, F, T, T, F], [F, T, F, F, F]])
     values = torch.tensor([[1.0, NAN, 2.0, 4.0, INF], [NAN, 3.0, NAN, NAN, NAN]])
-    paid = payments(torch.tensor([8.0, 5.0]), sampled)
+    paid = reward_per_token(torch.tensor([8.0, 5.0]), sampled)
     found = gae(paid, values, sampled, gamma=0.5, lambd=0.5)
     # d = 0 + 2/2 - 1 = 0, 0 + 4/2 - 2 = 0, 8 - 4 = 4; A backwards: 4, 0 + 4/4 = 1, 0 + 1/4. Second row: 5 - 3.
     assert found.advantages.tolist() == [[0.25, 0, 1.0, 4.0, 0], [0, 2.0, 0, 0, 0]]
@@ -96,7 +96,7 @@ def test_ragged_answers_with_gaps_agree_with_the_definitions(seed: int) -> None:
     values = torch.where(sampled, torch.randn(rows, columns), NAN)
     penalty = torch.where(sampled, torch.randn(rows, columns), INF)
     steps = torch.where(sampled & (torch.rand(rows, columns) < 0.2), torch.randn(rows, columns), 0.0)
-    paid = payments(torch.randn(rows), sampled, penalty=penalty, token_rewards=steps)
+    paid = reward_per_token(torch.randn(rows), sampled, penalty=penalty, token_rewards=steps)
     expected_returns, expected = definition(paid, values, sampled, gamma=gamma, lambd=lambd)
     for layout in (lambda x: x, time_first):
         given = [layout(x) for x in (paid, values, sampled)]
@@ -111,19 +111,19 @@ def test_what_is_given_is_left_as_it_was() -> None:
     paid = torch.ones(1, 2, dtype=torch.float64)
     values = torch.ones(1, 2, dtype=torch.float64)
     gae(paid, values, torch.tensor([[T, F]]), gamma=1.0, lambd=1.0)
-    normalise(values, torch.tensor([[T, F]]), by_deviation=True)
+    normalise(values, torch.tensor([[T, F]]), divide_by_std=True)
     assert paid.tolist() == values.tolist() == [[1.0, 1.0]]
 
 
 def test_normalising_ignores_what_stands_in_the_padding() -> None:
     values = torch.tensor([[1.0, NAN], [3.0, INF], [NAN, NAN]])
-    found = normalise(values, torch.tensor([[T, F], [T, F], [F, F]]), by_deviation=True)
+    found = normalise(values, torch.tensor([[T, F], [T, F], [F, F]]), divide_by_std=True)
     torch.testing.assert_close(found, torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]))
 
 
 def test_a_deviation_that_is_next_to_nothing_is_taken_for_1e_4() -> None:
     values = torch.tensor([[1.0, 1.0 + 2e-6]], dtype=torch.float64)
-    found = normalise(values, torch.tensor([[T, T]]), by_deviation=True)
+    found = normalise(values, torch.tensor([[T, T]]), divide_by_std=True)
     torch.testing.assert_close(found, torch.tensor([[-0.01, 0.01]], dtype=torch.float64))
 
 
@@ -131,9 +131,9 @@ def test_a_deviation_that_is_next_to_nothing_is_taken_for_1e_4() -> None:
 def test_normalising_equal_values_leaves_exactly_zero(value: float) -> None:
     sampled = torch.tensor([[F, T, T, T], [T, T, T, T]])
     values = torch.full((2, 4), value, dtype=torch.float64)
-    assert normalise(values, sampled, by_deviation=True).tolist() == [[0.0] * 4] * 2
+    assert normalise(values, sampled, divide_by_std=True).tolist() == [[0.0] * 4] * 2
 
 
 def test_normalising_nothing_is_nothing() -> None:
-    found = normalise(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool), by_deviation=True)
+    found = normalise(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool), divide_by_std=True)
     assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]

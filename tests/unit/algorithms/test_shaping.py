@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlmrl.algorithms.shaping import is_within, overlong_penalty, punish_truncation, shape, teaches
+from vlmrl.algorithms.shaping import has_signal, is_within, overlong_penalty, punish_truncation, shape
 
 
 def test_the_overlong_penalty_rises_over_the_buffer_before_the_limit() -> None:
@@ -99,19 +99,19 @@ def test_rounding_keeps_no_group() -> None:
 def test_a_group_teaches_when_its_responses_are_worth_different_amounts() -> None:
     rewards = torch.tensor([[0.1, 0.1, 0.1], [-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
     # All wrong but well formatted; half right of rewards in [-1, 1]; all right; one right.
-    assert teaches(rewards).tolist() == [False, True, False, True]
+    assert has_signal(rewards).tolist() == [False, True, False, True]
 
 
 def test_rounding_teaches_nothing_and_a_little_more_does() -> None:
-    assert teaches(torch.tensor([[0.7 + 0.2 + 0.1, 1.0], [1.0, 1.0 + 4e-6]])).tolist() == [False, True]
+    assert has_signal(torch.tensor([[0.7 + 0.2 + 0.1, 1.0], [1.0, 1.0 + 4e-6]])).tolist() == [False, True]
 
 
 def test_rewards_of_steps_count_with_those_of_the_response() -> None:
     rewards, steps = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.25, 0.5], [0.0, 1.0]])
-    assert teaches(rewards, step_rewards=steps).tolist() == [True, False]
+    assert has_signal(rewards, step_rewards=steps).tolist() == [True, False]
 
 
 def test_what_was_not_scored_tells_nothing_apart() -> None:
     rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     scored = torch.tensor([[True, True, False], [True, True, False], [True, False, False], [False] * 3])
-    assert teaches(rewards, scored=scored).tolist() == [False, True, False, False]
+    assert has_signal(rewards, scored=scored).tolist() == [False, True, False, False]

@@ -26,7 +26,7 @@ from vlmrl.cluster.role_settings import (
     rewarder_settings,
 )
 from vlmrl.config.run import SftConfig
-from vlmrl.config.schedule import last_step, last_step_from, optimizer_steps, share_done
+from vlmrl.config.schedule import fraction_done, last_step, last_step_from, optimizer_steps
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 
@@ -187,16 +187,16 @@ def test_a_run_that_goes_on_with_other_batches_ends_with_its_rows() -> None:
     }
     steps = {size: last_step_from(settings, 64, done=5, drawn=20) for size, settings in of.items()}
     assert steps == {2: 5 + 22, 4: 16, 8: 5 + 5}
-    assert share_done(of[8], 64, done=5, drawn=20) == 20 / 64
+    assert fraction_done(of[8], 64, done=5, drawn=20) == 20 / 64
     assert last_step_from(of[4], 64, done=0, drawn=0) == last_step(of[4], 64)
     assert last_step_from(of[4], 64, done=20, drawn=80) == 20, "fewer episodes than it has made"
-    assert share_done(of[4], 64, done=20, drawn=80) == 1.0
+    assert fraction_done(of[4], 64, done=20, drawn=80) == 1.0
 
 
 def test_a_run_that_goes_on_is_still_bounded_by_its_steps() -> None:
     short = config(train={"batch_size": 4, "max_steps": 7})
     assert last_step_from(short, 64, done=5, drawn=20) == 7
-    assert share_done(short, 64, done=5, drawn=20) == 5 / 7
+    assert fraction_done(short, 64, done=5, drawn=20) == 5 / 7
 
 
 def test_a_run_that_sifts_may_take_as_many_steps_as_if_every_group_taught() -> None:

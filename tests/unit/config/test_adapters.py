@@ -2,18 +2,18 @@
 
 import pytest
 
-from vlmrl.config.adapters import merged_because
+from vlmrl.config.adapters import reason_to_merge
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
 from vlmrl.config.run import MergeConfig, PublishBench, RlConfig, SftConfig, StepBench
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.errors import ConfigError
 
 MODEL = ["--actor.model_name_or_path", "m"]
 DATA = ["--data.prompt_dataset", "d"]
 
 
-def read(line: str, kind: type[Run] = RlConfig) -> Run:
+def read(line: str, kind: type[VerbConfig] = RlConfig) -> VerbConfig:
     data = DATA if kind in (RlConfig, SftConfig) else []
     return load(kind, [*MODEL, *data, *line.split()])
 
@@ -33,13 +33,16 @@ ONE_PASS = "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.batc
         (f"{LORA} --ds.lora.target_modules []", "at least 1 item"),
         (
             f"{LORA} --ds.lora.target_modules vision --actor.freeze_visual_encoder",
-            "would change what actor.freeze_visual_encoder keeps as it is",
+            "would change what actor.freeze_visual_encoder freezes",
         ),
         (f"{QLORA} --ds.zero_stage 3 --ds.quant_storage uint8", "cannot be sharded by ds.zero_stage 3.* use bf16"),
         (f"{QLORA} --ds.zero_stage 3 --ds.quant_storage fp32", "cannot be sharded by ds.zero_stage 3.* use bf16"),
         (f"{QLORA} --ds.quant_storage fp32", "would not survive ds.param_dtype bf16.* use uint8"),
-        (f"{LORA} --actor.optim adam_8bit --ds.adam_offload", "actor.optim adam_8bit has one of its own"),
-        (f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS}", "dropout 0.1 makes an update another function .* set it to 0"),
+        (f"{LORA} --actor.optim adam_8bit --ds.adam_offload", "actor.optim adam_8bit has its own"),
+        (
+            f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS}",
+            "dropout 0.1 makes the update's forward .* set it to 0",
+        ),
     ],
 )
 def test_a_contradiction_is_one_line_that_says_what_to_do(line: str, said: str) -> None:
@@ -96,14 +99,14 @@ def test_benchmarks_take_adapters() -> None:
     read(QLORA, StepBench)
     with pytest.raises(ConfigError, match=r"set ds.lora.rank above 0"):
         read("--ds.load_in_4bit", StepBench)
-    with pytest.raises(ConfigError, match="draws anew in every pass"):
+    with pytest.raises(ConfigError, match="differs in every pass"):
         read(f"{LORA} --ds.lora.dropout 0.1", StepBench)
 
 
 def test_what_vllm_would_not_apply_exactly_is_merged() -> None:
-    assert merged_because(Lora(rank=8)) is None
-    assert merged_because(Lora(rank=8, use_dora=True)) == "ds.lora.use_dora"
-    assert merged_because(Lora(rank=8, target_modules=("all-linear", "vision"))) == "ds.lora.target_modules vision"
+    assert reason_to_merge(Lora(rank=8)) is None
+    assert reason_to_merge(Lora(rank=8, use_dora=True)) == "ds.lora.use_dora"
+    assert reason_to_merge(Lora(rank=8, target_modules=("all-linear", "vision"))) == "ds.lora.target_modules vision"
 
 
 def test_merging_needs_an_adapter_and_a_place() -> None:

@@ -67,9 +67,9 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{CORRECTED} --algo.advantage.is_correction_type mis", "should be 'tis', 'icepop' or 'seq-mask-tis'"),
         (
             f"{CORRECTED} --algo.advantage.is_correction_type icepop --actor.policy_loss_type gspo",
-            "icepop weighs single tokens, and actor.policy_loss_type gspo whole responses: use seq-mask-tis",
+            "icepop weights single tokens, and actor.policy_loss_type gspo whole responses: use seq-mask-tis",
         ),
-        (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weighs single tokens"),
+        (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weights single tokens"),
         # Groups of one.
         ("--rollout.n_samples_per_prompt 1", "algo.advantage.estimator group_norm without a group"),
         *(
@@ -78,13 +78,13 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         ),
         (
             f"{ONE} --algo.advantage.estimator mine.py:f --algo.dynamic_filtering_enable",
-            "one response to judge a prompt by: use 2 or more",
+            "no responses to compare: use 2 or more",
         ),
         # Filtering by differences that the estimator does not look at.
         *(
             (
                 f"--algo.advantage.estimator {name} --algo.dynamic_filtering_enable",
-                f"algo.dynamic_filtering_enable drops groups .*estimator {name} does not compare within groups",
+                f"algo.dynamic_filtering_enable drops groups .*estimator {name} learns from them",
             )
             for name in ("gae", "reinforce")
         ),
@@ -130,13 +130,13 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--actor.dual_clip 3 --actor.policy_loss_type a.py:f", "actor.dual_clip", "it is a.py:f"),
         ("--algo.kl.target 0.1", "algo.kl.target", "algo.kl.init_coef is 0"),
         ("--algo.kl.horizon 100", "algo.kl.horizon", "algo.kl.init_coef is 0"),
-        (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "stays as it is without algo.kl.target"),
+        (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "is constant without algo.kl.target"),
         ("--algo.dynamic_filtering_range 0 1", "algo.dynamic_filtering_range", "dynamic_filtering_enable is off"),
         ("--algo.dynamic_filtering_max_draws 3", "algo.dynamic_filtering_max_draws", "dynamic_filtering_enable is off"),
         (
             f"{ONE} {REINFORCE} --algo.kl.early_stop 0.1",
             "algo.kl.early_stop",
-            "one optimizer step per batch of responses leaves no rest of an update: lower train.batch_size",
+            "with one optimizer step per batch of responses there is nothing to skip: lower train.batch_size",
         ),
     ],
 )

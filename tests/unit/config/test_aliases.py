@@ -8,7 +8,7 @@ from vlmrl.config.aliases import ALIASES, alias_of
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.run import VERBS, EvalConfig, MergeConfig, RlConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
@@ -21,7 +21,7 @@ NAMED_IN_SCRIPTS = [
 ]
 
 
-def mistakes(*flags: str, kind: type[Run] = RlConfig, needed: bool = True) -> list[str]:
+def mistakes(*flags: str, kind: type[VerbConfig] = RlConfig, needed: bool = True) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(kind, [*(NEEDED if needed else []), *flags])
     return [line.strip() for line in str(caught.value).splitlines() if "mistakes in the settings" not in line]

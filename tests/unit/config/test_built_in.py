@@ -71,4 +71,4 @@ def test_the_row_of_a_policy_loss_says_what_it_reads(name: str) -> None:
 @pytest.mark.parametrize("name", REWARD_FUNCTIONS)
 def test_the_row_of_a_reward_function_says_whether_it_reads_the_label(name: str) -> None:
     score = import_module(f"vlmrl.rewards.{name}").score
-    assert ("label" in inspect.signature(score).parameters) == REWARD_FUNCTIONS[name].wants_label
+    assert ("label" in inspect.signature(score).parameters) == REWARD_FUNCTIONS[name].needs_label

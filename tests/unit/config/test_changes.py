@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from vlmrl.config.changes import changes, described, plain_settings
+from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 
@@ -26,19 +26,19 @@ def test_settings_are_plain_json_and_only_those_that_are_read() -> None:
 
 def test_old_and_new_of_each_setting_that_differs() -> None:
     before = plain_settings(run())
-    assert changes(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
-    found = changes(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
+    assert changed_settings(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
+    found = changed_settings(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
     assert found == {"rollout.batch_size": (128, 64), "train.max_steps": (None, 9)}
-    assert described(found) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
+    assert format_changes(found) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
 
 
 def test_settings_that_one_of_the_runs_does_not_know_are_no_change() -> None:
     before = plain_settings(run())
     del before["rollout.temperature"]
-    assert changes(before | {"rollout.gone": 1}, run("--rollout.temperature", "0.5")) == {}
-    assert changes({}, run()) == {}
+    assert changed_settings(before | {"rollout.gone": 1}, run("--rollout.temperature", "0.5")) == {}
+    assert changed_settings({}, run()) == {}
 
 
 def test_a_long_value_is_shown_short_and_on_one_line() -> None:
-    line = described({"data.input_template": ("a\nb", "x" * 100)})
+    line = format_changes({"data.input_template": ("a\nb", "x" * 100)})
     assert line == f"data.input_template a b -> {'x' * 60}..."

@@ -7,13 +7,13 @@ import yaml
 
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
-from vlmrl.config.names import value
+from vlmrl.config.names import setting_value
 from vlmrl.config.run import EvalConfig, RlConfig, ServeConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d?size=3&families=a+b"]
 
-RUNS: list[tuple[type[Run], list[str]]] = [
+RUNS: list[tuple[type[VerbConfig], list[str]]] = [
     (RlConfig, NEEDED),
     (SftConfig, NEEDED),
     (SftConfig, [*NEEDED, "--ds.packing_samples", "false", "--ckpt.save_steps", "5"]),
@@ -37,7 +37,7 @@ RUNS: list[tuple[type[Run], list[str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "flags"), RUNS)
-def test_the_file_repeats_the_run(kind: type[Run], flags: list[str], tmp_path: Path) -> None:
+def test_the_file_repeats_the_run(kind: type[VerbConfig], flags: list[str], tmp_path: Path) -> None:
     config = load(kind, flags)
     dump_yaml(config, tmp_path / "config.yaml")
     again = load(kind, ["--config", str(tmp_path / "config.yaml")])
@@ -50,7 +50,7 @@ def test_the_file_repeats_the_run(kind: type[Run], flags: list[str], tmp_path: P
 
 @pytest.mark.parametrize(("kind", "flags"), RUNS)
 def test_every_setting_is_in_the_file_and_what_is_not_read_is_a_comment(
-    kind: type[Run], flags: list[str], tmp_path: Path
+    kind: type[VerbConfig], flags: list[str], tmp_path: Path
 ) -> None:
     config = load(kind, flags)
     dump_yaml(config, tmp_path / "config.yaml")
@@ -64,7 +64,7 @@ def test_every_setting_is_in_the_file_and_what_is_not_read_is_a_comment(
             continue
         for part in parts:
             node = node[part]
-        held = value(config, name)
+        held = setting_value(config, name)
         assert type(config).settings()[name] is not None
         assert (list(held) if isinstance(held, tuple) else held) == (float(node) if isinstance(held, float) else node)
 

@@ -9,7 +9,7 @@ import pytest
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
 from vlmrl.config.run import VERBS, RlConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))
@@ -22,7 +22,7 @@ COMMANDS = [
 KINDS = {kind.verb: kind for kind in VERBS}
 
 
-def recipe(command: str) -> Run:
+def recipe(command: str) -> VerbConfig:
     program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
     return load(KINDS[verb], words)

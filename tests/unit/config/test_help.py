@@ -2,11 +2,13 @@ import pytest
 
 from vlmrl.config.help import help_text
 from vlmrl.config.run import VERBS, EvalConfig, RlConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 
 @pytest.mark.parametrize("kind", VERBS)
-def test_help_lists_every_setting_once_with_its_docstring(kind: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_every_setting_once_with_its_docstring(
+    kind: type[VerbConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = help_text(kind, has_dry_run=False)
     assert max(map(len, text.splitlines())) < 120

@@ -140,20 +140,20 @@ def test_a_section_is_not_a_setting(tmp_path: Path) -> None:
         (["--train.batch_size", "many"], "--train.batch_size many: should be a valid integer"),
         (["--train.batch_size", "0"], "--train.batch_size 0: should be greater than 0"),
         (["--train.batch_size", "1.5"], "--train.batch_size 1.5: should be a valid integer"),
-        (["--train.batch_size"], "--train.batch_size: wants a value"),
+        (["--train.batch_size"], "--train.batch_size: needs a value"),
         (["--ds.zero_stage", "4"], "--ds.zero_stage 4: should be 0, 1, 2 or 3"),
         (["--train.colocate_all", "maybe"], "--train.colocate_all maybe: should be a valid boolean"),
-        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: wants 2 values, not 1"),
+        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: takes 2 values, not 1"),
         (["--actor.adam.lr", "nan"], "--actor.adam.lr nan: should be a finite number"),
-        (["--actor.eps_clip_low_high", "0.2"], "--actor.eps_clip_low_high 0.2: wants 2 values, not 1"),
-        (["--actor.adam.betas", "0.9", "0.9", "0.9"], "--actor.adam.betas 0.9 0.9 0.9: wants 2 values, not 3"),
-        (["--train.seed", "none"], "--train.seed none: wants a value: leave it out for its default, 42"),
+        (["--actor.eps_clip_low_high", "0.2"], "--actor.eps_clip_low_high 0.2: takes 2 values, not 1"),
+        (["--actor.adam.betas", "0.9", "0.9", "0.9"], "--actor.adam.betas 0.9 0.9 0.9: takes 2 values, not 3"),
+        (["--train.seed", "none"], "--train.seed none: needs a value: leave it out for its default, 42"),
         (
             ["--reward.functions", "{math"],
             "--reward.functions {math: should be names, or names and their numbers: '{\"name\": 1}'",
         ),
-        (["--train.seed", "1", "2"], "--train.seed 1: takes one value, but '2' follows; quote what belongs together"),
-        (["--eval.steps", "0"], "--eval.steps 0: wants a number of steps above 0, or -1 for never"),
+        (["--train.seed", "1", "2"], "--train.seed 1: takes one value, but '2' follows; quote a value with spaces"),
+        (["--eval.steps", "0"], "--eval.steps 0: must be a number of steps above 0, or -1 for never"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_flag(flags: list[str], line: str) -> None:
@@ -197,7 +197,7 @@ def test_every_mistake_is_told_in_one_go(tmp_path: Path) -> None:
         f"{file}:3: train.micro_batch_size: 0: should be greater than 0",
         "--train.async_enable: not built yet",
         "--ds.zero_stage 9: should be",
-        "--data.prompt_dataset: wants a value",
+        "--data.prompt_dataset: needs a value",
         "algo.kl.estimator k1 has no useful gradient",
         "data.min_pixels 10 is above data.max_pixels 5 (--data.min_pixels, --data.max_pixels)",
         "rollout.top_p 0.5 needs rollout.temperature 1, not 2",
@@ -219,8 +219,8 @@ def test_a_wrong_value_is_not_blamed_a_second_time_through_its_default() -> None
     ("text", "line"),
     [
         ("train: {seed: 1\n", ":2: not YAML: "),
-        ("- a\n- b\n", ":1: the file is to hold sections"),
-        ("train:\n  seed: 1\ntrain:\n  seed: 2\n", ":4: train.seed: given a second time, after line 2"),
+        ("- a\n- b\n", ":1: the file must contain sections"),
+        ("train:\n  seed: 1\ntrain:\n  seed: 2\n", ":4: train.seed: given twice, first in line 2"),
         ("train:\n  seed: !!python/object:os.system {}\n", ":2: train.seed: could not determine a constructor"),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_file_that_is_no_settings_is_told_its_line(tmp_path: Path, text: str, 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert mistakes("--config", "no/such.yaml") == ["--config no/such.yaml: cannot be read: No such file or directory"]
     assert mistakes("--config", str(tmp_path)) == [f"--config {tmp_path}: cannot be read: Is a directory"]
-    assert mistakes("--config") == ["--config: wants one YAML file, not 0; give it again for another one"]
+    assert mistakes("--config") == ["--config: takes one YAML file, not 0; give it again for another one"]
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\x80\x81\x00train")
     assert mistakes("--config", str(binary))[0].startswith(f"--config {binary}: cannot be read: ")
@@ -259,8 +259,8 @@ def test_a_file_may_be_written_by_windows(tmp_path: Path, encoding: str) -> None
 def test_null_is_no_value_where_a_setting_needs_one(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "train:\n  seed: null\n  max_steps: null\nactor: {optim: ~}\n")
     assert set(mistakes("--config", file)) == {
-        f"{file}:2: train.seed: null: wants a value: leave it out for its default, 42",
-        f"{file}:4: actor.optim: ~: wants a value: leave it out for its default, adam",
+        f"{file}:2: train.seed: null: needs a value: leave it out for its default, 42",
+        f"{file}:4: actor.optim: ~: needs a value: leave it out for its default, adam",
     }
 
 
@@ -287,9 +287,9 @@ def test_reward_functions_of_a_file_may_be_a_list(tmp_path: Path) -> None:
     ("prompts", "size", "said"),
     [
         # Of 200 prompts with 8 responses each: 25 groups of 8, or 40.
-        ("200", "256", "does not divide the 1600 responses of a step .*: the nearest that do are 200 or 320"),
-        ("8", "400", "does not divide the 64 .*: the nearest that does is 64"),
-        ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: .* does is 8"),
+        ("200", "256", "does not divide the 1600 responses of a step .*: use 200 or 320"),
+        ("8", "400", "does not divide the 64 .*: use 64"),
+        ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: use 8"),
     ],
 )
 def test_a_batch_size_that_does_not_divide_is_told_those_that_do(prompts: str, size: str, said: str) -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.ds import Ds
-from vlmrl.config.names import all_but, is_given, named_in, nearest, value
+from vlmrl.config.names import all_but, is_given, nearest, setting_value, settings_named_in
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 
 NAMES = list(RlConfig.settings())
@@ -53,7 +53,7 @@ def test_given_is_what_the_user_wrote_even_when_it_equals_the_default() -> None:
     config = RlConfig.model_validate(
         {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "train": {"seed": 42}}
     )
-    assert value(config, "train.seed") == value(config, "train.seed") == 42
+    assert setting_value(config, "train.seed") == setting_value(config, "train.seed") == 42
     assert is_given(config, "train.seed")
     assert not is_given(config, "train.timeout_s")
     assert not is_given(config, "actor.adam.lr")
@@ -61,4 +61,4 @@ def test_given_is_what_the_user_wrote_even_when_it_equals_the_default() -> None:
 
 def test_a_message_is_searched_for_the_settings_it_names() -> None:
     text = "train.batch_size 3 does not divide rollout.batch_size; see run.yaml, train.batch_size."
-    assert named_in(text, NAMES) == ["train.batch_size", "rollout.batch_size"]
+    assert settings_named_in(text, NAMES) == ["train.batch_size", "rollout.batch_size"]

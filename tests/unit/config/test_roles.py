@@ -21,19 +21,19 @@ def rl(line: str = "") -> RlConfig:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor nothing of train.max_steps 5"),
+        (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor none of train.max_steps 5"),
         (f"{GAE} --critic.freezing_steps 0", "above 0, or -1 for never"),
         (f"{GAE} --critic.value_clip 0", "greater than 0"),
         (f"{GAE} --ds.adam_offload --critic.zero_stage 0", "set critic.zero_stage to 1, 2 or 3"),
-        (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has one of its own"),
+        (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has its own"),
         (
             f"{GAE} --ds.lora.rank 8 --ds.load_in_4bit --ds.quant_storage uint8 --critic.zero_stage 3",
             "ds.quant_storage uint8 cannot be sharded by critic.zero_stage 3",
         ),
-        ("--ds.adam_offload --actor.optim muon", "actor.optim muon has one of its own"),
+        ("--ds.adam_offload --actor.optim muon", "actor.optim muon has its own"),
         (
             f"{GAE} --ds.lora.rank 8 --ds.lora.target_modules vision --critic.freeze_projector",
-            "would change what critic.freeze_projector keeps as it is",
+            "would change what critic.freeze_projector freezes",
         ),
         (
             f"{GAE} --critic.optim muon --critic.muon.ns_steps 6",
@@ -48,17 +48,17 @@ def rl(line: str = "") -> RlConfig:
         ("--train.enable_ema --train.ema_beta 0", "greater than 0"),
         (
             "--eval.dataset d --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same response",
+            "eval.temperature 0 gives the same response 4 times",
         ),
         (
             f"{JUDGE} --reward.remote_url mine.py:model",
-            "your function is called model, as the reward model's",
+            "your function is called model, like the metric of the reward model",
         ),
         ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
         ("--data.eval_fraction 0.1 --ckpt.best_metric_key eval/d/pass@1", "makes none during training"),
         (
             "--data.eval_fraction 0.1 --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same response",
+            "eval.temperature 0 gives the same response 4 times",
         ),
         ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
@@ -79,7 +79,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         (
             "--algo.advantage.estimator mine.py:own --critic.value_clip 1",
             "critic.value_clip",
-            "has no critic, unless critic.model_name_or_path says what it starts from",
+            "has no critic, unless critic.model_name_or_path gives its initial model",
         ),
         (f"{GAE} --train.colocate_critic_reward", "train.colocate_critic_reward", "there is no reward model"),
         (
@@ -103,7 +103,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         (
             f"{GAE} --critic.lr_scheduler linear --critic.min_lr_ratio 0.2",
             "critic.min_lr_ratio",
-            "critic.lr_scheduler cosine_with_min_lr alone has a floor",
+            "only critic.lr_scheduler cosine_with_min_lr has a floor",
         ),
         (
             f"{GAE} --critic.lr_scheduler constant --critic.lr_warmup_ratio 0.2",
@@ -157,15 +157,15 @@ def test_without_gae_there_is_no_critic() -> None:
     ],
 )
 def test_the_critic_starts_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
-    assert rl(line).whole_critic.model_name_or_path == path
+    assert rl(line).resolved_critic.model_name_or_path == path
 
 
 def test_what_is_left_open_of_the_critic_is_the_actors() -> None:
     actor = "--actor.freeze_visual_encoder --actor.gradient_checkpointing_enable --ds.zero_stage 1"
-    whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").whole_critic
+    whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").resolved_critic
     assert (whole.freeze_visual_encoder, whole.freeze_projector, whole.gradient_checkpointing_enable) == (True,) * 3
     assert (whole.zero_stage, whole.num_gpus_per_node) == (1, 4)
-    own = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").whole_critic
+    own = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").resolved_critic
     assert (own.freeze_visual_encoder, own.zero_stage) == (False, 3)
 
 
@@ -174,15 +174,17 @@ def test_a_critic_in_the_actors_processes_has_as_many_ranks() -> None:
     for how in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
         config = rl(f"{GAE} {ranks} {how}")
         assert config.critic_is_with_actor
-        assert (config.whole_critic.num_nodes, config.whole_critic.num_gpus_per_node) == (2, 4)
+        assert (config.resolved_critic.num_nodes, config.resolved_critic.num_gpus_per_node) == (2, 4)
     apart = rl(f"{GAE} {ranks}")
     assert not apart.critic_is_with_actor
-    assert (apart.whole_critic.num_nodes, apart.whole_critic.num_gpus_per_node) == (1, 1)
+    assert (apart.resolved_critic.num_nodes, apart.resolved_critic.num_gpus_per_node) == (1, 1)
     assert not rl(f"{ranks} --train.colocate_all").critic_is_with_actor
 
 
 def test_the_critic_is_a_model_in_the_words_of_any() -> None:
-    model = rl(f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3").whole_critic
+    model = rl(
+        f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3"
+    ).resolved_critic
     found = model.as_model
     assert isinstance(found, Model)
     assert (found.adam.lr, found.adam.weight_decay, found.lr_scheduler) == (9e-6, 0.1, "linear")

@@ -57,13 +57,13 @@ def test_the_defaults_agree_with_each_other() -> None:
         *(
             ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, said)
             for more, said in (
-                ({"ds.zero_stage": 3}, "which cannot with ds.zero_stage 3: set it to 2"),
-                ({"ds.zero_stage": 1}, "which cannot with ds.zero_stage 1: set it to 2"),
-                ({"ds.adam_offload": True}, "in CPU memory always"),
+                ({"ds.zero_stage": 3}, "cannot move the optimizer with ds.zero_stage 3: set it to 2"),
+                ({"ds.zero_stage": 1}, "cannot move the optimizer with ds.zero_stage 1: set it to 2"),
+                ({"ds.adam_offload": True}, "always keeps the optimizer's state in CPU memory"),
                 ({"actor.optim": "adam_paged"}, "cannot move adam_paged"),
                 (
                     {"algo.advantage.estimator": "gae", "critic.zero_stage": 3},
-                    "which cannot with critic.zero_stage 3: set it to 2",
+                    "cannot move the optimizer with critic.zero_stage 3: set it to 2",
                 ),
             )
         ),
@@ -71,11 +71,11 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"vllm.sync_backend": "nccl", "train.colocate_all": True}, "on the same GPU.* use ipc or shm"),
         ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout shared"),
         ({"ds.packing_samples": False, "train.layout": "packed"}, "ds.packing_samples false means train.layout padded"),
-        ({"ds.attn_implementation": "sdpa"}, "sdpa does not know of prompts that responses share: set train.layout"),
-        ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not know of prompts"),
+        ({"ds.attn_implementation": "sdpa"}, "sdpa does not support prompts that responses share: set train.layout"),
+        ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not support prompts"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest response"),
-        ({"reward.functions": {}}, "nothing would score the responses"),
+        ({"reward.functions": {}}, "there is no reward"),
         ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),
         (
             {"reward.remote_url": "http://host/score,reward.py:f"},
@@ -83,7 +83,10 @@ def test_the_defaults_agree_with_each_other() -> None:
         ),
         ({"reward.clip_range": (1.0, -1.0)}, "give the smaller bound first"),
         ({"data.min_pixels": 10, "data.max_pixels": 9}, "data.min_pixels 10 is above data.max_pixels 9"),
-        ({"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)}, "1 shares for the 2 of data.prompt_dataset"),
+        (
+            {"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)},
+            "1 values for the 2 datasets",
+        ),
         ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "use k2 or k3"),
         ({"ckpt.save_steps": 0}, "above 0, or -1 for never"),
         ({"actor.model_name_or_path": ""}, "at least 1 character"),
@@ -107,9 +110,9 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.no_std_norm": True, "algo.advantage.estimator": "dr_grpo"}, "here it is dr_grpo"),
     ({"reward.overlong_penalty_factor": 0.5}, "without reward.overlong_buffer_len"),
     ({"reward.remote_weight": 2.0}, "there is no reward.remote_url"),
-    ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr alone has a floor"),
+    ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr has a floor"),
     ({"actor.lr_warmup_ratio": 0.1, "actor.lr_scheduler": "constant"}, "does not warm up"),
-    ({"actor.eps_clip": 0.2, "actor.eps_clip_low_high": (0.2, 0.3)}, "takes its place"),
+    ({"actor.eps_clip": 0.2, "actor.eps_clip_low_high": (0.2, 0.3)}, "replaces it"),
     ({"actor.gradient_checkpointing_reentrant": True}, "gradient_checkpointing_enable is off"),
     ({"data.input_template": "Q: {}"}, "data.apply_chat_template is on"),
     ({"eval.steps": 5}, "nothing is evaluated without eval.dataset"),
@@ -118,8 +121,8 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"ds.overlap_comm": True, "ds.zero_stage": 0}, "ds.zero_stage 0"),
     ({"vision.cache_gib": 1.0}, "actor.freeze_visual_encoder and actor.freeze_projector are not both on"),
     ({"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True}, "are not both on"),
-    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("vision",)}, "reach the tower"),
-    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("all",)}, "reach the tower"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("vision",)}, "include the tower"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("all",)}, "include the tower"),
     ({"ds.lora.alpha": 8.0}, "ds.lora.rank is 0"),
     ({"ds.lora.target_modules": ("all",)}, "ds.lora.rank is 0"),
     ({"actor.adapter_name_or_path": "a"}, "ds.lora.rank is 0"),
@@ -156,7 +159,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 )
 def test_what_is_off_or_switched_off_by_hand_is_no_mistake(values: dict[str, Any]) -> None:
     for name, given in values.items():
-        assert names.value(rl(**values), name) == given
+        assert names.setting_value(rl(**values), name) == given
 
 
 @pytest.mark.parametrize(("values", "said"), UNREAD)

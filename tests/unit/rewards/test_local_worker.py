@@ -21,9 +21,9 @@ def loaded(tmp_path: Path, body: str) -> Callable[..., worker.RewardResult]:
 
 def test_a_built_in_function_declares_what_it_needs() -> None:
     worker.load(("exact", "format", "math"), None)
-    assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
-    assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
-    assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), wants_label=False)
+    assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), needs_label=True)
+    assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), needs_label=True)
+    assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), needs_label=False)
     assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.RewardResult(1.0)
 
 
