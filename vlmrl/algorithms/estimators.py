@@ -1,4 +1,4 @@
-"""The advantage estimators: a function for each row of `vlmrl.config.built_in.ESTIMATORS`, by its name."""
+"""The advantage estimators: one function per row of `vlmrl.config.built_in.ESTIMATORS`, with the same name."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class StepRewards(NamedTuple):
     gamma: float
     lambd: float
     divide_by_std: bool
-    """What is normalised over the step is divided by its deviation."""
+    """Normalisation over the step divides by the standard deviation."""
 
     @property
-    def paid(self) -> Float[Tensor, "B T"]:
-        """The reward of each token."""
+    def per_token(self) -> Float[Tensor, "B T"]:
+        """The total reward of each token."""
         return returns.reward_per_token(
             self.rewards.reshape(-1), self.sampled, penalty=self.penalty, token_rewards=self.token_rewards
         )
@@ -42,16 +42,16 @@ def gae(step: StepRewards) -> AdvantageEstimate:
     """PPO with a critic: generalised advantage estimation (arXiv:1506.02438), normalised over the step.
 
     Raises:
-        ValueError: there are no values.
+        ValueError: `values` is None.
     """
     if step.values is None:
         raise ValueError("gae needs the values of a critic")
-    return _normalise(step, returns.gae(step.paid, step.values, step.sampled, gamma=step.gamma, lambd=step.lambd))
+    return _normalise(step, returns.gae(step.per_token, step.values, step.sampled, gamma=step.gamma, lambd=step.lambd))
 
 
 def reinforce(step: StepRewards) -> AdvantageEstimate:
     """REINFORCE++ (arXiv:2501.03262): discounted returns, normalised over the step."""
-    return _normalise(step, AdvantageEstimate(returns.returns(step.paid, step.sampled, gamma=step.gamma)))
+    return _normalise(step, AdvantageEstimate(returns.returns(step.per_token, step.sampled, gamma=step.gamma)))
 
 
 def reinforce_baseline(step: StepRewards) -> AdvantageEstimate:
@@ -65,42 +65,42 @@ def rloo(step: StepRewards) -> AdvantageEstimate:
 
 
 def group_norm(step: StepRewards) -> AdvantageEstimate:
-    """GRPO (arXiv:2402.03300): rewards are normalised within the group."""
+    """GRPO (arXiv:2402.03300): rewards normalised within the group."""
     return _accumulate(_compare(step, normalize_by_group, divide_by_std=True))
 
 
 def dr_grpo(step: StepRewards) -> AdvantageEstimate:
-    """Dr. GRPO (arXiv:2503.20783): the group's mean is subtracted, and nothing divided."""
+    """Dr. GRPO (arXiv:2503.20783): rewards minus the group's mean, not divided by the deviation."""
     return _accumulate(_compare(step, subtract_group_mean))
 
 
 def _compare(
     step: StepRewards, baseline: Callable[[Tensor, Tensor], Tensor], *, divide_by_std: bool = False
 ) -> StepRewards:
-    """The same with rewards, and those of reasoning steps, compared within each group.
+    """Compare rewards, and those of reasoning steps, within each group.
 
-    The only scored response of a group has nothing to be compared with, and takes no part.
+    The only scored response of a group is masked, because it cannot be compared.
     """
     group_size = step.rewards.shape[1]
-    takes_part = step.scored & (step.scored.sum(dim=1, keepdim=True) > 1)
+    is_compared = step.scored & (step.scored.sum(dim=1, keepdim=True) > 1)
     rewards = baseline(step.rewards, step.scored)
     token_rewards = step.token_rewards
     if token_rewards is not None:
-        token_rewards = time_first(token_rewards.masked_fill(~takes_part.reshape(-1, 1), 0.0))
+        token_rewards = time_first(token_rewards.masked_fill(~is_compared.reshape(-1, 1), 0.0))
         step_rewards = token_rewards.sum(dim=1).view_as(step.rewards)
-        is_idle = ~has_signal(step.rewards, step_rewards=step_rewards, scored=step.scored)
+        has_no_signal = ~has_signal(step.rewards, step_rewards=step_rewards, scored=step.scored)
         token_rewards = step_advantages(token_rewards, group_size=group_size, divide_by_std=divide_by_std)
-        token_rewards = token_rewards.masked_fill(is_idle.repeat_interleave(group_size)[:, None], 0.0)
-        rewards = rewards.masked_fill(is_idle[:, None], 0.0)
-    sampled = time_first(step.sampled & takes_part.reshape(-1, 1))
+        token_rewards = token_rewards.masked_fill(has_no_signal.repeat_interleave(group_size)[:, None], 0.0)
+        rewards = rewards.masked_fill(has_no_signal[:, None], 0.0)
+    sampled = time_first(step.sampled & is_compared.reshape(-1, 1))
     return step._replace(rewards=rewards, sampled=sampled, token_rewards=token_rewards)
 
 
 def _accumulate(step: StepRewards) -> AdvantageEstimate:
-    """To each token what it and all later tokens are paid, not discounted."""
-    return AdvantageEstimate(returns.returns(step.paid, step.sampled, gamma=1.0))
+    """Sum the rewards of each token and all later ones, without discount."""
+    return AdvantageEstimate(returns.returns(step.per_token, step.sampled, gamma=1.0))
 
 
-def _normalise(step: StepRewards, estimated: AdvantageEstimate) -> AdvantageEstimate:
-    advantages = returns.normalise(estimated.advantages, step.sampled, divide_by_std=step.divide_by_std)
-    return estimated._replace(advantages=advantages)
+def _normalise(step: StepRewards, estimate: AdvantageEstimate) -> AdvantageEstimate:
+    advantages = returns.normalise(estimate.advantages, step.sampled, divide_by_std=step.divide_by_std)
+    return estimate._replace(advantages=advantages)

@@ -131,7 +131,7 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
 def _column_of(values: Any, count: int, name: str) -> list[Any]:
     plain = _plain(values)
     if not isinstance(plain, list | tuple):
-        raise ValueError(f"it returned {type(values).__name__} where a list of {name} is wanted")
+        raise ValueError(f"it returned {type(values).__name__} where a list of {name} is expected")
     # A tensor of [B, 1] is one number per response, too.
     column = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in plain]
     if len(column) != count:

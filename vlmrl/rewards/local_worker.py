@@ -220,7 +220,7 @@ def _finite(values: Mapping[Any, Any], total: str) -> RewardResult:
         what = "it returned" if key == "it" else f"it returned {key!r} ="
         converted = _number(value)
         if converted is None:
-            return RewardResult(problem=f"{what} {_describe(value)} where one number per response is wanted")
+            return RewardResult(problem=f"{what} {_describe(value)} where one number per response is expected")
         if not math.isfinite(converted):
             return RewardResult(problem=f"{what} {converted}, which is not a finite number")
         plain[key] = converted

@@ -206,7 +206,7 @@ def test_step_rewards_are_rewards_where_no_group_is_the_baseline() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards \[2, 3\] and tokens \[4, 5\]"):
         advantages(REWARDS, SAMPLED[:4], estimator="rloo")
-    with pytest.raises(ValueError, match=r"penalty \[6, 4\] does not line up with the tokens \[6, 5\]"):
+    with pytest.raises(ValueError, match=r"penalty \[6, 4\] does not have the shape of the tokens \[6, 5\]"):
         advantages(REWARDS, SAMPLED, estimator="rloo", penalty=torch.zeros(6, 4))
 
 
@@ -263,9 +263,9 @@ def test_a_critic_that_the_users_estimator_never_asks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (lambda rewards: rewards.sum(dim=1), r"returned float32 \[2\]; numbers \[2, 3\] or \[6, 5\] are wanted"),
+        (lambda rewards: rewards.sum(dim=1), r"returned float32 \[2\], not numbers \[2, 3\] or \[6, 5\]"),
         (lambda rewards: rewards > 0, r"returned bool \[2, 3\]"),
-        (lambda rewards: rewards.tolist(), "returned a list; a tensor"),
+        (lambda rewards: rewards.tolist(), "returned a list, not a tensor"),
         (lambda rewards: rewards / 0 * 0, "not a finite number"),
         (lambda rewards: rewards.no_such_thing(), r"failed: AttributeError: .*test_advantages.py:\d+"),
         (lambda scores: scores, "requires scores, which vlmrl does not pass; it may declare: rewards, sampled"),

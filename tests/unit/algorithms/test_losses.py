@@ -190,8 +190,8 @@ def test_what_a_knob_needs_must_be_there() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"dual_clip": 1.0}, "bound above 1"),
-        ({"clip_low": -0.1}, "cannot be clipped"),
+        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"clip_low": -0.1}, "must not be negative"),
     ],
 )
 def test_knobs_that_make_no_sense_together_are_refused(knobs: dict[str, Any], message: str) -> None:
@@ -227,7 +227,7 @@ def test_a_users_loss_is_corrected_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (lambda logprobs: logprobs.sum(), r"returned float32 \[\]; numbers \[2, 5\] are wanted"),
+        (lambda logprobs: logprobs.sum(), r"returned float32 \[\], not numbers \[2, 5\]"),
         (lambda logprobs: logprobs.detach(), "have no gradient: do not detach logprobs"),
         (lambda logprobs: None, "returned a NoneType"),
         (lambda logprobs, rewards: logprobs, "requires rewards"),

@@ -72,5 +72,5 @@ def test_pairs_that_are_far_apart_stay_finite() -> None:
 
 @pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0])
 def test_a_smoothing_that_would_teach_the_opposite_is_refused(smoothing: float) -> None:
-    with pytest.raises(ValueError, match="label smoothing"):
+    with pytest.raises(ValueError, match="label_smoothing"):
         dpo_loss(**pair(0, 0, 0, 0), beta=0.1, label_smoothing=smoothing)

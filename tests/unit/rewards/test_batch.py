@@ -209,7 +209,7 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (1.0, "it returned float where a list of rewards is wanted"),
+        (1.0, "it returned float where a list of rewards is expected"),
         ({"scores": [1.0, 1.0]}, "without 'rewards'"),
         ({"rewards": [1.0, 1.0], "extra_logs": {"a": [1]}}, "it returned 1 a for 2 responses"),
         (np.ones((2, 2)), None),

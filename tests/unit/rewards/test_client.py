@@ -267,8 +267,8 @@ async def test_an_endless_reply_does_not_fill_the_memory() -> None:
         ("Infinity", "it returned inf, which is not a finite number"),
         ("1e999", "it returned inf, which is not a finite number"),
         ("null", "the server gave no reward and no reason"),
-        ('"1"', "it returned a str of 1 where one number per response is wanted"),
-        ("[1.0]", "it returned a list of 1 where one number per response is wanted"),
+        ('"1"', "it returned a str of 1 where one number per response is expected"),
+        ("[1.0]", "it returned a list of 1 where one number per response is expected"),
     ],
 )
 async def test_what_is_no_number_fails_that_response_alone(number: str, said: str) -> None:

@@ -84,12 +84,12 @@ async def test_what_never_ends_is_the_responses_doing_after_the_second_time(user
         ("nan", "it returned nan, which is not a finite number"),
         ("inf", "it returned inf, which is not a finite number"),
         ("huge", "it returned inf, which is not a finite number"),
-        ("none", "it returned None where one number per response is wanted"),
-        ("list", "it returned a list of 2 where one number per response is wanted"),
-        ("text", "it returned a str of 1 where one number per response is wanted"),
-        ("array", "it returned a ndarray of 3 where one number per response is wanted"),
+        ("none", "it returned None where one number per response is expected"),
+        ("list", "it returned a list of 2 where one number per response is expected"),
+        ("text", "it returned a str of 1 where one number per response is expected"),
+        ("array", "it returned a ndarray of 3 where one number per response is expected"),
         ("dict", "it returned a dict without 'total' (keys: ['score'])"),
-        ("part", "it returned 'c' = a list of 1 where one number per response is wanted"),
+        ("part", "it returned 'c' = a list of 1 where one number per response is expected"),
     ],
 )
 async def test_what_is_not_one_number_is_a_failure_that_says_so(user_file: Path, kind: str, said: str) -> None:

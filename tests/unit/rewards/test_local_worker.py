@@ -71,10 +71,10 @@ def test_a_function_that_wants_something_else_is_refused(signature: str, said: s
         ("{'total': 1, 'is it?': np.float32(0.5)}", worker.RewardResult(1.0, {"is_it_": 0.5})),
         (
             "torch.ones(2)",
-            worker.RewardResult(problem="it returned a Tensor of 2 where one number per response is wanted"),
+            worker.RewardResult(problem="it returned a Tensor of 2 where one number per response is expected"),
         ),
-        ("[1.0]", worker.RewardResult(problem="it returned a list of 1 where one number per response is wanted")),
-        ("1j", worker.RewardResult(problem="it returned a complex where one number per response is wanted")),
+        ("[1.0]", worker.RewardResult(problem="it returned a list of 1 where one number per response is expected")),
+        ("1j", worker.RewardResult(problem="it returned a complex where one number per response is expected")),
         ("-np.inf", worker.RewardResult(problem="it returned -inf, which is not a finite number")),
     ],
 )
