@@ -33,7 +33,7 @@ import numpy as np
 from pebble import ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards import local_worker as worker
+from vlmrl.rewards import local_worker
 from vlmrl.rewards.batch import Signature
 from vlmrl.rewards.environment import check_passed
 from vlmrl.rewards.local_worker import SETTING, Declared, RewardResult
@@ -109,7 +109,7 @@ class Functions:
         self._user_name = None if user_function is None else user_function.rpartition(":")[2]
         if self._user_name in names:
             raise ConfigError(
-                f"{SETTING}: your function is called {self._user_name}, as one in reward.functions is: rename yours"
+                f"{SETTING}: your function is called {self._user_name}, like one in reward.functions: rename yours"
             )
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
@@ -256,7 +256,7 @@ class Functions:
         deadline = time.monotonic() + START_LIMIT_S
         declared: Declared | Trouble | None = None
         with suppress(RuntimeError):  # the pool broke before
-            future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(worker.describe, args=(name,)))
+            future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(local_worker.describe, args=(name,)))
             # Here and below: a pool that breaks forgets its queue, and nobody would ever complete the future.
             while not future.done() and pool.active:
                 if time.monotonic() > deadline:
@@ -304,7 +304,7 @@ class Functions:
 
     def _start_call(self, pool: ProcessPool, call: _Call, limit_s: float) -> asyncio.Future[tuple[RewardResult, ...]]:
         arguments = (call.function, call.arguments, call.images)
-        future = asyncio.wrap_future(pool.schedule(worker.call_all, args=arguments, timeout=limit_s))
+        future = asyncio.wrap_future(pool.schedule(local_worker.call_all, args=arguments, timeout=limit_s))
         future.add_done_callback(partial(self._note_end, call.function))
         return future
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from vlmrl.rewards import local_worker as worker
+from vlmrl.rewards import local_worker
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
@@ -64,7 +64,7 @@ def start_pool(
         max_workers=num_workers,
         max_tasks=max_tasks,
         context=context,
-        initializer=worker.start,
+        initializer=local_worker.start,
         initargs=(names, spec, pass_env, log),
     )
 

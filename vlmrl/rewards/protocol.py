@@ -44,7 +44,7 @@ from vlmrl.types import Failure, Group, Media
 MAX_PIXELS = Serve().max_request_pixels
 
 Images = Literal["none", "data", "hash"]
-"""How images are sent: not at all, as PNG, or as the hash of their content."""
+"""Form of sent images: none, PNG, or the hash of their content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,11 +189,11 @@ def write_request(requests: Sequence[RewardRequest], images: Images) -> bytes:
         "responses": [request.response for request in requests],
         "labels": [request.label for request in requests],
         "metadata": [dict(request.metadata) for request in requests],
-        "images": [[] if images == "none" else [one.hash for one in request.media] for request in requests],
+        "images": [[] if images == "none" else [media.hash for media in request.media] for request in requests],
     }
     if images == "data":
-        unique = {one.hash: one for request in requests for one in request.media}
-        body["media"] = {name: _data_url(one) for name, one in unique.items()}
+        unique = {media.hash: media for request in requests for media in request.media}
+        body["media"] = {name: _data_url(media) for name, media in unique.items()}
     return json.dumps(body).encode()
 
 

@@ -140,8 +140,8 @@ class Rewarder:
                     begun.append(await self._take(group))
                 results = await self._collect(groups, begun, failures)
             except BaseException:
-                for one in begun:
-                    one.end()
+                for group in begun:
+                    group.end()
                 raise
         return [
             [_score(combined(results[i, j], self._weights)) for j in range(len(group.rollouts))]
@@ -192,13 +192,13 @@ class Rewarder:
         """The result of every response by every source. Raises RewardError as `failures` does."""
         results: dict[_Index, dict[str, RewardResult]] = defaultdict(dict)
         if self._functions is not None:
-            calls = [one.calls for one in begun if one.calls is not None]
+            calls = [group.calls for group in begun if group.calls is not None]
             async with aclosing(self._functions.collect(calls)) as collected:
                 async for i, j, name, result in collected:
                     results[i, j][name] = result
                     failures.see((i, j), name, result, groups[i].prompt.source)
-        for i, one in enumerate(begun):
-            for j, future in enumerate(one.results):
+        for i, group in enumerate(begun):
+            for j, future in enumerate(group.results):
                 result = results[i, j][REMOTE] = await future
                 failures.see((i, j), REMOTE, result, groups[i].prompt.source)
         return results

@@ -137,24 +137,24 @@ class Batches:
             raise _FullError
         loop = asyncio.get_running_loop()
         pending = [_Pending(request, loop.create_future()) for request in requests]
-        for one in pending:
-            self._queue.put_nowait(one)
-        return await asyncio.gather(*(one.result for one in pending))
+        for item in pending:
+            self._queue.put_nowait(item)
+        return await asyncio.gather(*(item.result for item in pending))
 
     async def score_for_ever(self) -> None:
         """Score batch after batch, one at a time: a model must not be called twice at once."""
         while True:
             batch = await self._next_batch()
             try:
-                results = await self._scorer.score([one.request for one in batch])
+                results = await self._scorer.score([item.request for item in batch])
             except Exception as error:  # the clients get whatever a scorer raises, and the server goes on
-                for one in batch:
-                    if not one.result.done():
-                        one.result.set_exception(error)
+                for item in batch:
+                    if not item.result.done():
+                        item.result.set_exception(error)
                 continue
-            for one, result in zip(batch, results, strict=True):
-                if not one.result.done():  # else the client has gone
-                    one.result.set_result(result)
+            for item, result in zip(batch, results, strict=True):
+                if not item.result.done():  # else the client has gone
+                    item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
         """Responses that arrive within `serve.max_wait_ms` of the first, up to `serve.max_batch`, without those whose
@@ -166,7 +166,7 @@ class Batches:
                 async with asyncio.timeout(self._serve.max_wait_ms / 1000):
                     while len(pending) < self._serve.max_batch:
                         pending.append(await self._queue.get())
-            batch = [one for one in pending if not one.result.done()]
+            batch = [item for item in pending if not item.result.done()]
         return batch
 
 

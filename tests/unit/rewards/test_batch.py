@@ -217,16 +217,18 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
 )
 def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
     if said is None:
-        assert batch.one_by_one(returned, 2, style="trl") == [[1.0, 1.0]] * 2, "which is no number, as is said later"
+        assert batch.split_by_response(returned, 2, style="trl") == [[1.0, 1.0]] * 2, (
+            "which is no number, as is said later"
+        )
         return
     with pytest.raises(ValueError, match=said):
-        batch.one_by_one(returned, 2, style="openrlhf")
+        batch.split_by_response(returned, 2, style="openrlhf")
 
 
 def test_what_is_only_logged_takes_no_reward_with_it() -> None:
     logs = {"mean": float("nan"), "some": [2.0, None], "kind": ["a", "b"], "one": torch.tensor(4.0)}
     returned = {"rewards": torch.tensor([1.0, 0.5]), "scores": [float("inf"), 0.5], "extra_logs": logs}
-    assert batch.one_by_one(returned, 2, style="openrlhf") == [
+    assert batch.split_by_response(returned, 2, style="openrlhf") == [
         {"total": 1.0, "some": 2.0, "one": 4.0},
         {"total": 0.5, "scores": 0.5, "one": 4.0},
     ]
@@ -236,5 +238,5 @@ def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
     def function(queries: Any, prompts: Any, labels: Any, model: Any) -> Any:
         return torch.zeros(len(queries))
 
-    with pytest.raises(ConfigError, match="OpenRLHF's signature and asks for model"):
+    with pytest.raises(ConfigError, match="OpenRLHF's signature and requires model"):
         declare(function, "r.py:f")

@@ -13,15 +13,15 @@ import pytest
 
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
 
 
 def test_built_in_functions_that_compare_with_a_label_need_one() -> None:
-    assert who_needs_labels(Scoring(functions={"math": 1.0})) == "reward.functions math"
-    assert who_needs_labels(Scoring(functions={"exact": 1.0})) == "reward.functions exact"
-    assert who_needs_labels(Scoring(functions={"format": 1.0})) is None
+    assert functions_that_need_labels(Scoring(functions={"math": 1.0})) == "reward.functions math"
+    assert functions_that_need_labels(Scoring(functions={"exact": 1.0})) == "reward.functions exact"
+    assert functions_that_need_labels(Scoring(functions={"format": 1.0})) is None
     both = Scoring(functions={"format": 1.0, "math": 1.0, "exact": 1.0})
-    assert who_needs_labels(both) == "reward.functions math and exact"
+    assert functions_that_need_labels(both) == "reward.functions math and exact"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
     file = tmp_path / "mine.py"
     for kind in ("def", "async def"):
         file.write_text(f"raise SystemExit  # nobody runs it\n{kind} score({parameters}):\n    return 1.0\n")
-        needed = who_needs_labels(Scoring(remote_url=f"{file}:score"))
+        needed = functions_that_need_labels(Scoring(remote_url=f"{file}:score"))
         assert (needed is not None) == demands
         assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter ")
 
@@ -55,9 +55,9 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
 def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def trl(completions, answer): ...\ndef own(response, label): ...\n")
-    assert read_instead_of_labels(Scoring(remote_url=f"{file}:trl")) == {"answer"}
-    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:own"))
-    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
+    assert label_substitutes(Scoring(remote_url=f"{file}:trl")) == {"answer"}
+    assert not label_substitutes(Scoring(remote_url=f"{file}:own"))
+    assert not label_substitutes(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
 
 
 def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Pa
 def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def score(label:")
     for spec in ("gone.py:score", "bad.py:score", "~nosuchuser/x.py:score"):
-        assert who_needs_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
+        assert functions_that_need_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
 
 
 def test_what_needs_no_parser_starts_no_process() -> None:

@@ -195,9 +195,9 @@ async def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
     ("function", "said"),
     [
         ("missing", "has no function missing"),
-        ("elsewhere", "TRL's signature and asks for completion_ids"),
-        ("asks", "asks for difficulty"),
-        ("blind", "does not ask for response"),
+        ("elsewhere", "TRL's signature and requires completion_ids"),
+        ("asks", "requires difficulty"),
+        ("blind", "does not take response"),
     ],
 )
 async def test_a_function_that_cannot_be_called_is_refused_at_the_start(
