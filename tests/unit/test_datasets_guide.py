@@ -134,9 +134,9 @@ def test_the_rewards_say_what_they_promise(folder: Path) -> None:
     assert own(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
     choice = own(folder, "rewards.py:one_of_the_choices")
     assert [choice(response=text, label="B") for text in ("B", "(A) or B.", "B, or A", "Both", "")] == [1, 1, 0, 0, 0]
-    judge = own(folder, "rewards.py:valid_json")
+    score = own(folder, "rewards.py:valid_json")
     wanted = {"keys": ["a"]}
-    assert [judge(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
+    assert [score(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
     assert own(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
 
 

@@ -74,7 +74,7 @@ class Echo:
         return [self._call(rank, ask, item) for rank, item in enumerate(items)]
 
 
-class Judging(Echo):
+class Scoring(Echo):
     """The values of a critic: the tokens of a sample, each plus one."""
 
     def _call(self, rank: int, ask: Any, item: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_reference_on_the_ranks_of_the_policy_is_always_asked_without_the_adap
 
 
 def test_a_critic_says_values_in_the_order_of_the_samples_and_learns_from_the_same_steps_as_the_policy() -> None:
-    critic = RemoteCritic(Ranks(Judging(2), packing(), 100, PassMetrics()), Steps(4, epochs=1, seed=0))  # type: ignore[arg-type]
+    critic = RemoteCritic(Ranks(Scoring(2), packing(), 100, PassMetrics()), Steps(4, epochs=1, seed=0))  # type: ignore[arg-type]
     samples = [sample(group, length) for group, length in ((0, 5), (1, 3), (0, 4))]
     assert [row.tolist() for row in critic.values(samples)] == [(s.tokens + 1.0).tolist() for s in samples]
     columns = [np.zeros(len(s.tokens), dtype=np.float32) for s in samples]

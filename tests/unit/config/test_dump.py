@@ -20,9 +20,9 @@ RUNS: list[tuple[type[VerbConfig], list[str]]] = [
     (EvalConfig, ["--actor.model_name_or_path", "m", "--eval.dataset", "d", "--eval.temperature", "0"]),
     (RlConfig, [*NEEDED, "--algo.kl.init_coef", "1e-3", "--ref.num_gpus_per_node", "2", "--train.colocate_actor_ref"]),
     (RlConfig, [*NEEDED, "--algo.advantage.estimator", "reinforce_baseline", "--algo.advantage.gamma", "0.9"]),
-    (RlConfig, [*NEEDED, "--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "judge"]),
+    (RlConfig, [*NEEDED, "--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "scorer"]),
     (RlConfig, [*NEEDED, "--actor.policy_loss_type", "gspo", "--algo.advantage.is_correction_enable", "false"]),
-    (ServeConfig, ["--reward.model_name_or_path", "judge"]),
+    (ServeConfig, ["--reward.model_name_or_path", "scorer"]),
     (ServeConfig, ["--reward.remote_url", "a.py:f"]),
     (RlConfig, [*NEEDED, "--actor.eps_clip_low_high", "0.2", "0.28", "--actor.adam.lr", "1e-5", "--eval.dataset", "e"]),
     (

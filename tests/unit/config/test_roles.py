@@ -11,7 +11,7 @@ from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 GAE = "--algo.advantage.estimator gae"
-JUDGE = "--reward.model_name_or_path judge"
+SCORER = "--reward.model_name_or_path scorer"
 
 
 def rl(line: str = "") -> RlConfig:
@@ -51,7 +51,7 @@ def rl(line: str = "") -> RlConfig:
             "eval.temperature 0 gives the same response 4 times",
         ),
         (
-            f"{JUDGE} --reward.remote_url mine.py:model",
+            f"{SCORER} --reward.remote_url mine.py:model",
             "your function is called model, like the metric of the reward model",
         ),
         ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
@@ -75,7 +75,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--critic.adam.lr 1e-5", "critic.adam.lr", "algo.advantage.estimator group_norm has no critic, gae has"),
         ("--critic.num_gpus_per_node 2", "critic.num_gpus_per_node", "has no critic"),
         ("--train.colocate_actor_critic", "train.colocate_actor_critic", "has no critic"),
-        (f"--train.colocate_critic_reward {JUDGE}", "train.colocate_critic_reward", "has no critic"),
+        (f"--train.colocate_critic_reward {SCORER}", "train.colocate_critic_reward", "has no critic"),
         (
             "--algo.advantage.estimator mine.py:own --critic.value_clip 1",
             "critic.value_clip",
@@ -94,7 +94,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
             "train.colocate_all includes it",
         ),
         (
-            f"{GAE} {JUDGE} --train.colocate_all --train.colocate_critic_reward",
+            f"{GAE} {SCORER} --train.colocate_all --train.colocate_critic_reward",
             "train.colocate_critic_reward",
             "train.colocate_all includes it",
         ),
@@ -128,14 +128,14 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f"{GAE} --critic.freezing_steps 5 --train.max_steps 6 --critic.value_clip none",
         f"{GAE} --critic.optim muon --critic.muon.lr 0.1",
         "--algo.advantage.estimator mine.py:own --critic.model_name_or_path m --critic.value_clip 1",
-        f"{GAE} {JUDGE} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
-        f"{GAE} {JUDGE} --train.colocate_critic_reward --train.colocate_actor_critic",
+        f"{GAE} {SCORER} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
+        f"{GAE} {SCORER} --train.colocate_critic_reward --train.colocate_actor_critic",
         "--train.enable_ema --train.ema_beta 0.9",
         "--eval.dataset d --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1 --eval.breakdown_key none",
         "--data.eval_fraction 0.1 --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1",
         # The critic's tower is frozen, so that what it makes of images is kept.
         f"{GAE} --critic.freeze_visual_encoder --critic.freeze_projector --vision.cache_gib 1",
-        f"{JUDGE} --vision.cache_gib 1",
+        f"{SCORER} --vision.cache_gib 1",
     ],
 )
 def test_what_goes_together_is_accepted(line: str) -> None:
@@ -151,9 +151,9 @@ def test_without_gae_there_is_no_critic() -> None:
     ("line", "path"),
     [
         (GAE, "m"),
-        (f"{GAE} {JUDGE}", "judge"),
+        (f"{GAE} {SCORER}", "scorer"),
         (f"{GAE} --reward.process_model_name_or_path steps", "m"),
-        (f"{GAE} {JUDGE} --critic.model_name_or_path other", "other"),
+        (f"{GAE} {SCORER} --critic.model_name_or_path other", "other"),
     ],
 )
 def test_the_critic_starts_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
@@ -200,15 +200,15 @@ REF = "--algo.kl.init_coef 0.1"
     ("line", "pools"),
     [
         ("", [{"actor"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_all", [ALL]),
+        (f"{GAE} {SCORER} --train.colocate_all", [ALL]),
         (f"{REF} --train.colocate_actor_ref", [{"actor", "ref"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_critic_reward", [{"actor"}, MODELS | {"critic"}]),
+        (f"{GAE} {SCORER} --train.colocate_critic_reward", [{"actor"}, MODELS | {"critic"}]),
         (
-            f"{GAE} {JUDGE} {REF} --train.colocate_critic_reward --train.colocate_actor_ref",
+            f"{GAE} {SCORER} {REF} --train.colocate_critic_reward --train.colocate_actor_ref",
             [{"actor", "ref"}, MODELS | {"critic"}],
         ),
         (f"{GAE} --train.colocate_actor_critic", [{"actor"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
+        (f"{GAE} {SCORER} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
     ],
 )
 def test_who_shares_devices(line: str, pools: list[Any]) -> None:

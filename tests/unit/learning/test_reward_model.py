@@ -39,10 +39,10 @@ def read(path: Path) -> Processor:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`folders("qwen3")`: the model under `base`; a reward model under `judge`, without its scale under `unscaled`."""
+    """`folders("qwen3")`: the model under `base`; a reward model under `scorer`, without its scale under `unscaled`."""
 
     def make(family: Any) -> Path:
-        out = tmp_path_factory.getbasetemp() / f"judged_{family}"
+        out = tmp_path_factory.getbasetemp() / f"scored_{family}"
         if not out.exists():
             base = tiny.build(family, out / "base", size="micro")
             net = value_net(str(base), dtype=torch.float32, attn_implementation="sdpa", head_seed=0)
@@ -51,15 +51,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 for parameter in net.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             save_value_model(net, read(base), out / "unscaled")
-            save_value_model(net, read(base), out / "judge", scale=Scale(0.5, 2.0))
+            save_value_model(net, read(base), out / "scorer", scale=Scale(0.5, 2.0))
         return out
 
     return make
 
 
-def start(folder: Path, *, judge: str = "judge", actor: Path | None = None, **how: Any) -> RewardModel:
+def start(folder: Path, *, name: str = "scorer", actor: Path | None = None, **how: Any) -> RewardModel:
     settings: dict[str, Any] = {
-        "path": str(folder / judge),
+        "path": str(folder / name),
         "flag": "reward.model_name_or_path",
         "actor": Model(model_name_or_path=str(actor or folder / "base")),
         "ds": Ds(param_dtype="fp32", zero_stage=0),
@@ -95,8 +95,8 @@ def packs_of(samples: list[Sample], layout: Layout) -> list[Pack]:
 
 def expected_scores(folder: Path, samples: list[Sample]) -> list[float]:
     """What the head says of the last state of each sample by itself, through the model as Transformers has it."""
-    net = value_net(str(folder / "judge"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None).eval()
-    reader = read(folder / "judge")
+    net = value_net(str(folder / "scorer"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None).eval()
+    reader = read(folder / "scorer")
     found = []
     for sample in samples:
         inputs = model_inputs(net, reader, make_pack([sample], [0], "padded"))
@@ -139,7 +139,7 @@ def test_normalised_scores_are_in_units_of_the_models_own_scale(folders: Callabl
 
 def test_a_model_that_does_not_know_its_scale_cannot_be_normalised(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.normalize_enable: config\.json of .* holds no mean and std"):
-        start(folders("qwen3"), judge="unscaled", normalize=True)
+        start(folders("qwen3"), name="unscaled", normalize=True)
 
 
 def test_offloaded_weights_give_the_same_scores(folders: Callable[[str], Path]) -> None:
@@ -234,7 +234,7 @@ def test_a_separator_that_tokens_cut_within_a_character_is_refused(folders: Call
 def test_a_model_with_other_tokens_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folders("qwen3")
     reader = read(folder / "base")
-    net = value_net(str(folder / "judge"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None)
+    net = value_net(str(folder / "scorer"), dtype=torch.float32, attn_implementation="sdpa", head_seed=None)
     reader.tokenizer.add_tokens(["more"])
     save_value_model(net, reader, tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: .* reads other tokens than .* serve-rm"):
@@ -249,12 +249,12 @@ def test_a_model_that_sees_images_otherwise_is_refused(folders: Callable[[str], 
 
 def test_a_model_without_a_score_layer_is_no_reward_model(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: .* has no score layer"):
-        start(folders("qwen3"), judge="base")
+        start(folders("qwen3"), name="base")
 
 
 def test_a_reward_model_that_does_not_exist_is_named_with_its_flag(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: there is no folder /nowhere/judge$"):
-        start(folders("qwen3"), path="/nowhere/judge")
+    with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: there is no folder /nowhere/scorer$"):
+        start(folders("qwen3"), path="/nowhere/scorer")
 
 
 def test_nothing_of_it_trains(folders: Callable[[str], Path]) -> None:

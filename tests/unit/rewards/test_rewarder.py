@@ -116,9 +116,9 @@ async def test_a_policy_that_breaks_its_reward_stops_no_run_and_a_reward_that_al
         await rewarder.score([group("bad", "bad")], out_of=8)
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("bad", "bad"), group("bad")])
-    line = FUNCTIONS.splitlines().index('        raise ValueError("cannot\\njudge this")') + 1
+    line = FUNCTIONS.splitlines().index('        raise ValueError("cannot\\nscore this")') + 1
     assert str(error.value).startswith("raises of reward.remote_url scored none of the first 3 of 3 responses")
-    assert "ValueError: cannot judge this" in str(error.value)
+    assert "ValueError: cannot score this" in str(error.value)
     assert f"my_reward.py:{line}), on shapes:17" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -134,7 +134,7 @@ async def test_each_failure_says_what_went_wrong(user_file: Path) -> None:
     async with own(user_file, "raises", max_failed_fraction=0.5) as rewarder:
         good, bad = (await rewarder.score([group("good", "bad")]))[0]
     assert good.problem is None
-    assert str(bad.problem).startswith("ValueError: cannot judge this (")
+    assert str(bad.problem).startswith("ValueError: cannot score this (")
 
 
 async def test_a_run_that_stops_before_all_are_seen_says_at_least(user_file: Path) -> None:

@@ -25,7 +25,7 @@ def numpy_number(response): return np.float32(0.5)
 
 def raises(response):
     if response == "bad":
-        raise ValueError("cannot\\njudge this")
+        raise ValueError("cannot\\nscore this")
     return 1.0
 def hangs(response):
     while response == "bad":
