@@ -3,8 +3,8 @@
     .venv/bin/python examples/compare_algorithms.py
     .venv/bin/python examples/compare_algorithms.py --only ppo group_norm --steps 40
 
-Supervised training teaches a tiny Qwen2.5-VL to count circles in images, correctly in about four of ten. From there each
-algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run has its own folder under `--out`;
+Supervised training teaches a tiny Qwen2.5-VL to count circles in images, correctly in about four of ten. From there
+each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run has its own folder under `--out`;
 a run that is finished there is not repeated. On two CPU cores all eight take about a quarter of an hour.
 """
 
