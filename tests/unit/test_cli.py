@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("data: {output_key: said}", "sft"),
     ],
 )
-def test_doctor_knows_whose_settings_a_file_holds(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
+def test_doctor_recognises_the_verb_of_a_file(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert cli.main(["doctor", "--config", str(file), *NEEDED, "--ds.zero_stage", "3", "--json"]) == 0
@@ -121,17 +121,17 @@ def test_doctor_knows_whose_settings_a_file_holds(calls: list[Any], text: str, v
     assert (name, config.verb, config.ds.zero_stage, given) == ("show", verb, 3, {"as_json": True})
 
 
-def test_a_mistake_in_a_planned_runs_settings_is_told(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_a_planned_runs_settings_is_reported(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--config", "none.yaml", *NEEDED]) == 2
     assert capsys.readouterr().err.startswith("vlmrl doctor: --config none.yaml: cannot be read")
     assert calls == []
 
 
-def test_verbs_to_come_say_so() -> None:
+def test_planned_verbs_are_reported_as_such() -> None:
     assert all("not built yet" in reason for reason in cli._NOT_BUILT.values())
 
 
-def test_several_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_mistakes_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rl", "--train.seed", "x"]) == 2
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == "vlmrl rl: 3 mistakes in the settings"
@@ -174,15 +174,13 @@ def test_an_interrupt_is_exit_code_130(
         ["merge", "-h"],
     ],
 )
-def test_help_is_given_without_a_single_setting(
-    argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_needs_no_settings(argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.startswith("usage: vlmrl")
     assert calls == []
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
@@ -192,7 +190,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["rl", "--help"]])
-def test_help_answers_in_under_a_second(argv: list[str]) -> None:
+def test_help_takes_less_than_a_second(argv: list[str]) -> None:
     def seconds() -> float:
         started = time.perf_counter()
         assert run(*argv).returncode == 0
@@ -209,7 +207,7 @@ def test_the_module_runs_and_gives_the_exit_code() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_flag_is_answered_without_heavy_imports() -> None:
+def test_an_unknown_flag_is_reported_without_heavy_imports() -> None:
     code = """
 import sys
 import vlmrl.cli
@@ -221,7 +219,7 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
-def test_the_verbs_of_others_lead_to_ours() -> None:
+def test_verbs_of_other_libraries_lead_to_ours() -> None:
     assert not cli._ELSEWHERE.keys() & {*cli._VERBS, *cli._NOT_BUILT}
     for said in cli._ELSEWHERE.values():
         assert said.split()[1] in cli._VERBS

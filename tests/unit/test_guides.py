@@ -73,7 +73,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_between_documents_lead_somewhere(document: str) -> None:
+def test_links_between_documents_exist(document: str) -> None:
     folder = (ROOT / document).parent
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(document)):
         if "://" not in target:
@@ -83,7 +83,7 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize(("guide", "command"), COMMANDS)
-def test_a_command_is_one_that_its_program_accepts(
+def test_commands_are_accepted_by_their_programs(
     guide: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -44,7 +44,7 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-def test_datasets_is_hugging_faces_for_whoever_stands_in_the_repository() -> None:
+def test_datasets_is_hugging_faces_in_the_repository() -> None:
     pytest.importorskip("datasets")
     assert _python("import datasets; print(datasets.load_dataset.__module__, datasets.__file__)").startswith(
         "datasets.load "
@@ -96,12 +96,12 @@ def test_the_root_of_the_package_holds_what_every_part_uses() -> None:
     assert names == {"__init__", "__main__", "cli", "errors", "parallel", "plugins", "types"}
 
 
-def test_modules_stay_readable() -> None:
+def test_modules_are_short() -> None:
     long = {str(path): n for folder in SOURCES for path in _files(folder) if (n := _num_lines(path)) > 400}
     assert not long
 
 
-def test_no_module_is_called_after_nothing_in_particular() -> None:
+def test_no_module_has_a_generic_name() -> None:
     vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
     assert not [path for folder in SOURCES for path in _files(folder) if path.stem in vague]
 

@@ -16,7 +16,7 @@ SAMPLED = torch.tensor(
 )
 
 
-def test_group_estimators_put_the_scalar_on_every_sampled_token_and_nowhere_else() -> None:
+def test_group_estimators_apply_the_scalar_to_sampled_tokens_only() -> None:
     found = advantages(REWARDS, SAMPLED, estimator="rloo", gamma=0.5)
     expected = torch.tensor([[1.0], [-0.5], [-0.5], [3.0], [0.0], [-3.0]]) * SAMPLED
     torch.testing.assert_close(found.advantages, expected)
@@ -24,7 +24,7 @@ def test_group_estimators_put_the_scalar_on_every_sampled_token_and_nowhere_else
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
-def test_a_group_of_equal_rewards_still_feels_the_penalty(estimator: str) -> None:
+def test_the_penalty_acts_on_a_group_of_equal_rewards(estimator: str) -> None:
     sampled = torch.tensor([[T, T], [T, F]])
     penalty = torch.tensor([[0.25, 0.5], [1.0, 0.0]])
     found = advantages(torch.ones(1, 2), sampled, estimator=estimator, penalty=penalty)
@@ -32,7 +32,7 @@ def test_a_group_of_equal_rewards_still_feels_the_penalty(estimator: str) -> Non
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_answer_without_a_token_counts_in_its_group_and_has_no_advantage(estimator: str) -> None:
+def test_a_response_without_tokens_counts_in_its_group_without_an_advantage(estimator: str) -> None:
     sampled = torch.tensor([[F, F, F], [T, T, F], [T, F, F], [F, F, F]])
     values = torch.full((4, 3), float("nan")).masked_fill(sampled, 0.25)
     rewards = torch.tensor([[0.0, 1.0], [4.0, 2.0]])
@@ -43,7 +43,7 @@ def test_an_answer_without_a_token_counts_in_its_group_and_has_no_advantage(esti
         assert found.tolist() == [[0, 0, 0], [0.5, 0.5, 0], [1.0, 0, 0], [0, 0, 0]]
 
 
-def test_reinforce_discounts_the_reward_less_the_penalty_and_normalises() -> None:
+def test_reinforce_discounts_reward_minus_penalty_and_normalises() -> None:
     rewards = torch.tensor([[4.0, 0.0], [1.0, 2.0]])
     sampled = torch.tensor([[T, F, T], [F, T, F], [T, F, F], [F, F, T]])
     penalty = torch.tensor([[1.0, 9.0, 2.0], [9.0, 1.0, 9.0], [0.0, 9.0, 9.0], [9.0, 9.0, 1.0]])
@@ -104,7 +104,7 @@ def test_a_step_of_constant_groups_is_exactly_zero(estimator: str) -> None:
     assert advantages(rewards, SAMPLED, estimator=estimator).advantages.abs().max() == 0
 
 
-def test_a_step_of_one_reward_everywhere_is_exactly_zero_for_reinforce() -> None:
+def test_equal_rewards_everywhere_are_exactly_zero_for_reinforce() -> None:
     assert advantages(torch.full((2, 3), 0.1), SAMPLED, estimator="reinforce").advantages.abs().max() == 0
 
 
@@ -115,7 +115,7 @@ STEPS = torch.tensor([[0.5, 0, 1.5], [0, 0, 2.0], [0, 0.5, 0], [0.5, 0, 0]])
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
-def test_better_steps_are_better_however_many_there_are(estimator: str) -> None:
+def test_better_steps_are_better_for_any_number_of_steps(estimator: str) -> None:
     # Two steps of 0.6 against four of 0.9.
     sampled = torch.tensor([[T, T, F, F], [T, T, T, T]])
     steps = torch.tensor([[0.3, 0.3, 0, 0], [0.225, 0.225, 0.225, 0.225]])
@@ -123,7 +123,7 @@ def test_better_steps_are_better_however_many_there_are(estimator: str) -> None:
     assert found.advantages[0, 0] < 0 < found.advantages[1, 0]
 
 
-def test_step_rewards_join_the_outcome_and_go_to_the_tokens_before_them() -> None:
+def test_step_rewards_add_to_the_outcome_for_earlier_tokens() -> None:
     rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
     found = advantages(rewards, STEP_TOKENS, estimator="dr_grpo", token_rewards=STEPS)
     # Outcome 0.5 and -0.5; steps -0.5 at the first and 0.5 at the last token of the first answer.
@@ -142,14 +142,14 @@ def test_only_group_norm_divides_steps_by_their_deviation() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo"])
-def test_a_group_that_is_worth_the_same_in_all_teaches_nothing_by_its_steps_either(estimator: str) -> None:
+def test_step_rewards_without_a_difference_in_total_give_no_signal(estimator: str) -> None:
     # 1 + 0 and 0 + 1: as the filter and `group/constant_fraction` see it.
     sampled, steps = torch.tensor([[T, T], [T, T]]), torch.tensor([[0.0, 0.0], [0.25, 0.75]])
     found = advantages(torch.tensor([[1.0, 0.0]]), sampled, estimator=estimator, token_rewards=steps)
     assert found.advantages.abs().max() == 0
 
 
-def test_seven_right_responses_do_not_punish_the_one_that_was_not_scored() -> None:
+def test_an_unscored_response_among_right_ones_is_not_punished() -> None:
     rewards, scored = torch.tensor([[1.0] * 7 + [0.0]]), torch.tensor([[T] * 7 + [F]])
     sampled = torch.ones(8, 2, dtype=torch.bool)
     for estimator in ("group_norm", "rloo", "dr_grpo", "reinforce_baseline"):
@@ -159,7 +159,7 @@ def test_seven_right_responses_do_not_punish_the_one_that_was_not_scored() -> No
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "reinforce_baseline"])
-def test_a_single_scored_response_has_nothing_to_be_compared_with(estimator: str) -> None:
+def test_a_single_scored_response_has_no_advantage(estimator: str) -> None:
     rewards = torch.tensor([[4.0, 0.0], [1.0, 0.0]])
     scored = torch.tensor([[T, F], [T, T]])
     sampled = torch.ones(4, 2, dtype=torch.bool)
@@ -172,7 +172,7 @@ def test_a_single_scored_response_has_nothing_to_be_compared_with(estimator: str
     assert found[2, 1] > found[3, 1]
 
 
-def test_the_normalisation_over_the_step_leaves_out_what_was_not_scored() -> None:
+def test_normalisation_ignores_unscored_responses() -> None:
     sampled = torch.ones(4, 1, dtype=torch.bool)
     rewards, scored = torch.tensor([[3.0, 1.0], [100.0, 2.0]]), torch.tensor([[T, T], [F, T]])
     values = torch.full((4, 1), 0.5)
@@ -182,7 +182,7 @@ def test_the_normalisation_over_the_step_leaves_out_what_was_not_scored() -> Non
         torch.testing.assert_close(found.advantages, torch.tensor([[1.0], [-1.0], [0.0], [0.0]]))
 
 
-def test_a_users_estimator_is_told_what_was_scored_if_it_asks() -> None:
+def test_a_users_estimator_receives_scored_if_declared() -> None:
     rewards, scored = torch.tensor([[3.0, 1.0, -9.0]]), torch.tensor([[T, T, F]])
     sampled = torch.ones(3, 1, dtype=torch.bool)
 
@@ -196,21 +196,21 @@ def test_a_users_estimator_is_told_what_was_scored_if_it_asks() -> None:
     assert found.advantages.tolist() == [[1.0], [-1.0], [0.0]]
 
 
-def test_step_rewards_are_rewards_where_no_group_is_the_baseline() -> None:
+def test_step_rewards_are_plain_rewards_without_a_group_baseline() -> None:
     rewards = torch.tensor([[1.0, 0.0], [2.0, 2.0]])
     found = advantages(rewards, STEP_TOKENS, estimator="gae", token_rewards=STEPS, values=torch.zeros(4, 3))
     assert found.returns is not None
     assert found.returns.tolist() == [[3.0, 2.5, 2.5], [0, 2.0, 2.0], [2.5, 2.5, 0], [2.5, 0, 0]]
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards \[2, 3\] and tokens \[4, 5\]"):
         advantages(REWARDS, SAMPLED[:4], estimator="rloo")
     with pytest.raises(ValueError, match=r"penalty \[6, 4\] does not have the shape of the tokens \[6, 5\]"):
         advantages(REWARDS, SAMPLED, estimator="rloo", penalty=torch.zeros(6, 4))
 
 
-def test_a_users_scalars_go_to_every_sampled_token_and_are_charged_the_penalty() -> None:
+def test_a_users_scalars_apply_to_every_sampled_token_with_the_penalty() -> None:
     def best_of_group(rewards: Tensor) -> Tensor:
         return (rewards == rewards.amax(dim=1, keepdim=True)).float()
 
@@ -221,7 +221,7 @@ def test_a_users_scalars_go_to_every_sampled_token_and_are_charged_the_penalty()
     assert found.advantages.tolist() == [[0.5, 0.75, 0], [0, -0.25, 0], [-0.5, 0, -0.25], [0, 0, 0]]
 
 
-def test_a_users_estimator_takes_over_what_it_declares() -> None:
+def test_declared_penalties_are_left_to_the_users_estimator() -> None:
     def mine(rewards: Tensor, *, sampled: Tensor, penalty: Tensor | None, values: Tensor | None = None) -> Tensor:
         assert values is None
         assert penalty is not None
@@ -235,7 +235,7 @@ def test_a_users_estimator_takes_over_what_it_declares() -> None:
     assert found.advantages.tolist() == [[1.5, 2.0], [0.0, 1.0]]
 
 
-def test_the_critic_of_a_users_estimator_learns_what_the_tokens_are_followed_by() -> None:
+def test_the_critic_of_a_users_estimator_learns_returns() -> None:
     def mine(rewards: Tensor, values: Tensor) -> Tensor:
         return rewards.view(-1, 1) - values
 
@@ -253,7 +253,7 @@ def test_the_critic_of_a_users_estimator_learns_what_the_tokens_are_followed_by(
     assert advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator="rloo").returns is None
 
 
-def test_a_critic_that_the_users_estimator_never_asks_is_refused() -> None:
+def test_a_critic_that_the_users_estimator_does_not_use_is_refused() -> None:
     check(lambda rewards, values: rewards, has_critic=True)
     check(lambda rewards: rewards)
     with pytest.raises(ConfigError, match=r"does not declare the values of the critic that critic\.model_name_or_path"):

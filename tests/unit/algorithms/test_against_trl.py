@@ -146,14 +146,14 @@ CASES = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_are_those_of_trl(case: str, seed: int) -> None:
+def test_loss_and_gradient_equal_trls(case: str, seed: int) -> None:
     ours, theirs = CASES[case]
     batch = Batch(seed)
     torch.testing.assert_close(of_ours(batch, **ours), of_trl(batch, **theirs))
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop"])
-def test_a_corrected_loss_is_that_of_trl(kind: str) -> None:
+def test_a_corrected_loss_equals_trls(kind: str) -> None:
     batch = Batch(7)
     weights = (batch.old - batch.rollout).exp()
     outside = (weights < 0.7) | (weights > 1.5)
@@ -219,7 +219,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", PAIRS)
-def test_the_loss_of_pairs_and_its_gradient_are_those_of_trl(case: str, seed: int) -> None:
+def test_the_preference_loss_and_its_gradient_equal_trls(case: str, seed: int) -> None:
     loss, combine, knobs, settings = PAIRS[case]
     batch, num_pairs = Batch(seed), 1 if case == "cdpo" else ANSWERS // 2
     # One row may hold several answers: here all of them lie in one.

@@ -116,7 +116,7 @@ def test_the_policy_finds_the_rewarded_tokens(estimator: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
+def test_a_policy_with_reversed_rewards_avoids_the_rewarded_tokens(kind: str) -> None:
     assert learnt("group_norm", kind, sign=-1.0) < 0.1
 
 
@@ -135,16 +135,16 @@ def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_added_to_ppo_does_not_keep_it_from_learning(knobs: dict[str, Any]) -> None:
+def test_options_of_ppo_keep_it_learning(knobs: dict[str, Any]) -> None:
     assert learnt("group_norm", "ppo", **knobs) > 0.9
 
 
 @pytest.mark.parametrize("knobs", [{"entropy_coef": 1.0}, {"kl_in_reward": 2.0}, {"kl_in_loss": 2.0}], ids=str)
-def test_entropy_and_kl_hold_the_policy_back_when_they_weigh_much(knobs: dict[str, Any]) -> None:
+def test_large_entropy_and_kl_terms_hold_the_policy_back(knobs: dict[str, Any]) -> None:
     assert learnt("dr_grpo", "ppo", **knobs) < 0.6
 
 
-def test_a_users_own_estimator_and_loss_learn_too() -> None:
+def test_a_users_estimator_and_loss_learn() -> None:
     def above_average(rewards: Tensor) -> Tensor:
         return rewards - rewards.mean()
 

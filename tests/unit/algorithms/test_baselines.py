@@ -22,7 +22,7 @@ def test_group_norm_divides_by_the_unbiased_deviation_of_its_own_group() -> None
     torch.testing.assert_close(normalize_by_group(REWARDS), torch.tensor([first, second]), rtol=1e-5, atol=1e-5)
 
 
-def test_rloo_compares_each_answer_with_the_others() -> None:
+def test_rloo_compares_each_response_with_the_others() -> None:
     expected = torch.tensor([[1.0, -0.5, -0.5], [3.0, 0.0, -3.0]])  # 5 - (3 + 1) / 2 = 3
     torch.testing.assert_close(subtract_mean_of_others(REWARDS), expected)
 
@@ -56,7 +56,7 @@ def test_a_response_without_a_score_is_in_no_baseline() -> None:
 STEPS = torch.tensor([[0.5, 0, 1.5], [0, 0, 2.0], [0, 0.5, 0], [0.5, 0, 0]])
 
 
-def test_steps_are_measured_by_the_steps_of_their_group() -> None:
+def test_reasoning_steps_are_compared_with_those_of_their_group() -> None:
     # First group: mean 2, deviation 1 (of -1, 1, 0, unbiased), and a half of each. Second: all the same.
     centred = [[-0.5, 0, 0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert step_advantages(STEPS, group_size=2, divide_by_std=False).tolist() == centred
@@ -66,12 +66,12 @@ def test_steps_are_measured_by_the_steps_of_their_group() -> None:
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
-def test_steps_that_are_all_worth_the_same_are_exactly_zero(divide_by_std: bool) -> None:
+def test_equal_reasoning_steps_are_exactly_zero(divide_by_std: bool) -> None:
     # Four steps and three, of 0.3 each.
     steps = 0.3 * torch.tensor([[1 / 4, 1 / 4, 1 / 4, 1 / 4], [1 / 3, 0.0, 1 / 3, 1 / 3]])
     assert step_advantages(steps, group_size=2, divide_by_std=divide_by_std).abs().max() == 0
 
 
-def test_a_single_step_has_nothing_to_be_measured_by() -> None:
+def test_a_single_reasoning_step_has_no_advantage() -> None:
     steps = torch.tensor([[0.0, 0.3], [0.0, 0.0]])
     assert step_advantages(steps, group_size=2, divide_by_std=True).tolist() == [[0, 0], [0, 0]]

@@ -32,12 +32,12 @@ def test_each_correction_gives_its_formula(kind, low, high, expected) -> None:  
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
-def test_engine_and_trainer_that_agree_weigh_everything_1(kind) -> None:  # type: ignore[no-untyped-def]
+def test_equal_engine_and_trainer_give_weights_of_1(kind) -> None:  # type: ignore[no-untyped-def]
     found = correct(Correction(kind, 0.5, 5.0), old=ROLLOUT, rollout=ROLLOUT, sampled=SAMPLED, owner=OWNER)
     assert found.tolist() == SAMPLED.float().tolist()
 
 
-def test_both_bounds_are_inside() -> None:
+def test_the_bounds_of_a_correction_are_inclusive() -> None:
     old, rollout = torch.tensor([[math.log(4.0), math.log(0.25)]]), torch.zeros(1, 2)
     given = {"old": old, "rollout": rollout, "sampled": torch.tensor([[T, T]]), "owner": torch.tensor([[0, 1]])}
     expected = old.exp()
@@ -71,7 +71,7 @@ def test_a_pack_without_a_sampled_token_has_no_weights() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(5.0, 0.5), (1.0, 1.0), (-1.0, 2.0), (NAN, 1.0)])
-def test_bounds_that_hold_nothing_are_refused(low: float, high: float) -> None:
+def test_an_empty_range_of_weights_is_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="cannot lie between"):
         Correction("tis", low, high)
 

@@ -48,7 +48,7 @@ def test_ppo_clips_each_token() -> None:
     assert found.losses[~SAMPLED].abs().sum() == 0
 
 
-def test_gspo_has_one_ratio_per_answer() -> None:
+def test_gspo_has_one_ratio_per_response() -> None:
     found = terms({"kind": "gspo"})
     # -min(4, 1.3) twice; 2 max(1/2, 0.8) twice; -0.5 twice.
     assert kept(found.losses) == pytest.approx([-1.3, -1.3, 1.6, 1.6, -0.5, -0.5])
@@ -56,7 +56,7 @@ def test_gspo_has_one_ratio_per_answer() -> None:
     assert kept(found.ratio) == pytest.approx([4.0, 4.0, 0.5, 0.5, 1.0, 1.0])
 
 
-def test_gspo_has_the_gradient_of_the_answers_ratio() -> None:
+def test_gspo_has_the_gradient_of_the_response_ratio() -> None:
     shift = torch.zeros(2, 5, requires_grad=True)
     logprobs = torch.where(SAMPLED, OLD + LOG_RATIOS, 0.0) + shift
     found = terms({"kind": "gspo", "clip_low": 0.9, "clip_high": 9.0}, logprobs=logprobs)
@@ -84,7 +84,7 @@ def test_gspo_lets_each_token_learn_from_its_own_advantage() -> None:
     assert shift.grad.tolist() == [[-3.0, 1.0]]
 
 
-def test_cispo_weighs_the_likelihood_and_keeps_every_gradient() -> None:
+def test_cispo_weights_log_probs_and_keeps_every_gradient() -> None:
     logprobs = (OLD + LOG_RATIOS).requires_grad_()
     found = terms({"kind": "cispo"}, logprobs=logprobs)
     weights = torch.tensor([1.3, 1.3, 1.0, 0.25, 1.3, 1 / 3])
@@ -114,7 +114,7 @@ def test_the_kl_is_added_with_its_weight_and_its_gradient() -> None:
     assert kept(logprobs.grad)[:2] == pytest.approx([0.05, -0.1])
 
 
-def test_the_entropy_is_taken_off_with_its_gradient() -> None:
+def test_the_entropy_is_subtracted_with_its_gradient() -> None:
     entropy = torch.tensor([[1.0, NAN, 2.0, 3.0, 4.0], [INF, 5.0, 6.0, NAN, NAN]], requires_grad=True)
     found = terms({"entropy_coef": 0.5}, logprobs=(OLD + LOG_RATIOS).requires_grad_(), entropy=entropy)
     expected = [p - 0.5 * h for p, h in zip(kept(terms({}).losses), [1, 2, 3, 4, 5, 6], strict=True)]
@@ -125,7 +125,7 @@ def test_the_entropy_is_taken_off_with_its_gradient() -> None:
     torch.testing.assert_close(entropy.grad, -0.5 / 6 * SAMPLED)
 
 
-def test_a_correction_weighs_the_policys_own_loss_and_neither_kl_nor_entropy() -> None:
+def test_a_correction_weights_the_surrogate_but_not_kl_or_entropy() -> None:
     # The trainer thinks the first token twice as likely as the engine did, the last 8 times; else they agree.
     rollout = OLD - torch.tensor([[2.0, 1, 1, 1, 1], [1, 1, 8.0, 1, 1]]).log()
     knobs = {"correction": Correction("tis", 0.5, 5.0), "entropy_coef": 0.5, "kl_estimator": "k2"}
@@ -140,7 +140,7 @@ def test_a_correction_weighs_the_policys_own_loss_and_neither_kl_nor_entropy() -
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("gap", [400.0, -400.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_an_extreme_ratio_neither_overflows_nor_makes_a_gradient_that_is_no_number(kind, gap, sign) -> None:  # type: ignore[no-untyped-def]
+def test_an_extreme_ratio_neither_overflows_nor_gives_nan_gradients(kind, gap, sign) -> None:  # type: ignore[no-untyped-def]
     logprobs = (torch.where(SAMPLED, OLD, 0.0) + gap).requires_grad_()
     found = terms({"kind": kind}, logprobs=logprobs, advantages=torch.full((2, 5), sign))
     assert bool(found.losses.isfinite().all())
@@ -151,7 +151,7 @@ def test_an_extreme_ratio_neither_overflows_nor_makes_a_gradient_that_is_no_numb
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_a_pack_without_a_sampled_token_has_no_loss_and_a_backward(kind: str) -> None:
+def test_a_pack_without_sampled_tokens_has_zero_loss_and_a_backward(kind: str) -> None:
     logprobs = torch.full((2, 5), NAN, requires_grad=True)
     nothing = torch.zeros(2, 5, dtype=torch.bool)
     correction = Correction("seq-mask-tis", 0.5, 5.0)
@@ -163,7 +163,7 @@ def test_a_pack_without_a_sampled_token_has_no_loss_and_a_backward(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_the_loss_of_an_answer_does_not_depend_on_the_pack_it_is_in(kind: str) -> None:
+def test_the_loss_of_a_response_does_not_depend_on_its_pack(kind: str) -> None:
     whole = terms({"kind": kind})
     first = terms(
         {"kind": kind},
@@ -176,7 +176,7 @@ def test_the_loss_of_an_answer_does_not_depend_on_the_pack_it_is_in(kind: str) -
     torch.testing.assert_close(first.losses, whole.losses[:1, 3:])
 
 
-def test_what_a_knob_needs_must_be_there() -> None:
+def test_an_input_that_a_knob_needs_is_required() -> None:
     with pytest.raises(ValueError, match="engine's log-probs"):
         terms({"correction": Correction("tis", 0.5, 5.0)})
     with pytest.raises(ValueError, match="reference's log-probs"):
@@ -194,12 +194,12 @@ def test_what_a_knob_needs_must_be_there() -> None:
         ({"clip_low": -0.1}, "must not be negative"),
     ],
 )
-def test_knobs_that_make_no_sense_together_are_refused(knobs: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyLoss(**(KNOBS | knobs))
 
 
-def test_a_users_loss_is_given_what_it_declares_and_nothing_outside_of_the_mask_reaches_it() -> None:
+def test_a_users_loss_receives_declared_arguments_without_padding() -> None:
     def likelihood(logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
         assert clip_high == 0.3
         assert bool(logprobs.isfinite().all())
@@ -240,7 +240,7 @@ def test_a_users_loss_that_is_wrong_is_one_line(mine, message: str) -> None:  # 
     assert "\n" not in str(caught.value)
 
 
-def test_the_critics_loss_takes_the_worse_of_free_and_clipped() -> None:
+def test_the_critics_loss_is_the_larger_of_unclipped_and_clipped() -> None:
     values = torch.tensor([[1.0, 3.0], [0.0, 2.0]], requires_grad=True)
     old = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     targets = torch.tensor([[2.0, 4.0], [4.0, 1.0]])
@@ -253,7 +253,7 @@ def test_the_critics_loss_takes_the_worse_of_free_and_clipped() -> None:
     assert values.grad.tolist() == [[-1.0, 0.0], [-4.0, 1.0]]
 
 
-def test_without_a_clip_the_critics_loss_is_half_the_square() -> None:
+def test_without_a_clip_the_critics_loss_is_half_the_squared_error() -> None:
     found = value_loss(torch.tensor([[1.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 9.0]]), clip=None)
     assert found.losses.tolist() == [[2.0, 0.0]]
     assert found.clipped.tolist() == [[F, F]]

@@ -13,14 +13,14 @@ SAMPLED = torch.tensor([[0, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0]], dtype=torch.boo
 OWNER = torch.tensor([[0, 0, 0, 0, 1, 1], [3, 3, 3, 3, 3, 3]])
 
 
-def test_sums_and_means_leave_out_gaps_and_padding_and_take_empty_answers() -> None:
+def test_sums_and_means_ignore_gaps_padding_and_empty_responses() -> None:
     sums = response_sums(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(sums, torch.tensor([-3.0, -12.0, 0.0, -15.0]))
     means = response_means(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(means, torch.tensor([-1.5, -6.0, 0.0, -5.0]))
 
 
-def test_a_sum_teaches_each_of_its_tokens_alike() -> None:
+def test_a_sum_has_equal_gradients_for_its_tokens() -> None:
     values = VALUES.clone().requires_grad_()
     response_sums(values, SAMPLED, OWNER, num_responses=4)[1].backward()
     assert values.grad is not None
@@ -60,7 +60,7 @@ def test_bradley_and_terry_by_hand() -> None:
     torch.testing.assert_close(marked, torch.log1p(torch.exp(torch.tensor([-0.5, 2.0, 1.0]))))
 
 
-def test_pairs_that_are_far_apart_stay_finite() -> None:
+def test_extreme_pairs_stay_finite() -> None:
     far = pair(1e4, -1e4, 0.0, 0.0)
     far["chosen"].requires_grad_()
     loss = dpo_loss(**far, beta=1.0)
@@ -71,6 +71,6 @@ def test_pairs_that_are_far_apart_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0])
-def test_a_smoothing_that_would_teach_the_opposite_is_refused(smoothing: float) -> None:
+def test_a_label_smoothing_of_half_or_more_is_refused(smoothing: float) -> None:
     with pytest.raises(ValueError, match="label_smoothing"):
         dpo_loss(**pair(0, 0, 0, 0), beta=0.1, label_smoothing=smoothing)

@@ -12,19 +12,19 @@ NAN, INF = float("nan"), float("inf")
 SAMPLED = torch.tensor([[F, T, F, F, T, T], [T, T, F, F, F, F], [F, F, F, F, F, F]])
 
 
-def test_an_answer_is_paid_on_its_last_sampled_token() -> None:
+def test_a_response_is_rewarded_at_its_last_sampled_token() -> None:
     found = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED)
     assert found.tolist() == [[0, 0, 0, 0, 0, 8.0], [0, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
-def test_penalties_and_token_rewards_are_paid_on_their_own_tokens_only() -> None:
+def test_penalties_and_token_rewards_stay_on_their_tokens() -> None:
     penalty = torch.tensor([[NAN, 1.0, 7.0, INF, 2.0, 3.0], [0.5, 0.0, 9.0, 9.0, 9.0, 9.0], [NAN] * 6])
     steps = torch.tensor([[0, 0.25, 0, 0, 0, 1.0], [0.0] * 6, [0.0] * 6])
     found = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED, penalty=penalty, token_rewards=steps)
     assert found.tolist() == [[0, -0.75, 0, 0, -2.0, 6.0], [-0.5, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
-def test_a_token_reward_that_nobody_would_earn_is_refused() -> None:
+def test_a_token_reward_outside_the_mask_is_refused() -> None:
     steps = torch.zeros(3, 6)
     steps[0, 2] = 1.0
     with pytest.raises(ValueError, match="did not sample"):
@@ -36,7 +36,7 @@ def test_a_return_discounts_by_sampled_tokens_only() -> None:
     assert found.tolist() == [[0, 2.0, 0, 0, 4.0, 8.0], [2.0, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
-def test_a_penalty_is_charged_to_its_token_and_to_those_before_it() -> None:
+def test_a_penalty_counts_for_its_token_and_earlier_ones() -> None:
     sampled = torch.tensor([[F, T, F, T, T], [T, T, F, F, F]])
     penalty = torch.tensor([[9.0, 1.0, NAN, 2.0, 4.0], [1.0, 0.0, 9.0, 9.0, 9.0]])
     found = returns(reward_per_token(torch.tensor([8.0, 2.0]), sampled, penalty=penalty), sampled, gamma=0.5)
@@ -87,7 +87,7 @@ def definition(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_ragged_answers_with_gaps_agree_with_the_definitions(seed: int) -> None:
+def test_ragged_responses_with_gaps_agree_with_the_definitions(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     rows, columns = draw.randint(1, 7), draw.randint(1, 24)
@@ -107,7 +107,7 @@ def test_ragged_answers_with_gaps_agree_with_the_definitions(seed: int) -> None:
         torch.testing.assert_close(returns(given[0], given[2], gamma=gamma).tolist(), expected_returns)
 
 
-def test_what_is_given_is_left_as_it_was() -> None:
+def test_given_values_are_kept() -> None:
     paid = torch.ones(1, 2, dtype=torch.float64)
     values = torch.ones(1, 2, dtype=torch.float64)
     gae(paid, values, torch.tensor([[T, F]]), gamma=1.0, lambd=1.0)
@@ -115,13 +115,13 @@ def test_what_is_given_is_left_as_it_was() -> None:
     assert paid.tolist() == values.tolist() == [[1.0, 1.0]]
 
 
-def test_normalising_ignores_what_stands_in_the_padding() -> None:
+def test_normalising_ignores_the_padding() -> None:
     values = torch.tensor([[1.0, NAN], [3.0, INF], [NAN, NAN]])
     found = normalise(values, torch.tensor([[T, F], [T, F], [F, F]]), divide_by_std=True)
     torch.testing.assert_close(found, torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]))
 
 
-def test_a_deviation_that_is_next_to_nothing_is_taken_for_1e_4() -> None:
+def test_a_tiny_deviation_is_replaced_by_1e_4() -> None:
     values = torch.tensor([[1.0, 1.0 + 2e-6]], dtype=torch.float64)
     found = normalise(values, torch.tensor([[T, T]]), divide_by_std=True)
     torch.testing.assert_close(found, torch.tensor([[-0.01, 0.01]], dtype=torch.float64))
@@ -134,6 +134,6 @@ def test_normalising_equal_values_leaves_exactly_zero(value: float) -> None:
     assert normalise(values, sampled, divide_by_std=True).tolist() == [[0.0] * 4] * 2
 
 
-def test_normalising_nothing_is_nothing() -> None:
+def test_normalising_without_samples_gives_zeros() -> None:
     found = normalise(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool), divide_by_std=True)
     assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]

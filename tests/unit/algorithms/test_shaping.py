@@ -16,7 +16,7 @@ def test_truncated_answers_are_scaled_or_replaced(coefficient: float, expected: 
     assert found.tolist() == [expected, 4.0]
 
 
-def test_a_negative_reward_does_not_shrink_by_being_cut_off() -> None:
+def test_a_negative_reward_does_not_rise_by_truncation() -> None:
     found = punish_truncation(torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), coefficient=0.5)
     assert found.tolist() == [-1.0, -1.0]
 
@@ -38,7 +38,7 @@ def test_the_order_is_overlong_then_truncated_then_clip() -> None:
 
 @pytest.mark.parametrize("coefficient", [-0.5, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("buffer", [None, 200])
-def test_a_truncated_response_never_gains_by_it(coefficient: float, buffer: int | None) -> None:
+def test_truncation_never_raises_a_reward(coefficient: float, buffer: int | None) -> None:
     rewards = torch.tensor([-2.0, -0.5, 0.0, 0.5, 1.0])
 
     def shaped(num_sampled: int, *, truncated: bool) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_a_truncated_response_never_gains_by_it(coefficient: float, buffer: int 
         assert truncated[2].item() == -1.0
 
 
-def test_steps_that_are_not_set_are_left_out() -> None:
+def test_unset_shaping_steps_are_skipped() -> None:
     rewards = torch.tensor([1.0, -1.0])
     found = shape(
         rewards,
@@ -77,11 +77,11 @@ def test_steps_that_are_not_set_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("mean", "kept"), [(0.0, False), (0.125, True), (0.875, True), (1.0, False), (-1.0, False)])
-def test_groups_on_the_bounds_are_left_out(mean: float, kept: bool) -> None:
+def test_groups_on_the_bounds_are_dropped(mean: float, kept: bool) -> None:
     assert is_within(mean, 0.0, 1.0) is kept
 
 
-def test_a_mean_that_is_no_number_is_left_out() -> None:
+def test_a_nan_mean_is_left_out() -> None:
     assert not is_within(float("nan"), 0.0, 1.0)
 
 
@@ -91,27 +91,27 @@ def test_an_empty_range_is_refused(low: float, high: float) -> None:
         is_within(0.5, low, high)
 
 
-def test_rounding_keeps_no_group() -> None:
+def test_a_group_within_rounding_of_the_bounds_is_dropped() -> None:
     assert not is_within(0.7 + 0.2 + 0.1, 0.0, 1.0)
     assert not is_within((0.1 + 0.1 + 0.1) / 3, 0.1, 1.0)
 
 
-def test_a_group_teaches_when_its_responses_are_worth_different_amounts() -> None:
+def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     rewards = torch.tensor([[0.1, 0.1, 0.1], [-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
     # All wrong but well formatted; half right of rewards in [-1, 1]; all right; one right.
     assert has_signal(rewards).tolist() == [False, True, False, True]
 
 
-def test_rounding_teaches_nothing_and_a_little_more_does() -> None:
+def test_a_difference_beyond_rounding_is_a_signal() -> None:
     assert has_signal(torch.tensor([[0.7 + 0.2 + 0.1, 1.0], [1.0, 1.0 + 4e-6]])).tolist() == [False, True]
 
 
-def test_rewards_of_steps_count_with_those_of_the_response() -> None:
+def test_step_rewards_count_in_the_signal() -> None:
     rewards, steps = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.25, 0.5], [0.0, 1.0]])
     assert has_signal(rewards, step_rewards=steps).tolist() == [True, False]
 
 
-def test_what_was_not_scored_tells_nothing_apart() -> None:
+def test_unscored_responses_give_no_signal() -> None:
     rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     scored = torch.tensor([[True, True, False], [True, True, False], [True, False, False], [False] * 3])
     assert has_signal(rewards, scored=scored).tolist() == [False, True, False, False]

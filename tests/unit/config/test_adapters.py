@@ -45,7 +45,7 @@ ONE_PASS = "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.batc
         ),
     ],
 )
-def test_a_contradiction_is_one_line_that_says_what_to_do(line: str, said: str) -> None:
+def test_a_contradiction_is_one_line_with_a_fix(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         read(line)
     assert "\n" not in str(caught.value)
@@ -70,11 +70,11 @@ def test_a_contradiction_is_one_line_that_says_what_to_do(line: str, said: str) 
         f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS} --train.batch_size 4",
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     read(line)
 
 
-def test_supervised_training_takes_adapters_and_dropout() -> None:
+def test_supervised_training_accepts_adapters_and_dropout() -> None:
     config = read(f"{QLORA} --ds.lora.dropout 0.1", SftConfig)
     assert isinstance(config, SftConfig)
     assert (config.ds.lora.rank, config.ds.lora.dropout, config.ds.load_in_4bit) == (8, 0.1, True)
@@ -103,13 +103,13 @@ def test_benchmarks_take_adapters() -> None:
         read(f"{LORA} --ds.lora.dropout 0.1", StepBench)
 
 
-def test_what_vllm_would_not_apply_exactly_is_merged() -> None:
+def test_adapters_that_vllm_cannot_apply_exactly_are_merged() -> None:
     assert reason_to_merge(Lora(rank=8)) is None
     assert reason_to_merge(Lora(rank=8, use_dora=True)) == "ds.lora.use_dora"
     assert reason_to_merge(Lora(rank=8, target_modules=("all-linear", "vision"))) == "ds.lora.target_modules vision"
 
 
-def test_merging_needs_an_adapter_and_a_place() -> None:
+def test_merging_needs_an_adapter_and_an_output_folder() -> None:
     with pytest.raises(ConfigError) as caught:
         load(MergeConfig, [])
     assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == ["--merge.adapter", "--merge.output"]

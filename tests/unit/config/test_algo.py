@@ -27,12 +27,12 @@ def refused(line: str) -> str:
 
 
 @pytest.mark.parametrize("estimator", [*ESTIMATORS, "mine.py:baseline", "a/b c/mine.py:baseline"])
-def test_every_estimator_and_a_users_own_are_taken(estimator: str) -> None:
+def test_every_estimator_and_a_users_are_accepted(estimator: str) -> None:
     assert load(RlConfig, [*NEEDED, "--algo.advantage.estimator", estimator]).algo.advantage.estimator == estimator
 
 
 @pytest.mark.parametrize("loss", [*POLICY_LOSSES, "mine.py:loss"])
-def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
+def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
     assert rl(f"--actor.policy_loss_type {loss}").actor.policy_loss_type == loss
 
 
@@ -97,7 +97,7 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_max_draws 0", "greater than 0"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
+def test_invalid_combinations_are_one_line(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         rl(line)
     assert refused(line)
@@ -140,7 +140,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ),
     ],
 )
-def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
     said = refused(line)
     assert said.startswith(f"{name} would not be read: ")
     assert reason in said
@@ -164,7 +164,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 --algo.dynamic_filtering_max_draws 3",
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     rl(line)
 
 
@@ -198,5 +198,5 @@ def test_gspo_has_its_papers_clip_range_unless_one_is_given(line: str, clip: tup
         ("--actor.policy_loss_type cispo", "token"),
     ],
 )
-def test_the_aggregation_is_the_papers_unless_given(line: str, aggregation: str) -> None:
+def test_the_default_aggregation_is_the_papers(line: str, aggregation: str) -> None:
     assert rl(line).aggregation == aggregation

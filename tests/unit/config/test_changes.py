@@ -24,7 +24,7 @@ def test_settings_are_plain_json_and_only_those_that_are_read() -> None:
     assert not {"ckpt.load_enable", "ckpt.output_dir"} & found.keys()
 
 
-def test_old_and_new_of_each_setting_that_differs() -> None:
+def test_changed_settings_have_old_and_new_values() -> None:
     before = plain_settings(run())
     assert changed_settings(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
     found = changed_settings(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
@@ -32,13 +32,13 @@ def test_old_and_new_of_each_setting_that_differs() -> None:
     assert format_changes(found) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
 
 
-def test_settings_that_one_of_the_runs_does_not_know_are_no_change() -> None:
+def test_settings_unknown_to_one_run_are_no_change() -> None:
     before = plain_settings(run())
     del before["rollout.temperature"]
     assert changed_settings(before | {"rollout.gone": 1}, run("--rollout.temperature", "0.5")) == {}
     assert changed_settings({}, run()) == {}
 
 
-def test_a_long_value_is_shown_short_and_on_one_line() -> None:
+def test_a_long_value_is_truncated_to_one_line() -> None:
     line = format_changes({"data.input_template": ("a\nb", "x" * 100)})
     assert line == f"data.input_template a b -> {'x' * 60}..."

@@ -69,7 +69,7 @@ def test_every_setting_is_in_the_file_and_what_is_not_read_is_a_comment(
         assert (list(held) if isinstance(held, tuple) else held) == (float(node) if isinstance(held, float) else node)
 
 
-def test_what_follows_from_other_settings_is_told_and_still_follows(tmp_path: Path) -> None:
+def test_derived_settings_are_comments_and_stay_derived(tmp_path: Path) -> None:
     dump_yaml(load(RlConfig, [*NEEDED, "--algo.advantage.estimator", "dr_grpo"]), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "loss_agg: null  # constant" in text
@@ -85,7 +85,7 @@ def test_gspo_has_its_papers_clip_range_when_the_run_is_repeated_too(tmp_path: P
     assert load(RlConfig, ["--config", str(tmp_path / "config.yaml")]).actor.clip_range == (3e-4, 4e-4)
 
 
-def test_what_the_critic_has_of_the_actor_is_told(tmp_path: Path) -> None:
+def test_defaults_taken_from_the_actor_are_shown(tmp_path: Path) -> None:
     gae = ["--algo.advantage.estimator", "gae", "--actor.freeze_projector", "--ds.zero_stage", "3"]
     dump_yaml(load(RlConfig, [*NEEDED, *gae]), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()

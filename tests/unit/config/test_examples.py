@@ -39,7 +39,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_recipe_loads_and_stands_in_its_file(command: str) -> None:
+def test_a_recipe_loads_and_its_file_has_its_command(command: str) -> None:
     recipe(command)
     files = re.findall(r"--config (\S+)", command)
     plain = " ".join([*command.split()[:2], *(f"--config {file}" for file in files)])

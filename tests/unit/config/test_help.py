@@ -20,7 +20,7 @@ def test_help_lists_every_setting_once_with_its_docstring(
     assert "--dry-run" not in text
 
 
-def test_help_tells_what_a_setting_takes_and_its_default() -> None:
+def test_help_shows_type_and_default() -> None:
     text = help_text(RlConfig, has_dry_run=True)
     assert "--dry-run" in text
     assert "  --actor.model_name_or_path TEXT  (required)\n" in text
@@ -34,7 +34,7 @@ def test_help_tells_what_a_setting_takes_and_its_default() -> None:
     assert "  --ckpt.save_steps INT = -1\n" in text
 
 
-def test_what_a_verb_lacks_is_not_in_its_help() -> None:
+def test_omitted_settings_are_not_in_the_help() -> None:
     text = help_text(EvalConfig, has_dry_run=True)
     assert "adam" not in text
     assert "bucket_mib" not in text

@@ -35,12 +35,12 @@ def served(line: str) -> ServeConfig:
         ("--reward.remote_url none", None, ()),
     ],
 )
-def test_your_own_reward_is_a_function_or_servers(line: str, function: str | None, servers: tuple[str, ...]) -> None:
+def test_remote_url_is_a_function_or_servers(line: str, function: str | None, servers: tuple[str, ...]) -> None:
     reward = rl(line).reward
     assert (reward.user_function, reward.servers) == (function, servers)
 
 
-def test_servers_are_a_list_in_a_file_too(tmp_path: Path) -> None:
+def test_servers_may_be_a_list_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"reward:\n  remote_url: [{ONE}, '{TWO}']\n  remote_images: data\n")
     config = rl(f"--config {file}")
@@ -52,7 +52,7 @@ def test_servers_are_a_list_in_a_file_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["", "a.py:", "a.py:f,b.py:g", f"{ONE},a.py:f", "ftp://host/score", "host:5000", "a.py:f b.py:g"]
 )
-def test_what_is_neither_is_refused(url: str) -> None:
+def test_other_values_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"one path/to/file\.py:function, or one or several URLs of servers"):
         load(RlConfig, [*NEEDED, "--reward.remote_url", *(url.split() or [""])])
 
@@ -67,7 +67,7 @@ def test_what_is_neither_is_refused(url: str) -> None:
         ({"model_name_or_path": "scorer", "functions": {"exact": 0.5}}, {"exact": 0.5}),
     ],
 )
-def test_another_source_is_alone_unless_functions_are_asked_for(given: dict[str, Any], functions: Any) -> None:
+def test_another_source_replaces_the_default_functions(given: dict[str, Any], functions: Any) -> None:
     assert Reward.model_validate(given).functions == functions
 
 
@@ -95,7 +95,7 @@ def test_another_source_is_alone_unless_functions_are_asked_for(given: dict[str,
         ),
     ],
 )
-def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rl(line)
     assert str(caught.value).startswith(f"{name} would not be read: ")
@@ -112,11 +112,11 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f'{SCORER} --reward.process_model_name_or_path j --reward.functions {{"math":1,"format":0.1}}',
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     rl(line)
 
 
-def test_filtering_goes_by_the_rewards_of_steps_as_well() -> None:
+def test_step_rewards_count_in_filtering() -> None:
     rl("--reward.process_model_name_or_path j --algo.dynamic_filtering_enable")
 
 
@@ -165,7 +165,7 @@ def test_a_model_or_a_function_is_served() -> None:
         (f"{SCORER} --serve.token secret", "no such setting"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(line: str, said: str) -> None:
+def test_invalid_serve_settings_are_one_line(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         served(line)
     assert "\n" not in str(caught.value)

@@ -63,7 +63,7 @@ def rl(line: str = "") -> RlConfig:
         ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
+def test_invalid_combinations_are_one_line(line: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         rl(line)
     assert "\n" not in str(caught.value)
@@ -115,7 +115,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--data.eval_fraction 0.1 --eval.split dev", "eval.split", "holds rows of data.prompt_split out"),
     ],
 )
-def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rl(line)
     assert str(caught.value).startswith(f"{name} would not be read: ")
@@ -138,7 +138,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f"{SCORER} --vision.cache_gib 1",
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     rl(line)
 
 
@@ -156,11 +156,11 @@ def test_without_gae_there_is_no_critic() -> None:
         (f"{GAE} {SCORER} --critic.model_name_or_path other", "other"),
     ],
 )
-def test_the_critic_starts_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
+def test_the_critic_is_initialised_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
     assert rl(line).resolved_critic.model_name_or_path == path
 
 
-def test_what_is_left_open_of_the_critic_is_the_actors() -> None:
+def test_unset_settings_of_the_critic_are_the_actors() -> None:
     actor = "--actor.freeze_visual_encoder --actor.gradient_checkpointing_enable --ds.zero_stage 1"
     whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").resolved_critic
     assert (whole.freeze_visual_encoder, whole.freeze_projector, whole.gradient_checkpointing_enable) == (True,) * 3
@@ -169,7 +169,7 @@ def test_what_is_left_open_of_the_critic_is_the_actors() -> None:
     assert (own.freeze_visual_encoder, own.zero_stage) == (False, 3)
 
 
-def test_a_critic_in_the_actors_processes_has_as_many_ranks() -> None:
+def test_a_critic_in_the_actors_processes_has_the_same_ranks() -> None:
     ranks = "--actor.num_nodes 2 --actor.num_gpus_per_node 4"
     for how in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
         config = rl(f"{GAE} {ranks} {how}")
@@ -181,7 +181,7 @@ def test_a_critic_in_the_actors_processes_has_as_many_ranks() -> None:
     assert not rl(f"{ranks} --train.colocate_all").critic_is_with_actor
 
 
-def test_the_critic_is_a_model_in_the_words_of_any() -> None:
+def test_the_critic_has_the_settings_of_a_model() -> None:
     model = rl(
         f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3"
     ).resolved_critic
@@ -211,17 +211,17 @@ REF = "--algo.kl.init_coef 0.1"
         (f"{GAE} {SCORER} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
     ],
 )
-def test_who_shares_devices(line: str, pools: list[Any]) -> None:
+def test_pools_of_roles_that_share_devices(line: str, pools: list[Any]) -> None:
     assert rl(line).pools == pools
 
 
-def test_a_benchmark_of_the_step_reads_muon_where_it_is_the_optimizer() -> None:
+def test_bench_step_reads_muon_only_with_the_muon_optimizer() -> None:
     model = ["--actor.model_name_or_path", "m", "--actor.muon.lr", "0.1"]
     assert load(StepBench, [*model, "--actor.optim", "muon"]).actor.muon.lr == 0.1
     with pytest.raises(ConfigError, match=r"actor\.muon\.lr would not be read: actor\.optim is adam"):
         load(StepBench, model)
 
 
-def test_supervised_training_knows_no_best_checkpoint() -> None:
+def test_supervised_training_has_no_best_model() -> None:
     with pytest.raises(ConfigError, match="vlmrl sft does not have it; vlmrl rl does"):
         load(SftConfig, [*NEEDED, "--ckpt.best_metric_key", "policy/loss"])

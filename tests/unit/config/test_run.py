@@ -157,19 +157,19 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
         {"vision.cache_gib": 0.0},
     ],
 )
-def test_what_is_off_or_switched_off_by_hand_is_no_mistake(values: dict[str, Any]) -> None:
+def test_values_that_are_off_or_switched_off_are_accepted(values: dict[str, Any]) -> None:
     for name, given in values.items():
         assert names.setting_value(rl(**values), name) == given
 
 
 @pytest.mark.parametrize(("values", "said"), UNREAD)
-def test_a_setting_that_nobody_would_read_is_refused(values: dict[str, Any], said: str) -> None:
+def test_a_setting_that_would_not_be_read_is_refused(values: dict[str, Any], said: str) -> None:
     name = next(iter(values))
     with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{said}"):
         rl(**values)
 
 
-def test_what_makes_a_setting_read_makes_it_accepted() -> None:
+def test_a_setting_is_accepted_once_it_is_read() -> None:
     rl(**{"algo.kl.init_coef": 0.1, "ref.num_gpus_per_node": 2, "train.colocate_actor_ref": True})
     rl(**{"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.gamma": 0.9})
     rl(**{"reward.overlong_buffer_len": 10, "reward.overlong_penalty_factor": 0.5})
@@ -197,7 +197,7 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"ds.attn_implementation": "sdpa", "ds.packing_samples": False})
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(ValidationError) as caught:
         rl(**{"rollout.n_samples_per_prompt": 1, "vllm.enable_sleep": True, "algo.advantage.gamma": 0.5})
     said = str(caught.value)
@@ -205,12 +205,12 @@ def test_all_contradictions_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(("packing", "layout"), [(None, "shared"), (True, "shared"), (False, "padded")])
-def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool | None, layout: str) -> None:
+def test_openrlhfs_flag_sets_the_layout(packing: bool | None, layout: str) -> None:
     assert rl(**{"ds.packing_samples": packing}).train.layout == layout
     assert sft(**{"ds.packing_samples": packing, "train.layout": layout}).train.layout == layout
 
 
-def test_a_layout_that_packs_may_be_named_beside_openrlhfs_flag() -> None:
+def test_a_packing_layout_may_be_given_with_openrlhfs_flag() -> None:
     assert rl(**{"ds.packing_samples": True, "train.layout": "packed"}).train.layout == "packed"
 
 
@@ -219,13 +219,13 @@ def test_evaluation_has_no_settings_of_training() -> None:
         EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d", "actor.adam.lr": 1e-3}))
 
 
-def test_a_step_of_an_engine_has_a_token_for_each_response() -> None:
+def test_an_engine_step_has_a_token_for_each_response() -> None:
     with pytest.raises(ValidationError, match=r"vllm\.max_num_batched_tokens 64 is below vllm\.max_num_seqs 128"):
         Vllm(max_num_seqs=128, max_num_batched_tokens=64)
 
 
 @pytest.mark.parametrize("make", [rl, sft])
-def test_adapters_have_a_learning_rate_of_their_own_unless_one_is_given(
+def test_adapters_have_their_own_default_learning_rate(
     make: Callable[..., RlConfig | SftConfig],
 ) -> None:
     lora = {"ds.lora.rank": 8}

@@ -153,7 +153,7 @@ async def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
     }
 
 
-def test_a_file_alone_is_its_reward_func(file: Path) -> None:
+def test_a_file_without_a_name_means_reward_func(file: Path) -> None:
     assert Reward(remote_url=str(file)).user_function == f"{file}:reward_func"
     assert Reward(remote_url="http://host/score.py").servers == ("http://host/score.py",)
 
@@ -215,7 +215,7 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
         (np.ones((2, 2)), None),
     ],
 )
-def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
+def test_anything_but_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
     if said is None:
         assert batch.split_by_response(returned, 2, style="trl") == [[1.0, 1.0]] * 2, (
             "which is no number, as is said later"
@@ -225,7 +225,7 @@ def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str
         batch.split_by_response(returned, 2, style="openrlhf")
 
 
-def test_what_is_only_logged_takes_no_reward_with_it() -> None:
+def test_an_invalid_logged_value_keeps_the_reward() -> None:
     logs = {"mean": float("nan"), "some": [2.0, None], "kind": ["a", "b"], "one": torch.tensor(4.0)}
     returned = {"rewards": torch.tensor([1.0, 0.5]), "scores": [float("inf"), 0.5], "extra_logs": logs}
     assert batch.split_by_response(returned, 2, style="openrlhf") == [
@@ -234,7 +234,7 @@ def test_what_is_only_logged_takes_no_reward_with_it() -> None:
     ]
 
 
-def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
+def test_an_unknown_argument_is_refused_at_the_start() -> None:
     def function(queries: Any, prompts: Any, labels: Any, model: Any) -> Any:
         return torch.zeros(len(queries))
 

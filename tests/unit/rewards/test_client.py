@@ -119,7 +119,7 @@ async def test_no_server_at_all_is_said_at_the_start() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_servers_need_not_be_up_when_nobody_asks_them() -> None:
+def test_servers_need_not_be_up_unless_used() -> None:
     with nobody() as down:
         reward = Reward(remote_url=down, functions={"exact": 1.0})
         check_functions(reward, asks_servers=False)
@@ -128,7 +128,7 @@ def test_servers_need_not_be_up_when_nobody_asks_them() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "https:///score"])
-def test_what_is_no_url_is_said_at_the_start(url: str) -> None:
+def test_an_invalid_url_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.remote_url: "):
         rewarder(url)
 
@@ -368,13 +368,13 @@ async def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch)
         "http://127.0.0.1:1?Token=s3cret",
     ],
 )
-def test_a_password_in_a_url_is_refused_and_not_told(url: str) -> None:
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ConfigError, match="set VLMRL_RM_TOKEN in the environment") as refusal:
         rewarder(url)
     assert "s3cret" not in str(refusal.value)
 
 
-def test_a_url_may_hold_what_is_no_secret() -> None:
+def test_a_url_may_have_parameters_that_are_no_secrets() -> None:
     url = "http://127.0.0.1:1/score?model=a&max_token=5&sort_key=b"
     assert checked(url) == url
 

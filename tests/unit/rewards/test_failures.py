@@ -86,11 +86,11 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_everything_else_is_the_responses_doing(error: BaseException) -> None:
+def test_other_errors_are_failures_of_the_response(error: BaseException) -> None:
     assert failure_of(error) == "response"
 
 
-def test_a_circle_of_causes_ends() -> None:
+def test_a_cycle_of_causes_ends() -> None:
     one, two = ValueError(), KeyError()
     one.__cause__, two.__cause__ = two, one
     assert failure_of(one) == "response"

@@ -52,7 +52,7 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
         assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter ")
 
 
-def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_path: Path) -> None:
+def test_a_column_that_a_trl_function_requires_replaces_the_label(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def trl(completions, answer): ...\ndef own(response, label): ...\n")
     assert label_substitutes(Scoring(remote_url=f"{file}:trl")) == {"answer"}
@@ -60,7 +60,7 @@ def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_p
     assert not label_substitutes(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
 
 
-def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Path) -> None:
+def test_other_columns_are_those_that_a_trl_function_requires(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     declared = "completions, prompts, images, answer, level, completion_ids, seldom=0, *, kind, often=1, **columns"
     file.write_text(f"def trl({declared}): ...\ndef own(response, level): ...\n")
@@ -69,13 +69,13 @@ def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Pa
     assert not other_columns(Scoring(functions={"math": 1.0}))
 
 
-def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_left_to_the_loader(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def score(label:")
     for spec in ("gone.py:score", "bad.py:score", "~nosuchuser/x.py:score"):
         assert functions_that_need_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
 
 
-def test_what_needs_no_parser_starts_no_process() -> None:
+def test_labels_without_formulas_start_no_process() -> None:
     with closing(LabelCheck(["math", "exact", "format"])) as check:
         assert check(["4", "145°", "red", "3:30", "12 cm", "x > 2", ""]) == [None] * 6 + ["it is empty"]
         assert not multiprocessing.active_children()
@@ -103,13 +103,13 @@ def test_other_functions_take_any_label() -> None:
         assert check(["", "\\frac{1}{"]) == ["it is empty", None]
 
 
-def test_time_that_is_over_leaves_labels_unknown_and_not_unusable() -> None:
+def test_a_timeout_leaves_labels_unknown() -> None:
     with closing(LabelCheck(["math"])) as check:
         assert check(["\\frac{1}{", "4"], limit_s=0.0) == [None, None]
         assert check(["\\frac{1}{", "4"]) == ["it cannot be parsed", None]
 
 
-def test_a_parse_that_hangs_is_tried_twice_and_then_the_labels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_is_blamed_after_two_hanging_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     # A limit that nothing meets stands for a label that never ends.
     monkeypatch.setattr(label_check, "_TIME_LIMIT_S", 0.001)
     with closing(LabelCheck(["math"])) as check:

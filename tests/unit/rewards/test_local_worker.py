@@ -38,7 +38,7 @@ def test_a_built_in_function_declares_what_it_needs() -> None:
         ("images, **known", {"prompt", "response", "label", "metadata", "images"}),
     ],
 )
-def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str]) -> None:
+def test_a_function_receives_the_arguments_that_it_declares(signature: str, arguments: set[str]) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     assert local_worker.declare(function, "r.py:f").arguments == arguments
 
@@ -53,7 +53,7 @@ def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str
         ("response, /", "requires response"),
     ],
 )
-def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:
+def test_a_function_that_requires_other_arguments_is_refused(signature: str, said: str) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     with pytest.raises(ConfigError) as error:
         local_worker.declare(function, "r.py:f")
@@ -82,12 +82,12 @@ def test_a_function_that_wants_something_else_is_refused(signature: str, said: s
         ("-np.inf", RewardResult(problem="it returned -inf, which is not a finite number")),
     ],
 )
-def test_what_is_returned_is_one_number_or_a_problem(tmp_path: Path, expression: str, result: RewardResult) -> None:
+def test_a_result_is_one_number_or_a_problem(tmp_path: Path, expression: str, result: RewardResult) -> None:
     call = loaded(tmp_path, f"import fractions, torch, numpy as np\ndef f(response): return {expression}")
     assert call() == result
 
 
-def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Path) -> None:
+def test_the_reason_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     call = loaded(tmp_path, "import json\n\ndef f(response):\n    return json.loads(response)['score']\n")
     said = call("{").problem
     assert said is not None
@@ -105,7 +105,7 @@ def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Pa
         ("Rude()", "Rude: ? ("),
     ],
 )
-def test_whatever_is_raised_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
+def test_any_error_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
     rude = "class Rude(Exception):\n    def __str__(self): raise RuntimeError\n"
     said = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
     assert said is not None
@@ -132,7 +132,7 @@ sys.exit(round(local_worker.call("reward", {"response": "7"}, ()).value))
 """
 
 
-def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_path: Path) -> None:
+def test_printing_to_a_full_disk_costs_no_score(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import sys\ndef reward(response):\n"

@@ -167,7 +167,7 @@ def test_a_failure_of_the_response_comes_before_one_of_the_infrastructure(user_f
     assert (gone.value, gone.failure, gone.problem, gone.retried) == (0.0, "infrastructure", "gone", "timeout")
 
 
-def test_functions_are_checked_without_leaving_anything(user_file: Path) -> None:
+def test_checking_functions_leaves_nothing_behind(user_file: Path) -> None:
     check_functions(Reward(remote_url=f"{user_file}:length"))
     with pytest.raises(ConfigError, match="has no function missing"):
         check_functions(Reward(remote_url=f"{user_file}:missing"))

@@ -315,7 +315,7 @@ def test_a_server_of_this_machine_needs_none(host: str) -> None:
     check_token(host, None)
 
 
-def test_an_address_that_cannot_be_had_is_named() -> None:
+def test_an_unavailable_address_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^serve\.host 127\.0\.0\.1, serve\.port {port}: cannot listen there: "):
@@ -351,7 +351,7 @@ async def test_a_server_that_is_told_to_stop_replies_first_and_leaves_nothing(fi
     assert not _replies(url)
 
 
-def test_a_server_that_is_told_to_stop_ends_within_its_limit_whatever_clients_and_functions_do(file: Path) -> None:
+def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
     words = ["--reward.remote_url", f"{file}:endless", "--reward.time_limit_s", "1000", "--serve.stop_grace_s", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
     command = [sys.executable, "-m", "vlmrl", "serve-rm", "--serve.port", "0", *words]
