@@ -1,4 +1,4 @@
-"""A small model made of vLLM's own layers in one process, as one worker of one or two would hold it, and its reload."""
+"""A small model of vLLM's layers in one process, as in one of one or two workers, and its reload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vlmrl.rollout.reports import Report
 from vlmrl.rollout.worker_extension import WeightUpdate, tied_heads
 
 WIDTH, HEADS, KV_HEADS, INNER, VOCAB = 32, 4, 4, 48, 100
-"""As many key heads as query heads, so that their weights can be taken for each other."""
+"""As many key heads as query heads, so that their weights can be swapped."""
 STACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def weights(*, tied: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Other weights with each call, under the checkpoint's names."""
+    """New weights in each call, with the names of the checkpoint."""
 
     def drawn(*shape: int) -> Tensor:
         return (torch.randn(*shape) * 0.05).to(dtype)
@@ -94,7 +94,7 @@ def _config() -> VllmConfig:
 
 
 class Worker:
-    """One worker of `size`, with the model in the form in which vLLM's loader leaves it."""
+    """One worker of `size`, with the model as vLLM's loader leaves it."""
 
     def __init__(self, *, tied: bool, dtype: torch.dtype, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size, self.tied, self.dtype = rank, size, tied, dtype
@@ -116,7 +116,7 @@ class Worker:
 
     @contextmanager
     def as_worker(self) -> Iterator[None]:
-        """vLLM's layers ask which worker they are in."""
+        """Report the worker to vLLM's layers."""
         modules = ("layers.linear", "layers.vocab_parallel_embedding", "parameter")
         with ExitStack() as stack, set_current_vllm_config(_config()):
             for module in modules:

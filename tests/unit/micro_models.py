@@ -1,4 +1,4 @@
-"""Micro models and samples, as fixtures that several folders of tests share."""
+"""Fixtures of micro models and samples, shared by several folders of tests."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Picture:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`folder(family, tied=...)`: a micro model of the family, made once."""
+    """`folder(family, tied=...)`: a micro model of the family, created once."""
 
     def make(family: tiny.Family, *, tied: bool = False) -> Path:
         out = Path(tmp_path_factory.getbasetemp()) / f"{family}_{tied}"
@@ -80,7 +80,7 @@ def reader(folder: Callable[..., Path]) -> Callable[..., Processor]:
 
 @pytest.fixture(scope="session")
 def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
-    """`group(family, images, seed, lengths)`: one prompt, images of different sizes in it, and random answers to it."""
+    """`group(family, images, seed, lengths)`: a prompt with images of different sizes, and random responses."""
 
     def make(family: tiny.Family, images: int, seed: int, lengths: Sequence[int]) -> list[Sample]:
         read = reader(family)
@@ -90,20 +90,20 @@ def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
         media = tuple(Picture(seed * 10 + i, size) for i, size in enumerate(sizes))
         shown = "<|vision_start|><|image_pad|><|vision_end|> and " * images
         prompt, _ = read.encode(
-            f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
+            f"<|im_start|>user\n{seed}: {shown}options many?<|im_end|>\n", [item.size for item in media]
         )
-        found = []
+        result = []
         for length in lengths:
             tokens = np.concatenate([prompt, rng.integers(0, 256, length)])
-            found.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), media, seed, f"test:{seed}"))
-        return found
+            result.append(Sample(tokens, np.arange(len(tokens)) >= len(prompt), media, seed, f"test:{seed}"))
+        return result
 
     return make
 
 
 @pytest.fixture(scope="session")
 def sample(group: Callable[..., list[Sample]]) -> Callable[..., Sample]:
-    """`sample(family, images, seed)`: the only answer to a prompt."""
+    """`sample(family, images, seed)`: the only response to a prompt."""
 
     def make(family: tiny.Family, images: int, seed: int) -> Sample:
         (only,) = group(family, images, seed, [3 + seed * 5 % 9])

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line as a user sees it."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Stands in for the modules that do the work: records who was called with what."""
-    found: list[tuple[str, Any, dict[str, Any]]] = []
+    """Replace the modules that do the work by records of their calls."""
+    result: list[tuple[str, Any, dict[str, Any]]] = []
 
     def recorder(name: str) -> Any:
-        def record(config: Any = None, **how: Any) -> int:
-            found.append((name, config, how))
+        def record(config: Any = None, **options: Any) -> int:
+            result.append((name, config, options))
             return 0
 
         return record
@@ -44,11 +44,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.setattr("vlmrl.commands.doctor.main", recorder("doctor"))
     monkeypatch.setattr("vlmrl.commands.self_test.report.main", recorder("selftest"))
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
-    ("argv", "called", "how"),
+    ("argv", "called", "options"),
     [
         (["rl", *NEEDED], "train_rl", {"dry_run": False}),
         (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
@@ -66,16 +66,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["doctor", "--json", "--self-test"], "selftest", {"as_json": True}),
     ],
 )
-def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, how: dict[str, Any]) -> None:
+def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, options: dict[str, Any]) -> None:
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
-    assert (name, given) == (called, how)
+    assert (name, given) == (called, options)
     if called not in ("doctor", "selftest", "logprobs", "merge", "serve_rm"):
         assert config.actor.model_name_or_path == "m"
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
         (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
@@ -94,12 +94,12 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    argv: list[str], said: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(said)
+    assert err.startswith(message)
     assert err.count("\n") == 1
     assert calls == []
 
@@ -110,7 +110,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("rollout: {max_new_tokens: 8}", "rl"),
         ("train: {colocate_all: false}", "rl"),
         ("train: {batch_size: 8}", "sft"),
-        ("data: {output_key: said}", "sft"),
+        ("data: {output_key: message}", "sft"),
     ],
 )
 def test_doctor_recognises_the_verb_of_a_file(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_several_mistakes_are_reported_together(capsys: pytest.CaptureFixture[st
 def test_an_error_of_the_run_is_one_line_too(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Any, **how: Any) -> None:
+    def fail(config: Any, **options: Any) -> None:
         raise ClusterError("vllm wants 8 GPUs, and there are 2: lower --vllm.num_engines")
 
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", fail)
@@ -152,7 +152,7 @@ def test_an_error_of_the_run_is_one_line_too(
 def test_an_interrupt_is_exit_code_130(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(config: Any, **how: Any) -> None:
+    def interrupt(config: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", interrupt)
@@ -196,7 +196,7 @@ def test_help_takes_less_than_a_second(argv: list[str]) -> None:
         assert run(*argv).returncode == 0
         return time.perf_counter() - started
 
-    # The best of three: what else the machine is doing is not our time.
+    # The fastest of three, because other programs may use the machine.
     assert min(seconds() for _ in range(3)) < 1.0
 
 
@@ -221,8 +221,8 @@ assert not heavy, heavy
 
 def test_verbs_of_other_libraries_lead_to_ours() -> None:
     assert not cli._ELSEWHERE.keys() & {*cli._VERBS, *cli._NOT_BUILT}
-    for said in cli._ELSEWHERE.values():
-        assert said.split()[1] in cli._VERBS
+    for message in cli._ELSEWHERE.values():
+        assert message.split()[1] in cli._VERBS
 
 
 def test_a_closed_pipe_is_no_error() -> None:

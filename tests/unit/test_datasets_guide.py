@@ -1,4 +1,4 @@
-"""Every snippet of datasets/README.md is run, and every name in the tables for those who come from elsewhere exists."""
+"""The snippets of datasets/README.md run, and all names in the tables for users of TRL and OpenRLHF exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Block(NamedTuple):
     text: str
 
 
-BLOCKS = [Block(*found) for found in _BLOCK.findall(GUIDE.read_text())]
+BLOCKS = [Block(*result) for result in _BLOCK.findall(GUIDE.read_text())]
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
 
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the guide, with every picture that they name."""
+    """The files of the guide, with all images that they name."""
     root = tmp_path_factory.mktemp("guide")
     for block in BLOCKS:
         if block.file:
@@ -146,8 +146,8 @@ def test_the_batched_rewards_have_the_signatures_of_their_trainers(folder: Path)
     assert trl(completions=["It is 4.", "5"], answer=["4", "4"], prompts=["q", "q"]) == [1.0, 0.0]
     assert trl(completions=chat, answer=["4"]) == [1.0]
     openrlhf = own(folder, "batched.py:reward_func")
-    found = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
-    assert found == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
+    result = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
+    assert result == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
 
 
 def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:

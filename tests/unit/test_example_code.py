@@ -1,4 +1,4 @@
-"""The Python files in examples/ do what they say, through the loaders that a run uses."""
+"""The Python files in examples/ work as documented, through the loaders of a run."""
 
 import importlib.util
 import json
@@ -20,9 +20,9 @@ def test_the_estimator_reinforces_responses_above_the_group_mean() -> None:
     own = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     sampled = torch.tensor([[False, True, True]] * 8)
-    found = advantages(rewards, sampled, estimator=own).advantages
-    assert found[:4].tolist() == [[0.0, 0.5, 0.5], [0.0] * 3, [0.0] * 3, [0.0, 0.5, 0.5]]
-    assert found[4:].count_nonzero() == 0
+    result = advantages(rewards, sampled, estimator=own).advantages
+    assert result[:4].tolist() == [[0.0, 0.5, 0.5], [0.0] * 3, [0.0] * 3, [0.0, 0.5, 0.5]]
+    assert result[4:].count_nonzero() == 0
 
 
 def test_the_loss_is_a_policy_gradient_with_a_squared_penalty() -> None:

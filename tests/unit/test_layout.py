@@ -14,7 +14,7 @@ PLUGINS = ("processors", "datasets")
 
 
 def _python(code: str) -> str:
-    """The output of a fresh interpreter that stands in the root of the repository."""
+    """The output of a fresh interpreter in the root of the repository."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -24,17 +24,17 @@ def _python(code: str) -> str:
 
 def _files(folder: str) -> list[Path]:
     """Source files of a top-level folder, relative to the root; links are not followed."""
-    found = []
+    result = []
     for path in sorted((ROOT / folder).rglob("*")):
         relative = path.relative_to(ROOT)
         through_link = any((ROOT / Path(*relative.parts[: n + 1])).is_symlink() for n in range(len(relative.parts)))
         if path.is_file() and not through_link and path.suffix in {".py", ".yaml", ".md", ".typed"}:
-            found.append(relative)
-    return found
+            result.append(relative)
+    return result
 
 
 def _imports(path: Path) -> set[str]:
-    """Every module that a file names in an import, also inside functions."""
+    """All modules that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):

@@ -35,12 +35,12 @@ def test_an_adapter_or_run_folder_instead_of_a_model_is_reported_with_a_fix(tmp_
     ):
         file.parent.mkdir(parents=True)
         file.write_text("{}")
-    for folder, said in [
+    for folder, expected_message in [
         (adapter, f"{adapter} holds an adapter and no model: .* vlmrl merge --merge.adapter {adapter} --merge.output"),
         (full, f"is the folder of a run: its model is in {full}/model$"),
         (trained, f"is the folder of a run, which trained an adapter: .* --merge.adapter {trained}/adapter "),
     ]:
-        with pytest.raises(ConfigError, match=f"^actor.model_name_or_path: .*{said}") as caught:
+        with pytest.raises(ConfigError, match=f"^actor.model_name_or_path: .*{expected_message}") as caught:
             processor(str(folder), min_pixels=784, max_pixels=784)
         assert "\n" not in str(caught.value)
         with pytest.raises(ConfigError, match=r"^ref\.model_name_or_path: "):

@@ -6,7 +6,7 @@ from vlmrl.types import Totals
 
 F, T = False, True
 INF, NAN = float("inf"), float("nan")
-# Three answers: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
+# Three responses: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
 LOSSES = torch.tensor([[INF, 1.0, 3.0, NAN, 8.0], [NAN, 2.0, INF, 4.0, 6.0]])
 SAMPLED = torch.tensor([[F, T, T, F, T], [F, T, F, T, T]])
 TOTALS = Totals(num_tokens=6, num_samples=3)
@@ -63,8 +63,8 @@ def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggrega
 @pytest.mark.parametrize(("aggregation", "expected"), [("token", 24 / 6), ("sequence", 14 / 4), ("constant", 24 / 40)])
 def test_a_response_without_tokens_counts_as_a_response(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
     totals = Totals(num_tokens=6, num_samples=4)
-    found = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
-    assert found.item() == pytest.approx(expected)
+    result = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
+    assert result.item() == pytest.approx(expected)
 
 
 def test_the_mean_of_a_response_is_at_its_sampled_tokens_only() -> None:
@@ -77,5 +77,5 @@ def test_the_mean_of_a_response_is_at_its_sampled_tokens_only() -> None:
 
 def test_the_mean_where_nothing_is_sampled_is_zero() -> None:
     nothing = torch.zeros(1, 2, dtype=torch.bool)
-    found = response_mean(torch.full((1, 2), float("nan")), nothing, torch.zeros(1, 2, dtype=torch.long))
-    assert found.tolist() == [[0.0, 0.0]]
+    result = response_mean(torch.full((1, 2), float("nan")), nothing, torch.zeros(1, 2, dtype=torch.long))
+    assert result.tolist() == [[0.0, 0.0]]

@@ -60,9 +60,9 @@ def test_reasoning_steps_are_compared_with_those_of_their_group() -> None:
     # First group: mean 2, deviation 1 (of -1, 1, 0, unbiased), and a half of each. Second: all the same.
     centred = [[-0.5, 0, 0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert step_advantages(STEPS, group_size=2, divide_by_std=False).tolist() == centred
-    found = step_advantages(STEPS, group_size=2, divide_by_std=True)
-    torch.testing.assert_close(found, torch.tensor(centred, dtype=torch.float64), rtol=0, atol=2e-6)
-    assert found[2:].abs().max() == 0
+    result = step_advantages(STEPS, group_size=2, divide_by_std=True)
+    torch.testing.assert_close(result, torch.tensor(centred, dtype=torch.float64), rtol=0, atol=2e-6)
+    assert result[2:].abs().max() == 0
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])

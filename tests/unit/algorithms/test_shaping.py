@@ -6,23 +6,23 @@ from vlmrl.algorithms.shaping import has_signal, is_within, overlong_penalty, pu
 
 def test_the_overlong_penalty_rises_over_the_buffer_before_the_limit() -> None:
     lengths = torch.tensor([10, 80, 85, 100, 120])
-    found = overlong_penalty(lengths, max_new_tokens=100, buffer=20, factor=2.0)
-    assert found.tolist() == [0.0, 0.0, 0.5, 2.0, 2.0]
+    result = overlong_penalty(lengths, max_new_tokens=100, buffer=20, factor=2.0)
+    assert result.tolist() == [0.0, 0.0, 0.5, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(("coefficient", "expected"), [(0.0, 0.0), (0.25, 1.0), (1.0, 4.0), (-0.5, -0.5)])
 def test_truncated_answers_are_scaled_or_replaced(coefficient: float, expected: float) -> None:
-    found = punish_truncation(torch.tensor([4.0, 4.0]), torch.tensor([True, False]), coefficient=coefficient)
-    assert found.tolist() == [expected, 4.0]
+    result = punish_truncation(torch.tensor([4.0, 4.0]), torch.tensor([True, False]), coefficient=coefficient)
+    assert result.tolist() == [expected, 4.0]
 
 
 def test_a_negative_reward_does_not_rise_by_truncation() -> None:
-    found = punish_truncation(torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), coefficient=0.5)
-    assert found.tolist() == [-1.0, -1.0]
+    result = punish_truncation(torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), coefficient=0.5)
+    assert result.tolist() == [-1.0, -1.0]
 
 
 def test_the_order_is_overlong_then_truncated_then_clip() -> None:
-    found = shape(
+    result = shape(
         torch.tensor([4.0, 4.0, 0.0, 9.0]),
         num_sampled=torch.tensor([100, 90, 100, 5]),
         is_truncated=torch.tensor([True, False, True, False]),
@@ -33,7 +33,7 @@ def test_the_order_is_overlong_then_truncated_then_clip() -> None:
         clip_range=(-0.25, 3.0),
     )
     # (4 - 1) / 2; 4 - 0.5 clipped; 0 - 1, of which half would be more, clipped; 9 clipped.
-    assert found.tolist() == [1.5, 3.0, -0.25, 3.0]
+    assert result.tolist() == [1.5, 3.0, -0.25, 3.0]
 
 
 @pytest.mark.parametrize("coefficient", [-0.5, 0.0, 0.3, 1.0])
@@ -56,14 +56,14 @@ def test_truncation_never_raises_a_reward(coefficient: float, buffer: int | None
     truncated, stopped = shaped(1000, truncated=True), shaped(999, truncated=False)
     assert bool((truncated <= stopped).all())
     if buffer is not None:
-        # Wrong and stopped at 999 of 1,000, and wrong and cut off: the second is the worse.
+        # Wrong after 999 of 1,000 tokens, and wrong and truncated: the second has the lower reward.
         assert stopped[2].item() == pytest.approx(-0.995)
         assert truncated[2].item() == -1.0
 
 
 def test_unset_shaping_steps_are_skipped() -> None:
     rewards = torch.tensor([1.0, -1.0])
-    found = shape(
+    result = shape(
         rewards,
         num_sampled=torch.tensor([100, 100]),
         is_truncated=torch.tensor([True, True]),
@@ -73,7 +73,7 @@ def test_unset_shaping_steps_are_skipped() -> None:
         truncated_coefficient=None,
         clip_range=(-10.0, 10.0),
     )
-    assert found.tolist() == rewards.tolist()
+    assert result.tolist() == rewards.tolist()
 
 
 @pytest.mark.parametrize(("mean", "kept"), [(0.0, False), (0.125, True), (0.875, True), (1.0, False), (-1.0, False)])

@@ -1,4 +1,4 @@
-"""What is refused of adapters and 4 bits before anything starts, as a user meets it."""
+"""Errors about adapters and 4-bit weights, as a user sees them."""
 
 import pytest
 
@@ -24,7 +24,7 @@ ONE_PASS = "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.batc
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("--ds.load_in_4bit", "ds.load_in_4bit freezes the base, .*: set ds.lora.rank above 0"),
         ("--ds.lora.rank 513", "ds.lora.rank 513 is above 512, the largest that vLLM serves: lower it"),
@@ -45,8 +45,8 @@ ONE_PASS = "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --train.batc
         ),
     ],
 )
-def test_a_contradiction_is_one_line_with_a_fix(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_contradiction_is_one_line_with_a_fix(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         read(line)
     assert "\n" not in str(caught.value)
 
@@ -64,7 +64,7 @@ def test_a_contradiction_is_one_line_with_a_fix(line: str, said: str) -> None:
         f"{LORA} --ds.lora.target_modules all --actor.freeze_visual_encoder",
         f"{LORA} --ds.lora.target_modules q_proj v_proj --ds.lora.use_rslora",
         f"{LORA} --actor.optim adam_8bit_paged",
-        # Two passes: a reference is compared with the policy before the step, or a batch is learned from in two steps.
+        # Two passes: a reference is compared with the policy before the step, or a batch takes two steps.
         f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS} --algo.kl.init_coef 0.1",
         f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS} --train.max_epochs 2",
         f"{LORA} --ds.lora.dropout 0.1 {ONE_PASS} --train.batch_size 4",

@@ -1,4 +1,4 @@
-"""What is said of estimators, losses, corrections, KL and filtering that do not go together, as a user meets it."""
+"""Errors about estimators, losses, corrections, KL and filtering, as a user sees them."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def rl(line: str = "") -> RlConfig:
 
 
 def refused(line: str) -> str:
-    """The one line that a user sees."""
+    """The one-line error that a user sees."""
     with pytest.raises(ConfigError) as caught:
         rl(line)
     assert "\n" not in str(caught.value)
@@ -37,7 +37,7 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("--algo.advantage.estimator grpo", "no estimator is called 'grpo': there are gae, reinforce, "),
         ("--algo.advantage.estimator mine.py", "and path/to/file.py:function"),
@@ -51,7 +51,7 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
         (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
         (f"{KL} --algo.kl.target 0", "greater than 0"),
         (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
-        # 128 prompts with 8 responses each: the coefficient would fall by 0.2 * 1024 / 204, to less than nothing.
+        # 128 prompts with 8 responses each: the coefficient would change by a factor of 1 - 0.2 * 1024 / 204, which is negative.
         (
             f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 204",
             "algo.kl.horizon 204 is too short for the 1024 responses of a step",
@@ -80,7 +80,7 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
             f"{ONE} --algo.advantage.estimator mine.py:f --algo.dynamic_filtering_enable",
             "no responses to compare: use 2 or more",
         ),
-        # Filtering by differences that the estimator does not look at.
+        # Filtering by differences that the estimator does not use.
         *(
             (
                 f"--algo.advantage.estimator {name} --algo.dynamic_filtering_enable",
@@ -88,7 +88,7 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
             )
             for name in ("gae", "reinforce")
         ),
-        # Ranges that keep nothing.
+        # Empty ranges.
         (
             "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0",
             "algo.dynamic_filtering_range 1 0 keeps no group: give the smaller bound first",
@@ -97,8 +97,8 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
         ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_max_draws 0", "greater than 0"),
     ],
 )
-def test_invalid_combinations_are_one_line(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         rl(line)
     assert refused(line)
 
@@ -141,9 +141,9 @@ def test_invalid_combinations_are_one_line(line: str, said: str) -> None:
     ],
 )
 def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
-    said = refused(line)
-    assert said.startswith(f"{name} would not be read: ")
-    assert reason in said
+    message = refused(line)
+    assert message.startswith(f"{name} would not be read: ")
+    assert reason in message
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_valid_combinations_are_accepted(line: str) -> None:
         ("--actor.eps_clip 0.3", (0.3, 0.3)),
         ("--actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
         ("--actor.policy_loss_type gspo", (3e-4, 4e-4)),
-        # Given, it is what was given, even where that is the default of the other losses.
+        # A given value is used even if it is the default of the other losses.
         ("--actor.policy_loss_type gspo --actor.eps_clip 0.2", (0.2, 0.2)),
         ("--actor.policy_loss_type gspo --actor.eps_clip_low_high 0.001 0.002", (0.001, 0.002)),
         ("--actor.policy_loss_type cispo", (0.2, 0.2)),

@@ -1,4 +1,4 @@
-"""A name from OpenRLHF before it had sections, from TRL or from Hugging Face's Trainer is answered with ours."""
+"""Names of older OpenRLHF, TRL and Hugging Face's Trainer lead to ours."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 OLD_FLAGS = Path(__file__).with_name("openrlhf_old_flags.txt").read_text().split()
-"""Those of train_ppo_ray in OpenRLHF 0.9, and of train_sft beside them."""
+"""The flags of train_ppo_ray and train_sft in OpenRLHF 0.9."""
 NAMED_IN_SCRIPTS = [
     *("learning_rate", "num_train_epochs", "report_to", "resume_from_checkpoint", "gradient_accumulation_steps"),
     *("save_total_limit", "num_generations", "beta", "per_device_train_batch_size", "max_completion_length"),
@@ -30,10 +30,10 @@ def mistakes(*flags: str, kind: type[VerbConfig] = RlConfig, needed: bool = True
 @pytest.mark.parametrize("name", [*OLD_FLAGS, *NAMED_IN_SCRIPTS])
 def test_each_alias_has_a_setting_or_a_reason(name: str) -> None:
     (line,) = mistakes(f"--{name}", "1")
-    said = line.removeprefix(f"--{name}: ")
-    words = said.split()
+    message = line.removeprefix(f"--{name}: ")
+    words = message.split()
     is_setting = words[0] == "is" and words[1].removeprefix("--") in RlConfig.settings()
-    assert is_setting or said.startswith(("is --", "not built yet: ", "replaced by ", "never: ")), line
+    assert is_setting or message.startswith(("is --", "not built yet: ", "replaced by ", "never: ")), line
 
 
 def test_every_alias_exists() -> None:
@@ -42,7 +42,7 @@ def test_every_alias_exists() -> None:
         assert set(alias.ours) <= known, name
         assert alias.ours or alias.note.startswith(("not built yet: ", "never: ")), name
         assert name == name.replace("-", "_")
-        # A name that is ours already needs no alias.
+        # A name of ours needs no alias.
         assert name not in known - REFUSED.keys(), name
 
 

@@ -1,4 +1,4 @@
-"""Each row is implemented by what has its name, and says of it what is true."""
+"""Each row has an implementation of the same name, with the properties that it states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLED = torch.tensor([[True, False], [True, True], [True, False], [True, True]
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The public functions that a module defines."""
+    """Public functions defined in a module."""
     members = inspect.getmembers(module, inspect.isfunction)
     return {name: one for name, one in members if one.__module__ == module.__name__ and not name.startswith("_")}
 

@@ -1,4 +1,4 @@
-"""What a run that goes on has changed, of what both runs read."""
+"""Changed settings of a resumed run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def run(*words: str) -> RlConfig:
 
 
 def test_settings_are_plain_json_and_only_those_that_are_read() -> None:
-    found = plain_settings(run("--actor.adam.betas", "0.9", "0.99"))
-    assert json.loads(json.dumps(found)) == found
-    assert found["actor.adam.betas"] == [0.9, 0.99]
-    assert found["rollout.n_samples_per_prompt"] == 8
-    assert "critic.adam.lr" not in found, "there is no critic"
-    assert not {"ckpt.load_enable", "ckpt.output_dir"} & found.keys()
+    result = plain_settings(run("--actor.adam.betas", "0.9", "0.99"))
+    assert json.loads(json.dumps(result)) == result
+    assert result["actor.adam.betas"] == [0.9, 0.99]
+    assert result["rollout.n_samples_per_prompt"] == 8
+    assert "critic.adam.lr" not in result, "there is no critic"
+    assert not {"ckpt.load_enable", "ckpt.output_dir"} & result.keys()
 
 
 def test_changed_settings_have_old_and_new_values() -> None:
     before = plain_settings(run())
     assert changed_settings(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
-    found = changed_settings(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
-    assert found == {"rollout.batch_size": (128, 64), "train.max_steps": (None, 9)}
-    assert format_changes(found) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
+    result = changed_settings(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
+    assert result == {"rollout.batch_size": (128, 64), "train.max_steps": (None, 9)}
+    assert format_changes(result) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
 
 
 def test_settings_unknown_to_one_run_are_no_change() -> None:

@@ -1,4 +1,4 @@
-"""Every recipe of examples/ loads by the command that its file and the README give."""
+"""Every recipe of examples/ loads with the command in its file and in the README."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""From YAML files and flags to settings, and from mistakes to lines."""
+"""Settings from YAML files and flags, and lines of errors."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def rl(*flags: str) -> RlConfig:
 
 
 def mistakes(*flags: str, needed: bool = True, kind: type = RlConfig) -> list[str]:
-    """The lines that the user would see."""
+    """The lines that a user sees."""
     with pytest.raises(ConfigError) as caught:
         load(kind, [*(NEEDED if needed else []), *flags])
     first, *rest = str(caught.value).splitlines()
@@ -32,7 +32,7 @@ def write(file: Path, text: str) -> str:
     return str(file)
 
 
-# --- what is accepted ------------------------------------------------------------------------------------------------
+# --- accepted --------------------------------------------------------------------------------------------------------
 
 
 def test_flags_of_every_kind_are_read() -> None:
@@ -93,7 +93,7 @@ def test_a_file_may_use_full_names_empty_sections_and_anchors(tmp_path: Path) ->
     assert (config.train.seed, config.actor.adam.lr, config.eval.max_samples, config.data.max_samples) == (5, 0.5, 3, 4)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_missing_settings_are_named_with_their_flags() -> None:
@@ -192,7 +192,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         *["--rollout.n_samples_per_prompt", "1", "--data.prompt_dataset"],
         needed=False,
     )
-    said = [
+    message = [
         f"{file}:1: actor.modell: no such setting; did you mean actor.model_name_or_path?",
         f"{file}:3: train.micro_batch_size: 0: should be greater than 0",
         "--train.async_enable: not built yet",
@@ -204,13 +204,13 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "rollout.n_samples_per_prompt 1 leaves",
         "vllm.enable_sleep frees memory",
     ]
-    assert len(lines) == len(said)
-    for start in said:
+    assert len(lines) == len(message)
+    for start in message:
         assert any(line.startswith(start) for line in lines), start
 
 
 def test_a_wrong_value_is_not_reported_again_through_its_default() -> None:
-    # With the default of 8 answers, 12 would not be a multiple of it: that is not the user's mistake.
+    # 12 is not a multiple of the default of 8 responses, which is not the user's mistake.
     flags = ["--rollout.n_samples_per_prompt", "four", "--train.batch_size", "12", "--rollout.batch_size", "12"]
     assert mistakes(*flags) == ["--rollout.n_samples_per_prompt four: should be a valid integer"]
 
@@ -226,8 +226,8 @@ def test_a_wrong_value_is_not_reported_again_through_its_default() -> None:
 )
 def test_an_invalid_file_is_reported_with_the_line(tmp_path: Path, text: str, line: str) -> None:
     file = write(tmp_path / "a.yaml", text)
-    (said,) = mistakes("--config", file)
-    assert said.startswith(f"{file}{line}")
+    (message,) = mistakes("--config", file)
+    assert message.startswith(f"{file}{line}")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_reward_functions_of_a_file_may_be_a_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "size", "said"),
+    ("prompts", "size", "message"),
     [
         # Of 200 prompts with 8 responses each: 25 groups of 8, or 40.
         ("200", "256", "does not divide the 1600 responses of a step .*: use 200 or 320"),
@@ -292,9 +292,9 @@ def test_reward_functions_of_a_file_may_be_a_list(tmp_path: Path) -> None:
         ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: use 8"),
     ],
 )
-def test_an_error_about_a_batch_size_names_the_nearest_valid_ones(prompts: str, size: str, said: str) -> None:
+def test_an_error_about_a_batch_size_names_the_nearest_valid_ones(prompts: str, size: str, message: str) -> None:
     (line,) = mistakes("--rollout.batch_size", prompts, "--train.batch_size", size)
-    assert re.search(said, line)
+    assert re.search(message, line)
 
 
 def test_the_other_verbs_load_too() -> None:

@@ -1,4 +1,4 @@
-"""What is said of sources of rewards that do not go together, and of what a server serves, as a user meets it."""
+"""Errors about reward sources and the reward server, as a user sees them."""
 
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def test_a_model_or_a_function_is_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("", "give either reward.model_name_or_path, or functions"),
         (f"{SCORER} --reward.remote_url a.py:f", "give either reward.model_name_or_path, or functions"),
@@ -165,7 +165,7 @@ def test_a_model_or_a_function_is_served() -> None:
         (f"{SCORER} --serve.token secret", "no such setting"),
     ],
 )
-def test_invalid_serve_settings_are_one_line(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_invalid_serve_settings_are_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         served(line)
     assert "\n" not in str(caught.value)

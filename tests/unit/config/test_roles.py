@@ -1,4 +1,4 @@
-"""What is said of critic, reward models, moving average and devices that do not go together, as a user meets it."""
+"""Errors about critic, reward models, moving average and devices, as a user sees them."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def rl(line: str = "") -> RlConfig:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor none of train.max_steps 5"),
         (f"{GAE} --critic.freezing_steps 0", "above 0, or -1 for never"),
@@ -63,8 +63,8 @@ def rl(line: str = "") -> RlConfig:
         ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
 )
-def test_invalid_combinations_are_one_line(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         rl(line)
     assert "\n" not in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reaso
         "--train.enable_ema --train.ema_beta 0.9",
         "--eval.dataset d --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1 --eval.breakdown_key none",
         "--data.eval_fraction 0.1 --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1",
-        # The critic's tower is frozen, so that what it makes of images is kept.
+        # The critic's tower is frozen, so its image features are cached.
         f"{GAE} --critic.freeze_visual_encoder --critic.freeze_projector --vision.cache_gib 1",
         f"{SCORER} --vision.cache_gib 1",
     ],
@@ -171,8 +171,8 @@ def test_unset_settings_of_the_critic_are_the_actors() -> None:
 
 def test_a_critic_in_the_actors_processes_has_the_same_ranks() -> None:
     ranks = "--actor.num_nodes 2 --actor.num_gpus_per_node 4"
-    for how in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
-        config = rl(f"{GAE} {ranks} {how}")
+    for options in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
+        config = rl(f"{GAE} {ranks} {options}")
         assert config.critic_is_with_actor
         assert (config.resolved_critic.num_nodes, config.resolved_critic.num_gpus_per_node) == (2, 4)
     apart = rl(f"{GAE} {ranks}")
@@ -185,10 +185,10 @@ def test_the_critic_has_the_settings_of_a_model() -> None:
     model = rl(
         f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3"
     ).resolved_critic
-    found = model.as_model
-    assert isinstance(found, Model)
-    assert (found.adam.lr, found.adam.weight_decay, found.lr_scheduler) == (9e-6, 0.1, "linear")
-    assert (found.model_name_or_path, found.adapter_name_or_path) == ("m", None)
+    result = model.as_model
+    assert isinstance(result, Model)
+    assert (result.adam.lr, result.adam.weight_decay, result.lr_scheduler) == (9e-6, 0.1, "linear")
+    assert (result.model_name_or_path, result.adapter_name_or_path) == ("m", None)
 
 
 ALL = {"actor", "ref", "vllm", "reward_model", "process_model"}

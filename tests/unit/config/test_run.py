@@ -1,4 +1,4 @@
-"""What settings say about each other."""
+"""Contradictions between settings, unread settings, and defaults."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def test_the_defaults_agree_with_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"rollout.n_samples_per_prompt": 1}, "use 2 or more"),
         ({"rollout.n_samples_per_prompt": 1, "algo.advantage.estimator": "rloo"}, "estimator rloo without a group"),
@@ -55,8 +55,8 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
         ({"ds.enable_sleep": True}, "ds.enable_sleep frees memory .* needs train.colocate_all"),
         *(
-            ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, said)
-            for more, said in (
+            ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, message)
+            for more, message in (
                 ({"ds.zero_stage": 3}, "cannot move the optimizer with ds.zero_stage 3: set it to 2"),
                 ({"ds.zero_stage": 1}, "cannot move the optimizer with ds.zero_stage 1: set it to 2"),
                 ({"ds.adam_offload": True}, "always keeps the optimizer's state in CPU memory"),
@@ -93,8 +93,8 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"actor.adam.lr": float("inf")}, "finite number"),
     ],
 )
-def test_a_contradiction_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_contradiction_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         rl(**values)
 
 
@@ -162,10 +162,10 @@ def test_values_that_are_off_or_switched_off_are_accepted(values: dict[str, Any]
         assert names.setting_value(rl(**values), name) == given
 
 
-@pytest.mark.parametrize(("values", "said"), UNREAD)
-def test_a_setting_that_would_not_be_read_is_refused(values: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("values", "message"), UNREAD)
+def test_a_setting_that_would_not_be_read_is_refused(values: dict[str, Any], message: str) -> None:
     name = next(iter(values))
-    with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{said}"):
+    with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{message}"):
         rl(**values)
 
 
@@ -200,8 +200,8 @@ def test_a_setting_is_accepted_once_it_is_read() -> None:
 def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(ValidationError) as caught:
         rl(**{"rollout.n_samples_per_prompt": 1, "vllm.enable_sleep": True, "algo.advantage.gamma": 0.5})
-    said = str(caught.value)
-    assert all(part in said for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
+    message = str(caught.value)
+    assert all(part in message for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
 
 
 @pytest.mark.parametrize(("packing", "layout"), [(None, "shared"), (True, "shared"), (False, "padded")])

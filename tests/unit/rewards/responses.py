@@ -8,7 +8,7 @@ from vlmrl.types import Group, Media, Pixels, Prompt, Rollout
 
 
 class Picture:
-    """A 5x4 image, all (1, 2, 3)."""
+    """A 5x4 image whose pixels are all (1, 2, 3)."""
 
     hash = "c0ffee"
     size = (5, 4)
@@ -18,7 +18,7 @@ class Picture:
 
 
 def group(
-    *texts: str, label: str | None = "7", media: tuple[Media, ...] = (), index: int = 3, prompt: str = "how many?"
+    *texts: str, label: str | None = "7", media: tuple[Media, ...] = (), index: int = 3, prompt: str = "options many?"
 ) -> Group:
     """A prompt, `shapes:17`, and these responses."""
     none = np.zeros(1, np.int64)

@@ -1,4 +1,4 @@
-"""Rewards as TRL and OpenRLHF have them: recognised by their signature, called in batches, read as they return."""
+"""Reward functions of TRL and OpenRLHF: recognised by their signature and called in batches."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ TENSORS = """
 import torch
 
 def reward_func(queries, prompts, labels, **kwargs):
-    found = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
-    return {"rewards": found * 2, "scores": found, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
+    actual = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": actual * 2, "scores": actual, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
 def tensor(queries, prompts, labels): return torch.tensor([[1.0], [0.5]])
 def short(queries, prompts, labels): return torch.ones(3)
 """
@@ -185,16 +185,16 @@ async def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
 async def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
-    said = f"it returned {number} rewards for 2 responses"
+    message = f"it returned {number} rewards for 2 responses"
     async with own(file, name) as rewarder:
-        with pytest.raises(RewardError, match=said):
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7", "8")])
 
 
 async def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
-    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
+    message = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
     async with own(file, "lost") as rewarder:
-        with pytest.raises(RewardError, match=said):
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7")])
 
 
@@ -207,7 +207,7 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (1.0, "it returned float where a list of rewards is expected"),
         ({"scores": [1.0, 1.0]}, "without 'rewards'"),
@@ -215,13 +215,13 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
         (np.ones((2, 2)), None),
     ],
 )
-def test_anything_but_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
-    if said is None:
+def test_anything_but_one_reward_per_response_is_refused(returned: Any, message: str | None) -> None:
+    if message is None:
         assert batch.split_by_response(returned, 2, style="trl") == [[1.0, 1.0]] * 2, (
-            "which is no number, as is said later"
+            "[1.0] is no number; this is checked later"
         )
         return
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         batch.split_by_response(returned, 2, style="openrlhf")
 
 

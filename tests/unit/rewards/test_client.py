@@ -39,7 +39,7 @@ def failing(*rewards: object, **more: object) -> Reply:
 
 @contextmanager
 def nobody() -> Iterator[str]:
-    """The URL of a port that is ours, where nobody listens."""
+    """The URL of a reserved port without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{closed.getsockname()[1]}/score"
@@ -52,8 +52,8 @@ async def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> Non
     assert [(s.total, dict(s.parts)) for s in scores[0]] == [(0.5, {"remote": 1.0}), (1.5, {"remote": 3.0})]
     asked = {key: [v for request in seen.requests for v in request[key]] for key in seen.requests[0]}
     assert asked == {
-        "query": ["how many?a", "how many?bcd"],
-        "prompts": ["how many?"] * 2,
+        "query": ["options many?a", "options many?bcd"],
+        "prompts": ["options many?"] * 2,
         "responses": ["a", "bcd"],
         "labels": ["7", "7"],
         "metadata": [{"family": "x"}] * 2,
@@ -169,7 +169,7 @@ async def test_a_slow_server_is_asked_again_and_then_its_responses_fail() -> Non
 
 async def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     def drip(listener: socket.socket) -> None:
-        listener.accept()[0].close()  # who knocks at the start
+        listener.accept()[0].close()  # the check at the start
         connection, _ = listener.accept()
         with connection:
             connection.recv(65536)
@@ -228,7 +228,7 @@ async def test_one_server_takes_over_from_another_that_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"<html>busy</html>", "replied with what is not JSON: <html>busy</html>"),
         (b"\xff\xfe", "replied with what is not JSON"),
@@ -243,12 +243,12 @@ async def test_one_server_takes_over_from_another_that_refuses() -> None:
         (b'{"rewards": [1.0, 2.0], "extra_logs": [1.0]}', '"extra_logs" that are no object but a list'),
     ],
 )
-async def test_garbage_fails_the_whole_request_and_says_what_it_was(body: bytes, said: str) -> None:
+async def test_garbage_fails_the_whole_request_and_says_what_it_was(body: bytes, message: str) -> None:
     with server(lambda *_: (200, body)) as seen:
         async with rewarder(seen.url, remote_retries=0) as scoring:
             with pytest.raises(RewardError) as error:
                 await scoring.score([group("a", "b")])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 
@@ -261,7 +261,7 @@ async def test_an_endless_reply_does_not_fill_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         ("NaN", "it returned nan, which is not a finite number"),
         ("Infinity", "it returned inf, which is not a finite number"),
@@ -271,7 +271,7 @@ async def test_an_endless_reply_does_not_fill_the_memory() -> None:
         ("[1.0]", "it returned a list of 1 where one number per response is expected"),
     ],
 )
-async def test_what_is_no_number_fails_that_response_alone(number: str, said: str) -> None:
+async def test_what_is_no_number_fails_that_response_alone(number: str, message: str) -> None:
     def reply(_: int, asked: Asked) -> tuple[int, bytes]:
         rewards = [number if response == "bad" else "2.5" for response in asked["responses"]]
         return 200, f'{{"rewards": [{", ".join(rewards)}]}}'.encode()
@@ -282,7 +282,7 @@ async def test_what_is_no_number_fails_that_response_alone(number: str, said: st
             (scores,) = await scoring.score([one])
         assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
         async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
-            with pytest.raises(RewardError, match=said):
+            with pytest.raises(RewardError, match=message):
                 await scoring.score([group("bad", "bad")])
 
 

@@ -1,4 +1,4 @@
-"""Which variables of the environment count as secrets."""
+"""Environment variables that count as secrets."""
 
 import pytest
 

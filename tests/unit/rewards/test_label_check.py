@@ -1,4 +1,4 @@
-"""Labels are parsed where a parse that hangs does no harm."""
+"""Labels are parsed in a process that may hang."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
 ) -> None:
     file = tmp_path / "mine.py"
     for kind in ("def", "async def"):
-        file.write_text(f"raise SystemExit  # nobody runs it\n{kind} score({parameters}):\n    return 1.0\n")
+        file.write_text(f"raise SystemExit  # never run\n{kind} score({parameters}):\n    return 1.0\n")
         needed = functions_that_need_labels(Scoring(remote_url=f"{file}:score"))
         assert (needed is not None) == demands
         assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter ")
@@ -110,7 +110,7 @@ def test_a_timeout_leaves_labels_unknown() -> None:
 
 
 def test_a_label_is_blamed_after_two_hanging_parses(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A limit that nothing meets stands for a label that never ends.
+    # A limit that no parse meets stands for a label whose parse never ends.
     monkeypatch.setattr(label_check, "_TIME_LIMIT_S", 0.001)
     with closing(LabelCheck(["math"])) as check:
         start = time.perf_counter()

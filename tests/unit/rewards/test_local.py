@@ -79,7 +79,7 @@ async def test_what_never_ends_is_the_responses_doing_after_the_second_time(user
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("nan", "it returned nan, which is not a finite number"),
         ("inf", "it returned inf, which is not a finite number"),
@@ -92,11 +92,11 @@ async def test_what_never_ends_is_the_responses_doing_after_the_second_time(user
         ("part", "it returned 'c' = a list of 1 where one number per response is expected"),
     ],
 )
-async def test_what_is_not_one_number_is_a_failure_that_says_so(user_file: Path, kind: str, said: str) -> None:
+async def test_what_is_not_one_number_is_a_failure_that_says_so(user_file: Path, kind: str, message: str) -> None:
     async with own(user_file, "returns", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group(kind)])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -134,12 +134,12 @@ async def test_a_coroutine_is_not_a_number(user_file: Path) -> None:
 
 
 async def test_a_function_that_always_hangs_stops_the_run_after_two_limits(user_file: Path) -> None:
-    # 0.3 s for the first response; 0.3 s for its second try and, side by side, for the second response.
-    said = (
+    # 0.3 s for the first response; 0.3 s for its second try and, in parallel, for the second response.
+    message = (
         r"scored none of the first 2 of 80 responses.*longer than reward.time_limit_s 0\.3, also when tried again alone"
     )
     async with own(user_file, "hangs", time_limit_s=0.3) as rewarder:
-        with pytest.raises(RewardError, match=said):
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group(*["bad"] * 80)])
 
 
@@ -177,7 +177,7 @@ async def test_a_hostile_response_is_worth_nothing_by_its_own_doing(limit: float
 
 
 async def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
-    # As the kernel does when memory ends. The comparison takes a second of work, and is killed in the middle of it.
+    # As the kernel does without free memory. The comparison takes a second, and is killed halfway.
     hard = "\\boxed{x^{900}+y}"
     async with Rewarder(Reward(functions={"math": 1.0}, max_failed_fraction=0.0)) as rewarder:
         await rewarder.score([group("\\boxed{7}")])
@@ -192,7 +192,7 @@ async def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("missing", "has no function missing"),
         ("elsewhere", "TRL's signature and requires completion_ids"),
@@ -201,11 +201,11 @@ async def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
     ],
 )
 async def test_a_function_that_cannot_be_called_is_refused_at_the_start(
-    user_file: Path, function: str, said: str
+    user_file: Path, function: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
         await start_and_end(own(user_file, function))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith("reward.remote_url: ")
     assert "\n" not in str(error.value)
 
@@ -258,13 +258,13 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
 
 
 def _work(pid: int | None) -> float:
-    """Seconds that a process has used a processor."""
+    """CPU seconds of a process."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_zombie(pid: int) -> bool:
-    # Ended, but nobody has collected it yet: where tests run in a container, process 1 may never do so.
+    # A zombie counts as ended: in a container, process 1 may never collect it.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

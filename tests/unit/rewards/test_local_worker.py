@@ -44,7 +44,7 @@ def test_a_function_receives_the_arguments_that_it_declares(signature: str, argu
 
 
 @pytest.mark.parametrize(
-    ("signature", "said"),
+    ("signature", "message"),
     [
         ("", "does not take response"),
         ("prompt, label", "does not take response"),
@@ -53,11 +53,11 @@ def test_a_function_receives_the_arguments_that_it_declares(signature: str, argu
         ("response, /", "requires response"),
     ],
 )
-def test_a_function_that_requires_other_arguments_is_refused(signature: str, said: str) -> None:
+def test_a_function_that_requires_other_arguments_is_refused(signature: str, message: str) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     with pytest.raises(ConfigError) as error:
         local_worker.declare(function, "r.py:f")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_a_result_is_one_number_or_a_problem(tmp_path: Path, expression: str, re
 
 def test_the_reason_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     call = loaded(tmp_path, "import json\n\ndef f(response):\n    return json.loads(response)['score']\n")
-    said = call("{").problem
-    assert said is not None
-    assert said.startswith("JSONDecodeError: Expecting property name")
-    assert said.endswith("reward.py:4)")
+    message = call("{").problem
+    assert message is not None
+    assert message.startswith("JSONDecodeError: Expecting property name")
+    assert message.endswith("reward.py:4)")
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_the_reason_names_the_line_of_the_users_file(tmp_path: Path) -> None:
 )
 def test_any_error_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
     rude = "class Rude(Exception):\n    def __str__(self): raise RuntimeError\n"
-    said = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
-    assert said is not None
-    assert said.startswith(start)
-    assert "\n" not in said
-    assert len(said) < 600
+    message = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
+    assert message is not None
+    assert message.startswith(start)
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
@@ -162,6 +162,6 @@ def test_functions_start_where_the_temporary_folder_is_too_long_for_a_socket(tmp
     script = tmp_path / "start.py"
     script.write_text(_IN_A_POOL)
     environment = os.environ | {"TMPDIR": str(long)}
-    said = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
-    assert said == "exact\n"
+    message = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
+    assert message == "exact\n"
     assert not list(long.iterdir())

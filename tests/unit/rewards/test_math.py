@@ -213,13 +213,13 @@ def test_a_label_that_no_response_can_match_is_reported(label: str, reason: str 
 
 
 def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if the machine had stood still: math-verify's alarm rings in the middle of its work, and never again.
+    # As if the machine had paused: math-verify's alarm interrupts its work once.
     extract, rings = math_verify.parser.extract_target_from_pred, iter([True])
 
-    def stalled(*given: Any, **how: Any) -> Any:
+    def stalled(*given: Any, **options: Any) -> Any:
         if next(rings, False):
             os.kill(os.getpid(), signal.SIGALRM)
-        return extract(*given, **how)
+        return extract(*given, **options)
 
     monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", stalled)
     label = "\\frac{17}{34} + 1"
@@ -231,10 +231,10 @@ def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPa
 def test_a_stopped_comparison_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["vlmrl.rewards.math"]
 
-    def stalled(*_: Any, **how: Any) -> bool:
-        if how.get("raise_on_error"):
+    def stalled(*_: Any, **options: Any) -> bool:
+        if options.get("raise_on_error"):
             raise TimeoutException("Timeout during comparison")
-        return False  # what math-verify says by default
+        return False  # math-verify's default
 
     monkeypatch.setattr(module, "verify", stalled)
     with pytest.raises(TooHardError, match="comparing took longer than 2 s"):

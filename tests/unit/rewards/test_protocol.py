@@ -17,12 +17,12 @@ def test_a_request_survives_the_wire() -> None:
         *reward_requests(group("a", "b", media=(Picture(), Picture()))),
         *reward_requests(group("ç\ud800", label=None)),
     ]
-    found = read_request(write_request(sent, "data"), wants_images=True)
-    assert [(q.prompt, q.response, q.label, q.metadata) for q in found] == [
+    actual = read_request(write_request(sent, "data"), wants_images=True)
+    assert [(q.prompt, q.response, q.label, q.metadata) for q in actual] == [
         (q.prompt, q.response, q.label, q.metadata) for q in sent
     ]
-    assert [[m.size for m in q.media] for q in found] == [[(5, 4), (5, 4)], [(5, 4), (5, 4)], []]
-    assert np.array_equal(found[0].media[1].fetch(), Picture().fetch())
+    assert [[m.size for m in q.media] for q in actual] == [[(5, 4), (5, 4)], [(5, 4), (5, 4)], []]
+    assert np.array_equal(actual[0].media[1].fetch(), Picture().fetch())
 
 
 def test_images_are_opened_only_if_needed() -> None:
@@ -42,7 +42,7 @@ def test_the_old_protocol_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
@@ -62,8 +62,8 @@ def test_the_old_protocol_is_read() -> None:
         (request(responses=["a"], media={"x\n": "data:image/png;base64,%%"}), "media x: "),
     ],
 )
-def test_an_invalid_request_is_refused_in_one_line(content: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as error:
+def test_an_invalid_request_is_refused_in_one_line(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
         read_request(content, wants_images=True)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500

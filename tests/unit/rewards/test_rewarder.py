@@ -51,7 +51,7 @@ async def test_what_was_begun_is_scored_while_nobody_waits(user_file: Path) -> N
         assert time.perf_counter() - start < 0.4
         await asyncio.sleep(1.2)
         start = time.perf_counter()
-        # The groups that are asked for are copies where calls cross processes.
+        # Calls across processes pass copies of the groups.
         scores = await rewarder.score([group("bb", index=2), group("a", index=1)])
         assert time.perf_counter() - start < 0.4
     assert [[score.total for score in row] for row in scores] == [[2.0], [1.0]]
@@ -87,8 +87,8 @@ async def test_the_failures_of_what_is_asked_for_count_and_no_others(user_file: 
 
 async def test_failures_count_against_the_whole_step_where_only_a_part_is_scored(user_file: Path) -> None:
     async with own(user_file, "offline", max_failed_fraction=0.25) as rewarder:
-        found = (await rewarder.score([group("bad", "good")], out_of=8))[0]
-        assert [score.failed for score in found] == [True, False]
+        result = (await rewarder.score([group("bad", "good")], out_of=8))[0]
+        assert [score.failed for score in result] == [True, False]
         with pytest.raises(RewardError, match="3 of 8 responses could not be scored"):
             await rewarder.score([group("bad", "bad", "bad", "good")], out_of=8)
         await rewarder.score([group("bad", "good")], out_of=8, failed=1)
@@ -111,8 +111,8 @@ async def test_a_policy_that_breaks_its_reward_stops_no_run_and_a_reward_that_al
     user_file: Path,
 ) -> None:
     async with own(user_file, "raises", max_failed_fraction=0.0) as rewarder:
-        found = await rewarder.score([group("bad", "bad"), group("bad", "good")])
-        assert [score.failure for scores in found for score in scores] == ["response"] * 3 + [None]
+        result = await rewarder.score([group("bad", "bad"), group("bad", "good")])
+        assert [score.failure for scores in result for score in scores] == ["response"] * 3 + [None]
         await rewarder.score([group("bad", "bad")], out_of=8)
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("bad", "bad"), group("bad")])
@@ -126,8 +126,8 @@ async def test_a_policy_that_breaks_its_reward_stops_no_run_and_a_reward_that_al
 async def test_what_is_too_hard_for_a_built_in_function_stops_no_run() -> None:
     reward = Reward(functions={"math": 1.0}, time_limit_s=0.5, max_failed_fraction=0.0)
     async with Rewarder(reward) as rewarder:
-        found = (await rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{9^{9^{9^8}}}")]))[0]
-    assert [score.failure for score in found] == ["response", "response"]
+        result = (await rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{9^{9^{9^8}}}")]))[0]
+    assert [score.failure for score in result] == ["response", "response"]
 
 
 async def test_each_failure_says_what_went_wrong(user_file: Path) -> None:
@@ -146,9 +146,9 @@ async def test_a_run_that_stops_before_all_are_seen_says_at_least(user_file: Pat
 
 
 async def test_a_missing_label_names_the_row() -> None:
-    said = "shapes:17 has no label, and the reward function exact"
+    message = "shapes:17 has no label, and the reward function exact"
     async with Rewarder(Reward(functions={"exact": 1.0})) as rewarder:
-        with pytest.raises(RewardError, match=said):
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7"), group("7", label=None)])
     async with Rewarder(Reward(functions={"format": 1.0})) as rewarder:
         assert (await rewarder.score([group("\\boxed{7}", label=None)]))[0][0].total == 1.0

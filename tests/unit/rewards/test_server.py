@@ -54,7 +54,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Lengths:
-    """Scores a response by its number of characters, some time later; `bug` breaks it."""
+    """Scores a response by its number of characters after a delay; fails on `bug`."""
 
     wants_images = False
 
@@ -75,7 +75,7 @@ class Lengths:
 
 
 def served(scorer: Scorer, *, token: str | None = None, **settings: Any) -> AbstractAsyncContextManager[str]:
-    """The URL of a server of ours."""
+    """The URL of a real server."""
     return serving(make_app(scorer, Serve(**settings), token))
 
 
@@ -189,7 +189,7 @@ async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
                 await http.post(url, json={"responses": ["a", "b", "c", "d"]})
         await asyncio.sleep(1.0)
         assert (await ask(url, "new")).json()["rewards"] == [3.0]
-    # The one that was under way, and the one that somebody waited for.
+    # The request in progress, and the one with a waiting client.
     assert scorer.batches == [1, 1]
 
 
@@ -211,7 +211,7 @@ async def test_a_scorer_that_breaks_is_a_status_of_500_and_the_server_lives_on()
 
 
 class Lost(Lengths):
-    """A scorer that misses a file."""
+    """A scorer with a missing file."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         raise FileNotFoundError(2, "No such file or directory", "/srv/ann/secret-project/labels.json")
@@ -249,7 +249,7 @@ async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_
         monkeypatch.setenv(name, value)
     request = RewardRequest(source="row 1", prompt="", response="x")
     for passed, sees in (((), 0.0), (("MY_API_KEY",), 1.0)):
-        stop_forkserver()  # one that was started before has the environment of then
+        stop_forkserver()  # an earlier one would have the earlier environment
         async with FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=passed) as scorer:
             (result,) = await scorer.score([request])
         assert (result.parts["secretive/hub"], result.parts["secretive/mine"]) == (0.0, sees)
@@ -358,7 +358,7 @@ def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as server, ExitStack() as stack:
         assert server.stdout is not None
         host, port = server.stdout.readline().rpartition("//")[2].split(":")
-        # One never sends its body, one waits for a function that never ends, one does not send anything.
+        # One client never sends its body, one waits for a hanging function, one sends nothing.
         body = b'{"responses": ["x"]}'
         for length, sent in ((100, b"{"), (len(body), body), (0, None)):
             one = stack.enter_context(_connected(host, int(port)))

@@ -1,4 +1,4 @@
-"""Reward functions of a user, good and bad, for tests of what runs them."""
+"""Reward functions of a user, valid and invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def everything(prompt, response, label, images, metadata):
     pixel = images[0].getpixel((0, 0))
     images[0].putpixel((0, 0), (9, 9, 9))
     seen = (prompt, label, images[0].size, pixel, metadata["family"])
-    return float(seen == ("how many?", "7", (5, 4), (1, 2, 3), "x"))
+    return float(seen == ("options many?", "7", (5, 4), (1, 2, 3), "x"))
 def by_keyword(response, **known): return float(sorted(known) == ["label", "metadata", "prompt"])
 def numpy_number(response): return np.float32(0.5)
 
@@ -94,7 +94,7 @@ def blind(prompt): return 1.0
 
 
 def own(file: Path, function: str, **settings: object) -> Rewarder:
-    """A rewarder with a function of the file alone."""
+    """A rewarder with only a function of the file."""
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:{function}"} | settings)
     return Rewarder(reward)
 
