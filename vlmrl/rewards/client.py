@@ -25,7 +25,7 @@ TOKEN = "VLMRL_RM_TOKEN"
 """The environment variable that holds the token of reward servers and their clients."""
 
 _REQUESTS_AT_ONCE = 4
-"""Per server, so that it does not idle until the next request arrives."""
+"""Number per server, so that it does not idle until the next request arrives."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _CHECK_LIMIT_S = 10.0
@@ -49,7 +49,7 @@ class _Pending(NamedTuple):
 
 
 class _RequestError(Exception):
-    """An HTTP request that brought no scores."""
+    """An HTTP request without scores."""
 
     def __init__(self, reason: str, *, status: int | None = None) -> None:
         """`status` is the HTTP status, if there was a reply."""
@@ -58,7 +58,7 @@ class _RequestError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """The same request would fail again."""
+        """Whether the same request would fail again."""
         return self.status is not None and self.status < 500 and self.status not in _TRY_AGAIN
 
 
@@ -71,9 +71,9 @@ class _Server:
     url: str
     num_requests: int = 0
     num_under_way: int = 0
-    """Requests that it is working on."""
+    """Requests in progress."""
     rests_until: float = 0.0
-    """It failed: other servers are preferred until then."""
+    """Time until which other servers are preferred, after a failure."""
 
     @property
     def name(self) -> str:
@@ -167,8 +167,8 @@ class Servers:
                     item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
-        """One server's share of the queue: no request waits for a batch to fill up, and batches are full when all
-        servers are busy."""
+        """Take one server's share of the queue: requests do not wait for a full batch, and batches are full when all servers
+        are busy."""
         batch: list[_Pending] = []
         while not batch:
             pending = [await self._queue.get()]

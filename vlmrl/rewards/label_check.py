@@ -18,7 +18,7 @@ from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 
 _TIME_LIMIT_S = 5.0
-"""For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
+"""Time limit per label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
 _NEED_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.needs_label)
@@ -39,7 +39,7 @@ def functions_that_need_labels(reward: Scoring) -> str | None:
 
 
 def label_substitutes(reward: Scoring) -> frozenset[str]:
-    """Columns that stand in for the label of the only function that needs one: a dataset with them needs no label."""
+    """Columns that replace the label of the only function that needs one: a dataset with them needs no label."""
     demanded = frozenset(_demanded_labels(reward))
     is_only_one = not any(name in _NEED_LABELS for name in reward.functions)
     return demanded if is_only_one and _is_of_trl(reward) else frozenset()

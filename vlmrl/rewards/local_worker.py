@@ -1,7 +1,7 @@
-"""The code of a scoring process: loads the reward functions once, and calls one of them for one response at a time.
+"""The code of a scoring process: load the reward functions once, and call one of them for one response at a time.
 
-The outcome of a call is a `RewardResult` of plain values: a user's exceptions and objects never travel to the process
-that trains.
+The outcome of a call is a `RewardResult` of plain values: a user's exceptions and objects are never sent to the
+training process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The signature of a reward function that another process has loaded."""
+    """The signature of a reward function loaded in another process."""
 
     arguments: frozenset[str]
     """The `ARGUMENTS` that it takes."""

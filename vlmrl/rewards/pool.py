@@ -22,7 +22,7 @@ from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
 START_LIMIT_S = 120.0
-"""Limit on importing the user's file, with whatever it loads."""
+"""Time limit for importing the user's file, including what it loads."""
 PATIENCE_S = 30.0
 """Time beyond all limits for killing a process that ignores signals and starting the next, before a pool counts as
 stuck."""
@@ -81,7 +81,7 @@ def _make_folder_of_sockets() -> None:
 
 
 def end_pool(pool: ProcessPool) -> None:
-    """End the pool's processes, whatever they are doing."""
+    """End the pool's processes, even if they are busy."""
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 

@@ -46,7 +46,7 @@ class Scorer(Protocol):
     """Scores responses."""
 
     wants_images: bool
-    """It reads images. Otherwise they are not opened."""
+    """Whether it reads images. Otherwise they are not opened."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult]:
         """One result per request, in order. One call at a time."""
@@ -112,7 +112,7 @@ class _Pending(NamedTuple):
 
 
 class _FullError(Exception):
-    """No more responses may wait."""
+    """The queue is full."""
 
 
 class _GoneError(Exception):
@@ -147,7 +147,7 @@ class Batches:
             batch = await self._next_batch()
             try:
                 results = await self._scorer.score([item.request for item in batch])
-            except Exception as error:  # the clients get whatever a scorer raises, and the server goes on
+            except Exception as error:  # the clients get any error of the scorer, and the server keeps running
                 for item in batch:
                     if not item.result.done():
                         item.result.set_exception(error)
@@ -195,8 +195,8 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
 
     @scores.get("/")
     @scores.get("/get_reward")
-    async def knock() -> Response:
-        """A client checks its token before it has anything to score."""
+    async def check_token() -> Response:
+        """Let a client check its token before it has responses to score."""
         raise HTTPException(405, "send POST", headers={"Allow": "POST"})
 
     @scores.post("/")
@@ -287,8 +287,8 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
 
 
 class _Server(uvicorn.Server):
-    """Ends within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the thread of
-    a model that hangs."""
+    """End the process within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the
+    thread of a hanging model."""
 
     def __init__(self, config: uvicorn.Config, *, limit_s: float) -> None:
         super().__init__(config)

@@ -51,7 +51,7 @@ def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
         (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
         (f"{KL} --algo.kl.target 0", "greater than 0"),
         (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
-        # 128 prompts with 8 responses each: the coefficient would change by a factor of 1 - 0.2 * 1024 / 204, which is negative.
+        # 128 prompts with 8 responses each: the coefficient's factor could be 1 - 0.2 * 1024 / 204, below 0.
         (
             f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 204",
             "algo.kl.horizon 204 is too short for the 1024 responses of a step",
