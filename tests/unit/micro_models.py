@@ -90,7 +90,7 @@ def group(reader: Callable[..., Processor]) -> Callable[..., list[Sample]]:
         media = tuple(Picture(seed * 10 + i, size) for i, size in enumerate(sizes))
         shown = "<|vision_start|><|image_pad|><|vision_end|> and " * images
         prompt, _ = read.encode(
-            f"<|im_start|>user\n{seed}: {shown}options many?<|im_end|>\n", [item.size for item in media]
+            f"<|im_start|>user\n{seed}: {shown}how many?<|im_end|>\n", [item.size for item in media]
         )
         result = []
         for length in lengths:

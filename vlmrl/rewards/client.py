@@ -167,8 +167,8 @@ class Servers:
                     item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
-        """Take one server's share of the queue: requests do not wait for a full batch, and batches are full when all servers
-        are busy."""
+        """Take one server's share of the queue: requests do not wait for a full batch, and batches are full when all
+        servers are busy."""
         batch: list[_Pending] = []
         while not batch:
             pending = [await self._queue.get()]

@@ -292,7 +292,7 @@ class Functions:
                 yield _Call(responses, name, items, tuple(call.images[0] for call in singles))
 
     def _schedule(self, calls: Calls) -> None:
-        """Start the pending calls, each as its own task: a task costs 0.1 ms, and a hanging one does not affect others."""
+        """Start the pending calls, each as a task: a task costs 0.1 ms, and a hanging one does not affect others."""
         pool = self._open_pool()
         with suppress(RuntimeError):  # the pool broke just now: `collect` schedules the missing calls again
             for i, call in enumerate(calls.all):

@@ -207,8 +207,8 @@ class Rewarder:
 class _Failures:
     """Failures of a step. Stops the run at too many of the infrastructure, and at a user's source that scores nothing.
 
-    Other failures of responses do not stop the run: a policy may write text that is too hard for `math`, or unreadable for
-    a function, until it learns not to.
+    Other failures of responses do not stop the run: a policy may write text that is too hard for `math`, or unreadable
+    for a function, until it learns not to.
     """
 
     def __init__(self, num_responses: int, most: float, *, before: int, user_source: str) -> None:

@@ -18,7 +18,7 @@ class Picture:
 
 
 def group(
-    *texts: str, label: str | None = "7", media: tuple[Media, ...] = (), index: int = 3, prompt: str = "options many?"
+    *texts: str, label: str | None = "7", media: tuple[Media, ...] = (), index: int = 3, prompt: str = "how many?"
 ) -> Group:
     """A prompt, `shapes:17`, and these responses."""
     none = np.zeros(1, np.int64)

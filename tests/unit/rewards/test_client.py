@@ -52,8 +52,8 @@ async def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> Non
     assert [(s.total, dict(s.parts)) for s in scores[0]] == [(0.5, {"remote": 1.0}), (1.5, {"remote": 3.0})]
     asked = {key: [v for request in seen.requests for v in request[key]] for key in seen.requests[0]}
     assert asked == {
-        "query": ["options many?a", "options many?bcd"],
-        "prompts": ["options many?"] * 2,
+        "query": ["how many?a", "how many?bcd"],
+        "prompts": ["how many?"] * 2,
         "responses": ["a", "bcd"],
         "labels": ["7", "7"],
         "metadata": [{"family": "x"}] * 2,

@@ -19,7 +19,7 @@ def everything(prompt, response, label, images, metadata):
     pixel = images[0].getpixel((0, 0))
     images[0].putpixel((0, 0), (9, 9, 9))
     seen = (prompt, label, images[0].size, pixel, metadata["family"])
-    return float(seen == ("options many?", "7", (5, 4), (1, 2, 3), "x"))
+    return float(seen == ("how many?", "7", (5, 4), (1, 2, 3), "x"))
 def by_keyword(response, **known): return float(sorted(known) == ["label", "metadata", "prompt"])
 def numpy_number(response): return np.float32(0.5)
 
