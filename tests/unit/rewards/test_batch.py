@@ -124,7 +124,7 @@ async def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str,
     assert await totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
 
 
-async def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None:
+async def test_a_label_is_passed_by_the_column_of_its_dataset(file: Path) -> None:
     asked = group("7", "x")
     asked = replace(asked, prompt=replace(asked.prompt, label_key="gold"))
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:own_column", "max_failed_fraction": 0.5})
@@ -133,12 +133,12 @@ async def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None
         await totals(Rewarder(reward), group("7", "x"))
 
 
-async def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
+async def test_completions_are_messages_if_the_row_has_messages(file: Path) -> None:
     assert await totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
     assert await totals(own(file, "trl"), group("7")) == [[1.0]]
 
 
-async def test_images_come_to_who_asks_for_them(file: Path) -> None:
+async def test_images_are_passed_if_declared(file: Path) -> None:
     assert await totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
 
 
@@ -173,32 +173,32 @@ async def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) ->
     assert [[score.retried for score in row] for row in scores] == [["death", "death"], [None]]
 
 
-async def test_a_network_that_fails_a_batch_fails_it_whole(file: Path) -> None:
+async def test_a_network_error_fails_the_whole_batch(file: Path) -> None:
     async with own(file, "offline", max_failed_fraction=1.0) as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [["infrastructure"] * 2, [None]]
 
 
-async def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
+async def test_the_time_limit_of_a_batch_is_the_sum_over_its_responses(file: Path) -> None:
     assert await totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
 
 
 @pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
-async def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
+async def test_a_wrong_number_of_rewards_is_a_problem_with_a_reason(name: str, number: int, file: Path) -> None:
     message = f"it returned {number} rewards for 2 responses"
     async with own(file, name) as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7", "8")])
 
 
-async def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
+async def test_a_missing_column_stops_the_run_and_names_row_and_columns(file: Path) -> None:
     message = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
     async with own(file, "lost") as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7")])
 
 
-async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
+async def test_a_reward_server_also_calls_them_in_batches(file: Path) -> None:
     from vlmrl.rewards.protocol import RewardRequest
 
     async with FunctionScorer({}, f"{file}:trl", num_workers=1, time_limit_s=5.0) as scorer:

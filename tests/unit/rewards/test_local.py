@@ -25,7 +25,7 @@ async def start_and_end(rewarder: Rewarder) -> None:
         pass
 
 
-async def test_a_function_gets_what_it_declares_and_images_of_its_own(user_file: Path) -> None:
+async def test_a_function_receives_declared_arguments_and_its_own_images(user_file: Path) -> None:
     groups = [group("x", "y", "z", media=(Picture(),))]
     assert await totals(own(user_file, "everything"), groups) == [[1.0, 1.0, 1.0]]
     assert await totals(own(user_file, "by_keyword"), groups) == [[1.0, 1.0, 1.0]]
@@ -45,7 +45,7 @@ async def test_a_function_gets_what_it_declares_and_images_of_its_own(user_file:
         ("wrapped", {}, "infrastructure", None),
     ],
 )
-async def test_what_goes_wrong_for_one_response_fails_that_response_alone(
+async def test_an_error_for_one_response_fails_that_response_alone(
     user_file: Path, function: str, settings: dict[str, object], failure: str, retried: str | None
 ) -> None:
     async with own(user_file, function, max_failed_fraction=0.5, **settings) as rewarder:
@@ -56,14 +56,14 @@ async def test_what_goes_wrong_for_one_response_fails_that_response_alone(
 
 
 @pytest.mark.parametrize("kind", ["timeout", "death"])
-async def test_a_call_that_went_wrong_once_is_made_again_in_a_fresh_process(user_file: Path, kind: str) -> None:
+async def test_a_failed_call_is_repeated_in_a_fresh_process(user_file: Path, kind: str) -> None:
     async with own(user_file, "once", max_failed_fraction=0.0, time_limit_s=1.0) as rewarder:
         (before, score, after) = (await rewarder.score([group("good", kind, "good")]))[0]
     assert (score.total, score.failure, score.retried) == (1.0, None, kind), "its process had made no other call"
     assert (before.retried, after.retried) == (None, None)
 
 
-async def test_many_calls_that_never_end_are_not_all_made_again(user_file: Path) -> None:
+async def test_not_all_of_many_hanging_calls_are_repeated(user_file: Path) -> None:
     async with own(user_file, "hangs", max_failed_fraction=0.0, time_limit_s=0.1, num_workers=2) as rewarder:
         for _ in range(2):
             scores = (await rewarder.score([group("good", *["bad"] * 20, "good")]))[0]
@@ -71,7 +71,7 @@ async def test_many_calls_that_never_end_are_not_all_made_again(user_file: Path)
             assert [score.retried for score in scores[1:-1]] == ["timeout"] * 16 + [None] * 4
 
 
-async def test_what_never_ends_is_the_responses_doing_after_the_second_time(user_file: Path) -> None:
+async def test_a_call_that_hangs_twice_is_the_responses_failure(user_file: Path) -> None:
     async with own(user_file, "dies", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("bad")])
@@ -92,7 +92,7 @@ async def test_what_never_ends_is_the_responses_doing_after_the_second_time(user
         ("part", "it returned 'c' = a list of 1 where one number per response is expected"),
     ],
 )
-async def test_what_is_not_one_number_is_a_failure_that_says_so(user_file: Path, kind: str, message: str) -> None:
+async def test_anything_but_one_number_is_a_failure_with_a_reason(user_file: Path, kind: str, message: str) -> None:
     async with own(user_file, "returns", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group(kind)])
@@ -100,7 +100,7 @@ async def test_what_is_not_one_number_is_a_failure_that_says_so(user_file: Path,
     assert "\n" not in str(error.value)
 
 
-async def test_processes_that_die_under_what_was_begun_are_replaced(user_file: Path) -> None:
+async def test_processes_that_die_after_begin_are_replaced(user_file: Path) -> None:
     groups = [group("good", index=1), group("bad", "good", index=2), group("good", "good", index=3)]
     async with own(user_file, "dies", num_workers=2, max_failed_fraction=0.5) as rewarder:
         for one in groups:
@@ -110,7 +110,7 @@ async def test_processes_that_die_under_what_was_begun_are_replaced(user_file: P
         assert [[s.failed for s in row] for row in await rewarder.score(groups[:1])] == [[False]]
 
 
-async def test_images_are_kept_as_long_as_somebody_scores_them(user_file: Path) -> None:
+async def test_images_are_kept_until_they_are_scored(user_file: Path) -> None:
     left = sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*"))
     groups = [group("x", "y", media=(Picture(),), index=number) for number in range(3)]
     async with own(user_file, "everything") as rewarder:
@@ -120,7 +120,7 @@ async def test_images_are_kept_as_long_as_somebody_scores_them(user_file: Path) 
     assert sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*")) == left
 
 
-async def test_a_process_that_dies_while_nobody_waits_is_replaced(user_file: Path) -> None:
+async def test_a_process_that_dies_while_idle_is_replaced(user_file: Path) -> None:
     async with own(user_file, "dies_later") as rewarder:
         assert (await rewarder.score([group("x")]))[0][0].total == 1.0
         await asyncio.sleep(0.6)
@@ -149,9 +149,7 @@ async def test_a_function_that_returned_for_another_response_does_not_always_han
     assert [score.failure for score in scores] == ["response", "response", None, None]
 
 
-async def test_what_a_reward_prints_lies_in_its_log_also_when_its_process_is_killed(
-    user_file: Path, tmp_path: Path
-) -> None:
+async def test_output_of_a_reward_is_in_its_log_even_if_its_process_is_killed(user_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "rewards.log"
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{user_file}:talks"})
     async with Rewarder(reward, log=log) as rewarder:
@@ -161,7 +159,7 @@ async def test_what_a_reward_prints_lies_in_its_log_also_when_its_process_is_kil
     assert log.stat().st_mode & 0o111 == 0, "it is no program"
 
 
-async def test_the_end_does_not_wait_for_what_a_function_has_forked(user_file: Path) -> None:
+async def test_close_does_not_wait_for_processes_forked_by_a_function(user_file: Path) -> None:
     async with own(user_file, "forks") as rewarder:
         await rewarder.score([group("a")])
         end = time.monotonic()
@@ -169,14 +167,14 @@ async def test_the_end_does_not_wait_for_what_a_function_has_forked(user_file: P
 
 
 @pytest.mark.parametrize("limit", [0.5, 10.0], ids=["the pool stops it", "it stops itself"])
-async def test_a_hostile_response_is_worth_nothing_by_its_own_doing(limit: float) -> None:
+async def test_a_hostile_response_fails_as_the_responses_failure(limit: float) -> None:
     reward = Reward(functions={"math": 1.0}, time_limit_s=limit, max_failed_fraction=0.5)
     async with Rewarder(reward) as rewarder:
         scores = (await rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{7}")]))[0]
     assert [(s.total, s.failure, s.retried) for s in scores] == [(0.0, "response", "timeout"), (1.0, None, None)]
 
 
-async def test_a_built_in_scorer_that_is_killed_is_asked_again() -> None:
+async def test_a_killed_built_in_function_is_called_again() -> None:
     # As the kernel does without free memory. The comparison takes a second, and is killed halfway.
     hard = "\\boxed{x^{900}+y}"
     async with Rewarder(Reward(functions={"math": 1.0}, max_failed_fraction=0.0)) as rewarder:

@@ -28,7 +28,7 @@ async def test_no_groups_have_no_scores() -> None:
         assert await rewarder.score([]) == []
 
 
-async def test_your_own_function_stands_beside_the_built_in_ones(user_file: Path) -> None:
+async def test_a_users_function_works_beside_the_built_in_ones(user_file: Path) -> None:
     reward = Reward(functions={"exact": 1.0}, remote_url=f"{user_file}:length", remote_weight=-0.1)
     async with Rewarder(reward) as rewarder:
         (score,) = (await rewarder.score([group("7.0")]))[0]
@@ -42,7 +42,7 @@ async def test_a_function_may_name_its_parts(user_file: Path) -> None:
     assert (score.total, score.parts) == (2.0, {"parts": 2.0, "parts/a_b": 1.0, "parts/c": 1.0})
 
 
-async def test_what_was_begun_is_scored_while_nobody_waits(user_file: Path) -> None:
+async def test_begun_groups_are_scored_in_the_background(user_file: Path) -> None:
     groups = [group("a", index=1), group("bb", index=2)]
     async with own(user_file, "slow", num_workers=2) as rewarder:
         start = time.perf_counter()
@@ -57,7 +57,7 @@ async def test_what_was_begun_is_scored_while_nobody_waits(user_file: Path) -> N
     assert [[score.total for score in row] for row in scores] == [[2.0], [1.0]]
 
 
-async def test_each_beginning_is_collected_once_and_what_was_not_begun_begins_late(user_file: Path) -> None:
+async def test_each_begin_is_collected_once_and_other_groups_begin_in_score(user_file: Path) -> None:
     async with own(user_file, "length") as rewarder:
         await rewarder.begin(group("a"))
         await rewarder.begin(group("a"))
@@ -68,14 +68,14 @@ async def test_each_beginning_is_collected_once_and_what_was_not_begun_begins_la
         assert not rewarder._begun
 
 
-async def test_a_missing_label_is_said_when_the_group_begins_and_when_it_is_asked_for() -> None:
+async def test_a_missing_label_is_an_error_in_begin_and_in_score() -> None:
     async with Rewarder(Reward(functions={"exact": 1.0})) as rewarder:
         for ask in (rewarder.begin, lambda one: rewarder.score([one])):
             with pytest.raises(RewardError, match=r"set data\.label_key"):
                 await ask(group("7", label=None))
 
 
-async def test_the_failures_of_what_is_asked_for_count_and_no_others(user_file: Path) -> None:
+async def test_only_failures_of_the_scored_groups_count(user_file: Path) -> None:
     bad, good = group("bad", "bad", index=1), group("good", "good", index=2)
     async with own(user_file, "raises", max_failed_fraction=0.25) as rewarder:
         await rewarder.begin(bad)
@@ -85,7 +85,7 @@ async def test_the_failures_of_what_is_asked_for_count_and_no_others(user_file: 
             await rewarder.score([bad])
 
 
-async def test_failures_count_against_the_whole_step_where_only_a_part_is_scored(user_file: Path) -> None:
+async def test_failures_of_a_part_count_against_the_whole_step(user_file: Path) -> None:
     async with own(user_file, "offline", max_failed_fraction=0.25) as rewarder:
         result = (await rewarder.score([group("bad", "good")], out_of=8))[0]
         assert [score.failed for score in result] == [True, False]
@@ -107,7 +107,7 @@ async def test_too_many_failures_of_the_infrastructure_stop_the_run_with_the_fir
     assert "ConnectionRefusedError: nobody listens" in str(error.value)
 
 
-async def test_a_policy_that_breaks_its_reward_stops_no_run_and_a_reward_that_always_breaks_does(
+async def test_only_a_reward_that_always_fails_stops_the_run(
     user_file: Path,
 ) -> None:
     async with own(user_file, "raises", max_failed_fraction=0.0) as rewarder:
@@ -123,21 +123,21 @@ async def test_a_policy_that_breaks_its_reward_stops_no_run_and_a_reward_that_al
     assert "\n" not in str(error.value)
 
 
-async def test_what_is_too_hard_for_a_built_in_function_stops_no_run() -> None:
+async def test_a_response_too_hard_for_a_built_in_function_does_not_stop_the_run() -> None:
     reward = Reward(functions={"math": 1.0}, time_limit_s=0.5, max_failed_fraction=0.0)
     async with Rewarder(reward) as rewarder:
         result = (await rewarder.score([group("\\boxed{9^{9^{9^9}}}", "\\boxed{9^{9^{9^8}}}")]))[0]
     assert [score.failure for score in result] == ["response", "response"]
 
 
-async def test_each_failure_says_what_went_wrong(user_file: Path) -> None:
+async def test_each_failure_has_its_reason(user_file: Path) -> None:
     async with own(user_file, "raises", max_failed_fraction=0.5) as rewarder:
         good, bad = (await rewarder.score([group("good", "bad")]))[0]
     assert good.problem is None
     assert str(bad.problem).startswith("ValueError: cannot score this (")
 
 
-async def test_a_run_that_stops_before_all_are_seen_says_at_least(user_file: Path) -> None:
+async def test_an_early_stop_reports_at_least_so_many_failures(user_file: Path) -> None:
     async with own(user_file, "offline", max_failed_fraction=0.1) as rewarder:
         with pytest.raises(RewardError, match=r"^at least 2 of 16 responses could not be scored"):
             await rewarder.score([group(*["bad"] * 16)])

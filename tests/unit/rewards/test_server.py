@@ -103,7 +103,7 @@ async def ask(url: str, *responses: str, **more: Any) -> httpx.Response:
     return await send("POST", url, json={"responses": responses, **more})
 
 
-async def test_a_served_function_says_what_it_would_say_at_home(file: Path) -> None:
+async def test_a_served_function_gives_the_same_rewards(file: Path) -> None:
     groups = [group("a", "bcd"), group("ef")]
     async with function(file, "length") as scorer, served(scorer) as url, client(url) as scoring:
         far = await scoring.score(groups)
@@ -132,7 +132,7 @@ async def test_a_served_function_sees_images(file: Path) -> None:
     )
 
 
-async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
+async def test_an_unscorable_response_fails_alone_with_a_reason(file: Path) -> None:
     async with function(file, "picky", exact=1.0) as scorer, served(scorer) as url:
         reply = (await ask(url, "7", "bad", "8", labels=["7", "7", None])).json()
         async with client(url, max_failed_fraction=0.5) as scoring:
@@ -146,7 +146,7 @@ async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> Non
     )
 
 
-async def test_responses_that_come_together_are_scored_together() -> None:
+async def test_concurrent_responses_are_scored_together() -> None:
     scorer = Lengths(delay_s=0.05)
     async with served(scorer, max_batch=4, max_wait_ms=200) as url:
         replies = await asyncio.gather(*(ask(url, "x" * n) for n in range(8)))
@@ -157,7 +157,7 @@ async def test_responses_that_come_together_are_scored_together() -> None:
     assert max(scorer.batches) == 4
 
 
-async def test_a_full_queue_says_so_and_goes_on() -> None:
+async def test_a_full_queue_refuses_requests_and_keeps_working() -> None:
     async with served(Lengths(delay_s=0.3), max_batch=1, max_queue=2, max_wait_ms=0) as url:
         replies = await asyncio.gather(*(ask(url, "x") for _ in range(8)))
         statuses = sorted(reply.status_code for reply in replies)
@@ -173,7 +173,7 @@ async def test_a_full_queue_says_so_and_goes_on() -> None:
         )
 
 
-async def test_a_client_comes_back_to_a_full_queue() -> None:
+async def test_a_client_retries_after_a_full_queue() -> None:
     async with (
         served(Lengths(delay_s=0.1), max_batch=1, max_queue=2, max_wait_ms=0) as url,
         client(url, remote_batch_size=1, remote_retries=6, max_failed_fraction=0.0) as scoring,
@@ -181,7 +181,7 @@ async def test_a_client_comes_back_to_a_full_queue() -> None:
         assert [s.total for s in (await scoring.score([group(*["x"] * 6)]))[0]] == [1.0] * 6
 
 
-async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
+async def test_responses_of_disconnected_clients_are_not_scored() -> None:
     scorer = Lengths(delay_s=1.5)
     async with served(scorer, max_batch=1, max_wait_ms=1) as url:
         async with httpx.AsyncClient(timeout=0.3) as http:
@@ -193,7 +193,7 @@ async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
     assert scorer.batches == [1, 1]
 
 
-async def test_functions_that_are_stopped_while_responses_wait_are_not_called_again(file: Path) -> None:
+async def test_stopped_functions_are_not_called_for_waiting_responses(file: Path) -> None:
     requests = [RewardRequest("a", "?", str(number)) for number in range(6)]
     async with FunctionScorer({}, f"{file}:slow", num_workers=1, time_limit_s=5.0) as scorer:
         scoring = asyncio.create_task(scorer.score(requests))
@@ -203,7 +203,7 @@ async def test_functions_that_are_stopped_while_responses_wait_are_not_called_ag
             await asyncio.wait_for(scoring, timeout=5)
 
 
-async def test_a_scorer_that_breaks_is_a_status_of_500_and_the_server_lives_on() -> None:
+async def test_a_failing_scorer_is_a_500_and_the_server_keeps_running() -> None:
     async with served(Lengths()) as url:
         reply = await ask(url, "bug")
         assert (reply.status_code, reply.text) == (500, "IndexError: list index out of range")
@@ -217,7 +217,7 @@ class Lost(Lengths):
         raise FileNotFoundError(2, "No such file or directory", "/srv/ann/secret-project/labels.json")
 
 
-async def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
+async def test_no_error_shows_clients_paths(file: Path) -> None:
     async with served(Lost()) as url:
         reply = await ask(url, "x")
         assert reply.status_code == 500
@@ -230,7 +230,7 @@ async def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
             assert part not in problem
 
 
-async def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
+async def test_a_missing_body_times_out(file: Path) -> None:
     async with served(Lengths(), body_timeout_s=0.3) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -242,9 +242,7 @@ async def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
         assert (await ask(url, "x")).json()["rewards"] == [1.0]
 
 
-async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_on(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_function_sees_only_passed_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"HF_TOKEN": "h", "MY_API_KEY": "k"}.items():
         monkeypatch.setenv(name, value)
     request = RewardRequest(source="row 1", prompt="", response="x")
@@ -259,7 +257,7 @@ async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_
         FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=("MY_API_KEY",))
 
 
-async def test_a_bad_request_is_told_what_is_wrong() -> None:
+async def test_a_bad_request_gets_a_reason() -> None:
     async with served(Lengths()) as url:
         reply = await send("POST", url, content=b"{")
         assert (reply.status_code, reply.text) == (422, "the request is not JSON")
@@ -268,7 +266,7 @@ async def test_a_bad_request_is_told_what_is_wrong() -> None:
         assert (await send("GET", url + "/docs")).status_code == 404
 
 
-async def test_images_of_a_request_that_are_small_alone_are_bounded_together(file: Path) -> None:
+async def test_images_of_a_request_are_limited_in_total(file: Path) -> None:
     one_bit = io.BytesIO()
     Image.new("1", (800, 800)).save(one_bit, "PNG")
     url_of_image = "data:image/png;base64," + base64.b64encode(one_bit.getvalue()).decode()
@@ -289,7 +287,7 @@ async def test_a_request_without_responses_does_not_wait() -> None:
         assert (await send("GET", url + "/health")).json() == {"status": "ok", "waiting": 0}
 
 
-async def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
+async def test_the_token_is_required_except_for_health() -> None:
     async with served(Lengths(), token="s3cret") as url:
         assert (await send("GET", url + "/health")).status_code == 200
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
@@ -326,7 +324,7 @@ def test_an_unavailable_address_is_named() -> None:
         listen("127.0.0.1", 70_000)
 
 
-async def test_a_server_that_is_told_to_stop_replies_first_and_leaves_nothing(file: Path) -> None:
+async def test_a_stopping_server_replies_first_and_leaves_nothing_behind(file: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
