@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(command: str, model: str) -> VerbConfig:
     program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
-    (kind,) = [one for one in VERBS if one.verb == verb]
+    (kind,) = [kind for kind in VERBS if kind.verb == verb]
     return load(kind, [*words, "--actor.model_name_or_path", model])
 
 
@@ -125,27 +125,27 @@ def test_all_formats_of_a_response_give_the_same_tokens(
     assert taught == {("user\nWhat is 2 + 2?\nassistant\n", "Four.")}
 
 
-def own(folder: Path, name: str) -> Callable[..., Any]:
+def load_reward(folder: Path, name: str) -> Callable[..., Any]:
     return load_function(f"{folder}/{name}", "reward.remote_url")
 
 
 def test_the_example_rewards_give_the_documented_scores(folder: Path) -> None:
-    assert own(folder, "rewards.py:close_counts")(response="I see 5, no: 4", label="3") == 0.5
-    assert own(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
-    choice = own(folder, "rewards.py:one_of_the_choices")
+    assert load_reward(folder, "rewards.py:close_counts")(response="I see 5, no: 4", label="3") == 0.5
+    assert load_reward(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
+    choice = load_reward(folder, "rewards.py:one_of_the_choices")
     assert [choice(response=text, label="B") for text in ("B", "(A) or B.", "B, or A", "Both", "")] == [1, 1, 0, 0, 0]
-    score = own(folder, "rewards.py:valid_json")
+    score = load_reward(folder, "rewards.py:valid_json")
     wanted = {"keys": ["a"]}
     assert [score(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
-    assert own(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
+    assert load_reward(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
 
 
 def test_the_batched_rewards_have_the_signatures_of_their_trainers(folder: Path) -> None:
-    trl = own(folder, "batched.py:for_trl")
+    trl = load_reward(folder, "batched.py:for_trl")
     chat = [[{"role": "assistant", "content": "It is 4."}]]
     assert trl(completions=["It is 4.", "5"], answer=["4", "4"], prompts=["q", "q"]) == [1.0, 0.0]
     assert trl(completions=chat, answer=["4"]) == [1.0]
-    openrlhf = own(folder, "batched.py:reward_func")
+    openrlhf = load_reward(folder, "batched.py:reward_func")
     result = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
     assert result == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
 

@@ -17,17 +17,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_estimator_reinforces_responses_above_the_group_mean() -> None:
-    own = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
+    estimator = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     sampled = torch.tensor([[False, True, True]] * 8)
-    result = advantages(rewards, sampled, estimator=own).advantages
+    result = advantages(rewards, sampled, estimator=estimator).advantages
     assert result[:4].tolist() == [[0.0, 0.5, 0.5], [0.0] * 3, [0.0] * 3, [0.0, 0.5, 0.5]]
     assert result[4:].count_nonzero() == 0
 
 
 def test_the_loss_is_a_policy_gradient_with_a_squared_penalty() -> None:
-    own = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
-    knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=own, clip_low=0.2, clip_high=0.25)
+    loss = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
+    knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=loss, clip_low=0.2, clip_high=0.25)
     old = torch.tensor([[-1.0, -2.0, -5.0]])
     logprobs = torch.tensor([[-1.0, -2.5, 3.0]], requires_grad=True)
     terms = policy_loss(
@@ -52,8 +52,8 @@ def test_the_loss_is_a_policy_gradient_with_a_squared_penalty() -> None:
     [("7", 1.0), (" 8\n", 0.5), ("5", 1 / 3), ("-7", 0.0), ("seven", 0.0), ("²", 0.0), ("", 0.0)],
 )
 def test_the_reward_falls_with_the_distance(response: str, reward: float) -> None:
-    own = load_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
-    assert own(response=response, label="7") == pytest.approx(reward)
+    reward_function = load_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
+    assert reward_function(response=response, label="7") == pytest.approx(reward)
 
 
 def compare() -> ModuleType:

@@ -34,11 +34,11 @@ def load(kind: type[Config], argv: Sequence[str]) -> Config:
         ConfigError: there are mistakes; the message has one line for each.
     """
     known = kind.settings()
-    written = read(argv, known, kind.sections())
-    intended = [_report_unknown(unknown, kind, written) for unknown in written.unknown]
-    config = _Validator(kind, known, written, doubtful={*written.unreadable, *filter(None, intended)}).config()
-    if written.mistakes:
-        raise ConfigError(_report(written.mistakes))
+    user_input = read(argv, known, kind.sections())
+    intended = [_report_unknown(unknown, kind, user_input) for unknown in user_input.unknown]
+    config = _Validator(kind, known, user_input, doubtful={*user_input.unreadable, *filter(None, intended)}).config()
+    if user_input.mistakes:
+        raise ConfigError(_report(user_input.mistakes))
     assert config is not None, "the settings are invalid, and no mistake was reported"
     return config
 
@@ -49,33 +49,33 @@ def _report(mistakes: Sequence[str]) -> str:
     return "\n  ".join([f"{len(mistakes)} mistakes in the settings", *mistakes])
 
 
-def _report_unknown(unknown: UnknownName, kind: type[VerbConfig], written: UserInput) -> str | None:
+def _report_unknown(unknown: UnknownName, kind: type[VerbConfig], user_input: UserInput) -> str | None:
     """Add the mistake of an unknown name; return the setting that was probably intended, if there is one."""
     dashes = "--" if unknown.origin.startswith("--") else ""
     here = unknown.origin if dashes else f"{unknown.origin}: {unknown.name}"
     refused = REFUSED.get(unknown.name)
     if refused is not None:
-        written.mistakes.append(f"{here}: {refused}")
+        user_input.mistakes.append(f"{here}: {refused}")
         return None
     noun, names = "setting", list(kind.settings())
     if unknown.is_section or unknown.name in kind.sections():
         noun, names = "section", kind.sections()
     if unknown.name in names:
-        written.mistakes.append(f"{here}: is a section: give its settings, {dashes}{unknown.name}.NAME value")
+        user_input.mistakes.append(f"{here}: is a section: give its settings, {dashes}{unknown.name}.NAME value")
         return None
     suggestion = nearest(unknown.name, names)
     elsewhere = [other.verb for other in VERBS if unknown.name in (*other.settings(), *other.sections())]
     alias = alias_of(unknown.name, kind.settings())
     if elsewhere:
-        written.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
+        user_input.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
     elif alias is not None:
         has = {other.verb: other.settings().keys() for other in VERBS}
         reason, suggestion = explain(alias, verb=kind.verb, dashes=dashes, has=has)
-        written.mistakes.append(f"{here}: {reason}")
+        user_input.mistakes.append(f"{here}: {reason}")
     elif suggestion is not None:
-        written.mistakes.append(f"{here}: no such {noun}; did you mean {dashes}{suggestion}?")
+        user_input.mistakes.append(f"{here}: no such {noun}; did you mean {dashes}{suggestion}?")
     else:
-        written.mistakes.append(f"{here}: no such {noun}, and none like it; `vlmrl {kind.verb} --help` lists them")
+        user_input.mistakes.append(f"{here}: no such {noun}, and none like it; `vlmrl {kind.verb} --help` lists them")
     return suggestion
 
 
@@ -88,10 +88,10 @@ class _Validator:
     """
 
     def __init__(
-        self, kind: type[VerbConfig], known: Mapping[str, FieldInfo], written: UserInput, *, doubtful: set[str]
+        self, kind: type[VerbConfig], known: Mapping[str, FieldInfo], user_input: UserInput, *, doubtful: set[str]
     ) -> None:
-        self._kind, self._known, self._written, self._doubtful = kind, known, written, doubtful
-        self._values = {name: given.value for name, given in written.given.items()}
+        self._kind, self._known, self._user_input, self._doubtful = kind, known, user_input, doubtful
+        self._values = {name: given.value for name, given in user_input.given.items()}
 
     def config(self) -> Any:
         """The valid settings, perhaps without the wrong ones; None if none remain valid."""
@@ -112,14 +112,16 @@ class _Validator:
         elif name not in values:
             self._reject_missing(name)
         elif name in self._values:  # report each value once
-            self._written.mistakes.append(_wrong_value(name, self._known[name], self._written.given[name], detail))
+            self._user_input.mistakes.append(
+                _wrong_value(name, self._known[name], self._user_input.given[name], detail)
+            )
             self._doubtful.add(name)
             del self._values[name]
 
     def _reject_missing(self, name: str) -> None:
         if name not in self._doubtful:
             description = " ".join((self._known[name].description or "").split())
-            self._written.mistakes.append(f"--{name} is missing: {description}")
+            self._user_input.mistakes.append(f"--{name} is missing: {description}")
         self._doubtful.add(name)
         self._values[name] = "?"  # a placeholder, so that the rest can be validated: every required setting is text
 
@@ -128,8 +130,8 @@ class _Validator:
         for line in error.lines if isinstance(error, ConflictError) else [detail["msg"]]:
             names = settings_named_in(line, self._known)
             if not self._doubtful.intersection(names):
-                origins = [self._written.given[name].origin for name in names if name in self._written.given]
-                self._written.mistakes.append(line + (f" ({', '.join(dict.fromkeys(origins))})" if origins else ""))
+                origins = [self._user_input.given[name].origin for name in names if name in self._user_input.given]
+                self._user_input.mistakes.append(line + (f" ({', '.join(dict.fromkeys(origins))})" if origins else ""))
             # A failed check in a section prevents the checks across sections: without its settings, those run.
             if detail["loc"]:
                 self._doubtful.update(names)

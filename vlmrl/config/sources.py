@@ -56,16 +56,16 @@ class UserInput:
 
 def read(argv: Sequence[str], known: Mapping[str, FieldInfo], sections: Iterable[str]) -> UserInput:
     """Read `--config` files in order, then the other flags. Mistakes are collected, not raised."""
-    written = UserInput({}, [], [], set())
-    files, flags = _split(argv, written)
+    user_input = UserInput({}, [], [], set())
+    files, flags = _split(argv, user_input)
     for file in files:
-        _read_yaml(Path(file), known, frozenset(sections), written)
+        _read_yaml(Path(file), known, frozenset(sections), user_input)
     for flag, words in flags:
-        _read_flag(flag, words, known, written)
-    return written
+        _read_flag(flag, words, known, user_input)
+    return user_input
 
 
-def _split(argv: Sequence[str], written: UserInput) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _split(argv: Sequence[str], user_input: UserInput) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Split the command line into YAML files, and flags with the words that follow them."""
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
@@ -75,37 +75,39 @@ def _split(argv: Sequence[str], written: UserInput) -> tuple[list[str], list[tup
         elif flags:
             flags[-1][1].append(word)
         else:
-            written.mistakes.append(f"{word}: a setting is given as --section.name value")
+            user_input.mistakes.append(f"{word}: a setting is given as --section.name value")
     files = []
     for flag, words in flags:
         if flag == "--config" and len(words) == 1:
             files += words
         elif flag == "--config":
-            written.mistakes.append(f"--config: takes one YAML file, not {len(words)}; give it again for another one")
+            user_input.mistakes.append(
+                f"--config: takes one YAML file, not {len(words)}; give it again for another one"
+            )
     return files, [(flag, words) for flag, words in flags if flag != "--config"]
 
 
-def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], written: UserInput) -> None:
+def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], user_input: UserInput) -> None:
     name = flag.removeprefix("--")
     field = known.get(name)
     if field is None:
-        written.unknown.append(UnknownName(name, flag))
+        user_input.unknown.append(UnknownName(name, flag))
         return
     kind = without_none(field.annotation)
     if kind is bool and not words:
         words = ["true"]
     takes_several = any(get_origin(choice) in (tuple, list, dict) for choice in choices(kind))
     if not words:
-        written.mistakes.append(f"{flag}: needs a value")
-        written.unreadable.add(name)
+        user_input.mistakes.append(f"{flag}: needs a value")
+        user_input.unreadable.add(name)
     elif len(words) > 1 and not takes_several:
-        written.unreadable.add(name)
-        written.mistakes.append(
+        user_input.unreadable.add(name)
+        user_input.mistakes.append(
             f"{flag} {words[0]}: takes one value, but {' '.join(words[1:])!r} follows; quote a value with spaces"
         )
     else:
         optional = kind is not field.annotation
-        written.given[name] = GivenValue(_from_words(words, kind, optional=optional), flag, " ".join(words))
+        user_input.given[name] = GivenValue(_from_words(words, kind, optional=optional), flag, " ".join(words))
 
 
 def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
@@ -145,23 +147,23 @@ def without_none(kind: Any) -> Any:
     return get_args(rest[0])[0] if hasattr(rest[0], "__metadata__") else rest[0]
 
 
-def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], written: UserInput) -> None:
+def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], user_input: UserInput) -> None:
     try:
         loader = yaml.SafeLoader(_text(file))
         root = loader.get_single_node()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        written.mistakes.append(f"--config {file}: cannot be read: {reason}")
+        user_input.mistakes.append(f"--config {file}: cannot be read: {reason}")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
-        written.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
+        user_input.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
     else:
         if root is not None:
-            _Tree(file, loader, known, sections, written).read(root)
+            _Tree(file, loader, known, sections, user_input).read(root)
         return
     # The file may contain any setting: report none as missing, and compare none with its default.
-    written.unreadable.update(known)
+    user_input.unreadable.update(known)
 
 
 def _text(file: Path) -> str:
@@ -180,9 +182,15 @@ class _Tree:
         loader: yaml.SafeLoader,
         known: Mapping[str, FieldInfo],
         sections: frozenset[str],
-        written: UserInput,
+        user_input: UserInput,
     ) -> None:
-        self._file, self._loader, self._known, self._sections, self._written = file, loader, known, sections, written
+        self._file, self._loader, self._known, self._sections, self._user_input = (
+            file,
+            loader,
+            known,
+            sections,
+            user_input,
+        )
         self._lines: dict[str, int] = {}
 
     def read(self, node: yaml.Node, prefix: str = "") -> None:
@@ -191,7 +199,9 @@ class _Tree:
             # A section with all lines commented out is empty.
             if not (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
                 subject = f"{prefix.rstrip('.')}: is a section" if prefix else "the file must contain sections"
-                self._written.mistakes.append(f"{self._at(node)}: {subject}: give its settings below it, `name: value`")
+                self._user_input.mistakes.append(
+                    f"{self._at(node)}: {subject}: give its settings below it, `name: value`"
+                )
             return
         self._loader.flatten_mapping(node)  # resolves `<<`
         for key, value in node.value:
@@ -203,22 +213,22 @@ class _Tree:
         elif name in self._sections:
             self.read(node, f"{name}.")
         else:
-            self._written.unknown.append(
+            self._user_input.unknown.append(
                 UnknownName(name, self._at(key), is_section=isinstance(node, yaml.MappingNode))
             )
 
     def _read_setting(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
         if name in self._lines:
-            self._written.mistakes.append(f"{self._at(key)}: {name}: given twice, first in line {self._lines[name]}")
+            self._user_input.mistakes.append(f"{self._at(key)}: {name}: given twice, first in line {self._lines[name]}")
         self._lines[name] = key.start_mark.line + 1
         try:
             value = self._loader.construct_object(node, deep=True)
         except yaml.YAMLError as error:
-            self._written.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
-            self._written.unreadable.add(name)
+            self._user_input.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
+            self._user_input.unreadable.add(name)
             return
         shown = node.value if isinstance(node, yaml.ScalarNode) else str(value)
-        self._written.given[name] = GivenValue(value, self._at(key), shown)
+        self._user_input.given[name] = GivenValue(value, self._at(key), shown)
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self._file}:{node.start_mark.line + 1}"

@@ -24,8 +24,8 @@ SAMPLED = torch.tensor([[True, False], [True, True], [True, False], [True, True]
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Public functions defined in a module."""
-    members = inspect.getmembers(module, inspect.isfunction)
-    return {name: one for name, one in members if one.__module__ == module.__name__ and not name.startswith("_")}
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return {name: f for name, f in functions if f.__module__ == module.__name__ and not name.startswith("_")}
 
 
 def test_every_row_has_a_function_and_every_function_a_row() -> None:

@@ -165,8 +165,8 @@ def test_unset_settings_of_the_critic_are_the_actors() -> None:
     whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").resolved_critic
     assert (whole.freeze_visual_encoder, whole.freeze_projector, whole.gradient_checkpointing_enable) == (True,) * 3
     assert (whole.zero_stage, whole.num_gpus_per_node) == (1, 4)
-    own = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").resolved_critic
-    assert (own.freeze_visual_encoder, own.zero_stage) == (False, 3)
+    critic = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").resolved_critic
+    assert (critic.freeze_visual_encoder, critic.zero_stage) == (False, 3)
 
 
 def test_a_critic_in_the_actors_processes_has_the_same_ranks() -> None:

@@ -84,12 +84,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leftover_processes() -> Iterator[None]:
     yield
     assert not multiprocessing.active_children()
 
 
-def own(file: Path, function: str, **settings: Any) -> Rewarder:
+def user_rewarder(file: Path, function: str, **settings: Any) -> Rewarder:
     if f"def {function}(queries" in TENSORS:
         file = file.with_name("tensors.py")
     reward = {"functions": {}, "remote_url": f"{file}:{function}", "max_failed_fraction": 0.5}
@@ -121,7 +121,7 @@ def chatting(*texts: str) -> Group:
     ],
 )
 async def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wanted: list[list[float]]) -> None:
-    assert await totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
+    assert await totals(user_rewarder(file, function), group("7", "eight"), group("x", "7")) == wanted
 
 
 async def test_a_label_is_passed_by_the_column_of_its_dataset(file: Path) -> None:
@@ -134,16 +134,16 @@ async def test_a_label_is_passed_by_the_column_of_its_dataset(file: Path) -> Non
 
 
 async def test_completions_are_messages_if_the_row_has_messages(file: Path) -> None:
-    assert await totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
-    assert await totals(own(file, "trl"), group("7")) == [[1.0]]
+    assert await totals(user_rewarder(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
+    assert await totals(user_rewarder(file, "trl"), group("7")) == [[1.0]]
 
 
 async def test_images_are_passed_if_declared(file: Path) -> None:
-    assert await totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
+    assert await totals(user_rewarder(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
 
 
 async def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
-    async with own(file, "reward_func") as rewarder:
+    async with user_rewarder(file, "reward_func") as rewarder:
         (score, _) = (await rewarder.score([group("7", "8")]))[0]
     assert score.parts == {
         "reward_func": 2.0,
@@ -159,7 +159,7 @@ def test_a_file_without_a_name_means_reward_func(file: Path) -> None:
 
 
 async def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
-    async with own(file, "fails") as rewarder:
+    async with user_rewarder(file, "fails") as rewarder:
         scores = (await rewarder.score([group("good", "bad", "fine")]))[0]
     assert [score.failure for score in scores] == [None, "response", None]
     assert [score.total for score in scores] == [2.0, 0.0, 4.0], "the batch, then each alone"
@@ -167,33 +167,33 @@ async def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
 
 
 async def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) -> None:
-    async with own(file, "dies") as rewarder:
+    async with user_rewarder(file, "dies") as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [[None, "response"], [None]]
     assert [[score.retried for score in row] for row in scores] == [["death", "death"], [None]]
 
 
 async def test_a_network_error_fails_the_whole_batch(file: Path) -> None:
-    async with own(file, "offline", max_failed_fraction=1.0) as rewarder:
+    async with user_rewarder(file, "offline", max_failed_fraction=1.0) as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [["infrastructure"] * 2, [None]]
 
 
 async def test_the_time_limit_of_a_batch_is_the_sum_over_its_responses(file: Path) -> None:
-    assert await totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
+    assert await totals(user_rewarder(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
 
 
 @pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
 async def test_a_wrong_number_of_rewards_is_a_problem_with_a_reason(name: str, number: int, file: Path) -> None:
     message = f"it returned {number} rewards for 2 responses"
-    async with own(file, name) as rewarder:
+    async with user_rewarder(file, name) as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7", "8")])
 
 
 async def test_a_missing_column_stops_the_run_and_names_row_and_columns(file: Path) -> None:
     message = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
-    async with own(file, "lost") as rewarder:
+    async with user_rewarder(file, "lost") as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7")])
 

@@ -73,8 +73,8 @@ async def test_requests_hold_at_most_a_batch_and_scores_keep_their_order() -> No
     groups = [group(*("x" * (10 * i + j) for j in range(7))) for i in range(5)]
     with server(delay_s=0.02) as seen:
         async with rewarder(seen.url, remote_batch_size=4) as scoring:
-            for one in groups:
-                await scoring.begin(one)
+            for begun in groups:
+                await scoring.begin(begun)
             scores = await scoring.score(list(reversed(groups)))
     assert totals(scores) == [[float(10 * i + j) for j in range(7)] for i in reversed(range(5))]
     sizes = [len(request["responses"]) for request in seen.requests]
@@ -84,10 +84,10 @@ async def test_requests_hold_at_most_a_batch_and_scores_keep_their_order() -> No
 
 
 async def test_servers_of_one_reward_share_the_work() -> None:
-    with server(delay_s=0.05) as one, server(delay_s=0.05) as other:
-        async with rewarder(one.url, other.url, remote_batch_size=2) as scoring:
+    with server(delay_s=0.05) as first, server(delay_s=0.05) as other:
+        async with rewarder(first.url, other.url, remote_batch_size=2) as scoring:
             assert totals(await scoring.score([group(*"abcdefghijklmnopqrst")])) == [[1.0] * 20]
-    counts = [sum(len(request["responses"]) for request in seen.requests) for seen in (one, other)]
+    counts = [sum(len(request["responses"]) for request in seen.requests) for seen in (first, other)]
     assert sum(counts) == 20
     assert min(counts) >= 6
 
@@ -276,10 +276,10 @@ async def test_an_invalid_number_fails_that_response_alone(number: str, message:
         rewards = [number if response == "bad" else "2.5" for response in asked["responses"]]
         return 200, f'{{"rewards": [{", ".join(rewards)}]}}'.encode()
 
-    one = group("good", "bad", "good")
+    responses = group("good", "bad", "good")
     with server(reply) as seen:
         async with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
-            (scores,) = await scoring.score([one])
+            (scores,) = await scoring.score([responses])
         assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
         async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
             with pytest.raises(RewardError, match=message):
@@ -334,8 +334,8 @@ async def test_begun_groups_are_scored_in_the_background() -> None:
     with server(delay_s=0.6) as seen:
         async with rewarder(seen.url) as scoring:
             start = time.monotonic()
-            for one in groups:
-                await scoring.begin(one)
+            for begun in groups:
+                await scoring.begin(begun)
             assert time.monotonic() - start < 0.4
             await asyncio.sleep(1.0)
             start = time.monotonic()

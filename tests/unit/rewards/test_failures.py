@@ -91,9 +91,9 @@ def test_other_errors_are_failures_of_the_response(error: BaseException) -> None
 
 
 def test_a_cycle_of_causes_ends() -> None:
-    one, two = ValueError(), KeyError()
-    one.__cause__, two.__cause__ = two, one
-    assert failure_of(one) == "response"
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert failure_of(first) == "response"
 
 
 def test_failures_are_counted_by_kind_and_second_tries_by_reason() -> None:

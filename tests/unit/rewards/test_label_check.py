@@ -54,7 +54,7 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
 
 def test_a_column_that_a_trl_function_requires_replaces_the_label(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def trl(completions, answer): ...\ndef own(response, label): ...\n")
+    file.write_text("def trl(completions, answer): ...\ndef user_rewarder(response, label): ...\n")
     assert label_substitutes(Scoring(remote_url=f"{file}:trl")) == {"answer"}
     assert not label_substitutes(Scoring(remote_url=f"{file}:own"))
     assert not label_substitutes(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
@@ -63,7 +63,7 @@ def test_a_column_that_a_trl_function_requires_replaces_the_label(tmp_path: Path
 def test_other_columns_are_those_that_a_trl_function_requires(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     declared = "completions, prompts, images, answer, level, completion_ids, seldom=0, *, kind, often=1, **columns"
-    file.write_text(f"def trl({declared}): ...\ndef own(response, level): ...\n")
+    file.write_text(f"def trl({declared}): ...\ndef user_rewarder(response, level): ...\n")
     assert other_columns(Scoring(remote_url=f"{file}:trl")) == {"level", "kind"}
     assert not other_columns(Scoring(remote_url=f"{file}:own"))
     assert not other_columns(Scoring(functions={"math": 1.0}))

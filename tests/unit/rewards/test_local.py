@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from rewards.responses import Picture, group
-from rewards.user_functions import own, totals
+from rewards.user_functions import totals, user_rewarder
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.rewarder import Rewarder
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
 
 
 async def start_and_end(rewarder: Rewarder) -> None:
@@ -27,9 +27,9 @@ async def start_and_end(rewarder: Rewarder) -> None:
 
 async def test_a_function_receives_declared_arguments_and_its_own_images(user_file: Path) -> None:
     groups = [group("x", "y", "z", media=(Picture(),))]
-    assert await totals(own(user_file, "everything"), groups) == [[1.0, 1.0, 1.0]]
-    assert await totals(own(user_file, "by_keyword"), groups) == [[1.0, 1.0, 1.0]]
-    assert await totals(own(user_file, "numpy_number"), groups) == [[0.5, 0.5, 0.5]]
+    assert await totals(user_rewarder(user_file, "everything"), groups) == [[1.0, 1.0, 1.0]]
+    assert await totals(user_rewarder(user_file, "by_keyword"), groups) == [[1.0, 1.0, 1.0]]
+    assert await totals(user_rewarder(user_file, "numpy_number"), groups) == [[0.5, 0.5, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ async def test_a_function_receives_declared_arguments_and_its_own_images(user_fi
 async def test_an_error_for_one_response_fails_that_response_alone(
     user_file: Path, function: str, settings: dict[str, object], failure: str, retried: str | None
 ) -> None:
-    async with own(user_file, function, max_failed_fraction=0.5, **settings) as rewarder:
+    async with user_rewarder(user_file, function, max_failed_fraction=0.5, **settings) as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good", "good")])
         assert [[(s.total, s.failed) for s in row] for row in scores] == [[(1, False), (0, True)], [(1, False)] * 2]
         assert (scores[0][1].failure, scores[0][1].retried) == (failure, retried)
@@ -57,14 +57,14 @@ async def test_an_error_for_one_response_fails_that_response_alone(
 
 @pytest.mark.parametrize("kind", ["timeout", "death"])
 async def test_a_failed_call_is_repeated_in_a_fresh_process(user_file: Path, kind: str) -> None:
-    async with own(user_file, "once", max_failed_fraction=0.0, time_limit_s=1.0) as rewarder:
+    async with user_rewarder(user_file, "once", max_failed_fraction=0.0, time_limit_s=1.0) as rewarder:
         (before, score, after) = (await rewarder.score([group("good", kind, "good")]))[0]
     assert (score.total, score.failure, score.retried) == (1.0, None, kind), "its process had made no other call"
     assert (before.retried, after.retried) == (None, None)
 
 
 async def test_not_all_of_many_hanging_calls_are_repeated(user_file: Path) -> None:
-    async with own(user_file, "hangs", max_failed_fraction=0.0, time_limit_s=0.1, num_workers=2) as rewarder:
+    async with user_rewarder(user_file, "hangs", max_failed_fraction=0.0, time_limit_s=0.1, num_workers=2) as rewarder:
         for _ in range(2):
             scores = (await rewarder.score([group("good", *["bad"] * 20, "good")]))[0]
             assert [score.failure for score in scores] == [None, *["response"] * 20, None]
@@ -72,7 +72,7 @@ async def test_not_all_of_many_hanging_calls_are_repeated(user_file: Path) -> No
 
 
 async def test_a_call_that_hangs_twice_is_the_responses_failure(user_file: Path) -> None:
-    async with own(user_file, "dies", max_failed_fraction=0.0) as rewarder:
+    async with user_rewarder(user_file, "dies", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("bad")])
     assert "dies ended its process (exit code 3), also when tried again alone, on shapes:17" in str(error.value)
@@ -93,7 +93,7 @@ async def test_a_call_that_hangs_twice_is_the_responses_failure(user_file: Path)
     ],
 )
 async def test_anything_but_one_number_is_a_failure_with_a_reason(user_file: Path, kind: str, message: str) -> None:
-    async with own(user_file, "returns", max_failed_fraction=0.0) as rewarder:
+    async with user_rewarder(user_file, "returns", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group(kind)])
     assert message in str(error.value)
@@ -102,9 +102,9 @@ async def test_anything_but_one_number_is_a_failure_with_a_reason(user_file: Pat
 
 async def test_processes_that_die_after_begin_are_replaced(user_file: Path) -> None:
     groups = [group("good", index=1), group("bad", "good", index=2), group("good", "good", index=3)]
-    async with own(user_file, "dies", num_workers=2, max_failed_fraction=0.5) as rewarder:
-        for one in groups:
-            await rewarder.begin(one)
+    async with user_rewarder(user_file, "dies", num_workers=2, max_failed_fraction=0.5) as rewarder:
+        for begun in groups:
+            await rewarder.begin(begun)
         await asyncio.sleep(0.5)
         assert [[s.failed for s in row] for row in await rewarder.score(groups[1:])] == [[True, False], [False, False]]
         assert [[s.failed for s in row] for row in await rewarder.score(groups[:1])] == [[False]]
@@ -113,22 +113,22 @@ async def test_processes_that_die_after_begin_are_replaced(user_file: Path) -> N
 async def test_images_are_kept_until_they_are_scored(user_file: Path) -> None:
     left = sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*"))
     groups = [group("x", "y", media=(Picture(),), index=number) for number in range(3)]
-    async with own(user_file, "everything") as rewarder:
-        for one in groups:
-            await rewarder.begin(one)
+    async with user_rewarder(user_file, "everything") as rewarder:
+        for begun in groups:
+            await rewarder.begin(begun)
         assert [[s.total for s in row] for row in await rewarder.score(groups)] == [[1.0, 1.0]] * 3
     assert sorted(Path(tempfile.gettempdir()).glob("vlmrl-rewards-*")) == left
 
 
 async def test_a_process_that_dies_while_idle_is_replaced(user_file: Path) -> None:
-    async with own(user_file, "dies_later") as rewarder:
+    async with user_rewarder(user_file, "dies_later") as rewarder:
         assert (await rewarder.score([group("x")]))[0][0].total == 1.0
         await asyncio.sleep(0.6)
         assert (await rewarder.score([group("x")]))[0][0].total == 1.0
 
 
 async def test_a_coroutine_is_not_a_number(user_file: Path) -> None:
-    async with own(user_file, "later") as rewarder:
+    async with user_rewarder(user_file, "later") as rewarder:
         with pytest.raises(RewardError, match="write def, not async def"):
             await rewarder.score([group("x")])
 
@@ -138,13 +138,13 @@ async def test_a_function_that_always_hangs_stops_the_run_after_two_limits(user_
     message = (
         r"scored none of the first 2 of 80 responses.*longer than reward.time_limit_s 0\.3, also when tried again alone"
     )
-    async with own(user_file, "hangs", time_limit_s=0.3) as rewarder:
+    async with user_rewarder(user_file, "hangs", time_limit_s=0.3) as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group(*["bad"] * 80)])
 
 
 async def test_a_function_that_returned_for_another_response_does_not_always_hang(user_file: Path) -> None:
-    async with own(user_file, "hangs", time_limit_s=1.0, num_workers=4) as rewarder:
+    async with user_rewarder(user_file, "hangs", time_limit_s=1.0, num_workers=4) as rewarder:
         scores = (await rewarder.score([group("bad", "bad", "good", "good")]))[0]
     assert [score.failure for score in scores] == ["response", "response", None, None]
 
@@ -160,7 +160,7 @@ async def test_output_of_a_reward_is_in_its_log_even_if_its_process_is_killed(us
 
 
 async def test_close_does_not_wait_for_processes_forked_by_a_function(user_file: Path) -> None:
-    async with own(user_file, "forks") as rewarder:
+    async with user_rewarder(user_file, "forks") as rewarder:
         await rewarder.score([group("a")])
         end = time.monotonic()
     assert time.monotonic() - end < 5
@@ -202,7 +202,7 @@ async def test_a_function_that_cannot_be_called_is_refused_at_the_start(
     user_file: Path, function: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        await start_and_end(own(user_file, function))
+        await start_and_end(user_rewarder(user_file, function))
     assert message in str(error.value)
     assert str(error.value).startswith("reward.remote_url: ")
     assert "\n" not in str(error.value)
@@ -212,13 +212,13 @@ async def test_a_function_that_cannot_be_called_is_refused_at_the_start(
 async def test_a_file_that_does_not_import_is_refused_at_the_start(tmp_path: Path, body: str) -> None:
     (tmp_path / "broken.py").write_text(body)
     with pytest.raises(ConfigError, match=r"reward\.remote_url: .*broken\.py does not import"):
-        await start_and_end(own(tmp_path / "broken.py", "f"))
+        await start_and_end(user_rewarder(tmp_path / "broken.py", "f"))
 
 
 async def test_a_file_that_ends_its_process_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text("import os; os._exit(1)")
     with pytest.raises(ConfigError, match="ends its process when it is imported"):
-        await start_and_end(own(tmp_path / "deadly.py", "f"))
+        await start_and_end(user_rewarder(tmp_path / "deadly.py", "f"))
 
 
 def test_two_functions_of_one_name_are_refused() -> None:

@@ -36,8 +36,8 @@ def test_images_are_opened_only_if_needed() -> None:
 def test_the_old_protocol_is_read() -> None:
     (alone,) = read_request(request(query=["2+2=4"]), wants_images=True)
     assert (alone.prompt, alone.response, alone.label) == ("", "2+2=4", None)
-    (one,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
-    assert (one.prompt, one.response, one.label) == ("2+2=", "4", "4")
+    (parsed,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
+    assert (parsed.prompt, parsed.response, parsed.label) == ("2+2=", "4", "4")
     assert read_request(request(query=[]), wants_images=True) == []
 
 
@@ -73,8 +73,8 @@ def test_the_hash_of_an_image_is_not_taken_from_the_client() -> None:
     sent = json.loads(write_request(reward_requests(group("a", media=(Picture(),))), "data"))
     sent["media"] = {"../../evil": sent["media"]["c0ffee"]}
     sent["images"] = [["../../evil"]]
-    (one,) = read_request(json.dumps(sent).encode(), wants_images=True)
-    assert one.media[0].hash.isalnum()
+    (parsed,) = read_request(json.dumps(sent).encode(), wants_images=True)
+    assert parsed.media[0].hash.isalnum()
 
 
 def test_a_reply_survives_the_wire() -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from rewards.responses import group
-from rewards.user_functions import FUNCTIONS, own
+from rewards.user_functions import FUNCTIONS, user_rewarder
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.local_worker import RewardResult
 from vlmrl.rewards.rewarder import Rewarder, check_functions, combined
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
 
 
 async def test_the_total_is_the_weighted_sum_and_the_parts_are_unweighted() -> None:
@@ -37,17 +37,17 @@ async def test_a_users_function_works_beside_the_built_in_ones(user_file: Path) 
 
 
 async def test_a_function_may_name_its_parts(user_file: Path) -> None:
-    async with own(user_file, "parts") as rewarder:
+    async with user_rewarder(user_file, "parts") as rewarder:
         (score,) = (await rewarder.score([group("x")]))[0]
     assert (score.total, score.parts) == (2.0, {"parts": 2.0, "parts/a_b": 1.0, "parts/c": 1.0})
 
 
 async def test_begun_groups_are_scored_in_the_background(user_file: Path) -> None:
     groups = [group("a", index=1), group("bb", index=2)]
-    async with own(user_file, "slow", num_workers=2) as rewarder:
+    async with user_rewarder(user_file, "slow", num_workers=2) as rewarder:
         start = time.perf_counter()
-        for one in groups:
-            await rewarder.begin(one)
+        for begun in groups:
+            await rewarder.begin(begun)
         assert time.perf_counter() - start < 0.4
         await asyncio.sleep(1.2)
         start = time.perf_counter()
@@ -58,7 +58,7 @@ async def test_begun_groups_are_scored_in_the_background(user_file: Path) -> Non
 
 
 async def test_each_begin_is_collected_once_and_other_groups_begin_in_score(user_file: Path) -> None:
-    async with own(user_file, "length") as rewarder:
+    async with user_rewarder(user_file, "length") as rewarder:
         await rewarder.begin(group("a"))
         await rewarder.begin(group("a"))
         await rewarder.begin(group("ccc", index=9))
@@ -70,14 +70,14 @@ async def test_each_begin_is_collected_once_and_other_groups_begin_in_score(user
 
 async def test_a_missing_label_is_an_error_in_begin_and_in_score() -> None:
     async with Rewarder(Reward(functions={"exact": 1.0})) as rewarder:
-        for ask in (rewarder.begin, lambda one: rewarder.score([one])):
+        for method in (rewarder.begin, lambda group: rewarder.score([group])):
             with pytest.raises(RewardError, match=r"set data\.label_key"):
-                await ask(group("7", label=None))
+                await method(group("7", label=None))
 
 
 async def test_only_failures_of_the_scored_groups_count(user_file: Path) -> None:
     bad, good = group("bad", "bad", index=1), group("good", "good", index=2)
-    async with own(user_file, "raises", max_failed_fraction=0.25) as rewarder:
+    async with user_rewarder(user_file, "raises", max_failed_fraction=0.25) as rewarder:
         await rewarder.begin(bad)
         await rewarder.begin(good)
         assert [s.total for s in (await rewarder.score([good]))[0]] == [1.0, 1.0]
@@ -86,7 +86,7 @@ async def test_only_failures_of_the_scored_groups_count(user_file: Path) -> None
 
 
 async def test_failures_of_a_part_count_against_the_whole_step(user_file: Path) -> None:
-    async with own(user_file, "offline", max_failed_fraction=0.25) as rewarder:
+    async with user_rewarder(user_file, "offline", max_failed_fraction=0.25) as rewarder:
         result = (await rewarder.score([group("bad", "good")], out_of=8))[0]
         assert [score.failed for score in result] == [True, False]
         with pytest.raises(RewardError, match="3 of 8 responses could not be scored"):
@@ -97,7 +97,7 @@ async def test_failures_of_a_part_count_against_the_whole_step(user_file: Path) 
 
 
 async def test_too_many_failures_of_the_infrastructure_stop_the_run_with_the_first_reason(user_file: Path) -> None:
-    async with own(user_file, "offline", max_failed_fraction=0.25) as rewarder:
+    async with user_rewarder(user_file, "offline", max_failed_fraction=0.25) as rewarder:
         await rewarder.score([group("good", "good", "good", "bad")])
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("good", "good", "bad", "bad")])
@@ -110,7 +110,7 @@ async def test_too_many_failures_of_the_infrastructure_stop_the_run_with_the_fir
 async def test_only_a_reward_that_always_fails_stops_the_run(
     user_file: Path,
 ) -> None:
-    async with own(user_file, "raises", max_failed_fraction=0.0) as rewarder:
+    async with user_rewarder(user_file, "raises", max_failed_fraction=0.0) as rewarder:
         result = await rewarder.score([group("bad", "bad"), group("bad", "good")])
         assert [score.failure for scores in result for score in scores] == ["response"] * 3 + [None]
         await rewarder.score([group("bad", "bad")], out_of=8)
@@ -131,14 +131,14 @@ async def test_a_response_too_hard_for_a_built_in_function_does_not_stop_the_run
 
 
 async def test_each_failure_has_its_reason(user_file: Path) -> None:
-    async with own(user_file, "raises", max_failed_fraction=0.5) as rewarder:
+    async with user_rewarder(user_file, "raises", max_failed_fraction=0.5) as rewarder:
         good, bad = (await rewarder.score([group("good", "bad")]))[0]
     assert good.problem is None
     assert str(bad.problem).startswith("ValueError: cannot score this (")
 
 
 async def test_an_early_stop_reports_at_least_so_many_failures(user_file: Path) -> None:
-    async with own(user_file, "offline", max_failed_fraction=0.1) as rewarder:
+    async with user_rewarder(user_file, "offline", max_failed_fraction=0.1) as rewarder:
         with pytest.raises(RewardError, match=r"^at least 2 of 16 responses could not be scored"):
             await rewarder.score([group(*["bad"] * 16)])
         with pytest.raises(RewardError, match=r"^1 of 1 responses"):

@@ -359,9 +359,9 @@ def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
         # One client never sends its body, one waits for a hanging function, one sends nothing.
         body = b'{"responses": ["x"]}'
         for length, sent in ((100, b"{"), (len(body), body), (0, None)):
-            one = stack.enter_context(_connected(host, int(port)))
+            client = stack.enter_context(_connected(host, int(port)))
             if sent is not None:
-                one.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
+                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
         time.sleep(0.5)
         family = psutil.Process(server.pid).children(recursive=True)
         assert family

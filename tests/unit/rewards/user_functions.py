@@ -93,7 +93,7 @@ def blind(prompt): return 1.0
 """
 
 
-def own(file: Path, function: str, **settings: object) -> Rewarder:
+def user_rewarder(file: Path, function: str, **settings: object) -> Rewarder:
     """A rewarder with only a function of the file."""
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:{function}"} | settings)
     return Rewarder(reward)
