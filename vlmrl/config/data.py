@@ -8,7 +8,7 @@ from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Tex
 
 
 class Columns(Section):
-    """How rows become prompts; the same for training and evaluation."""
+    """Columns, and conversion of rows to prompts, for training and evaluation."""
 
     input_key: str = "input"
     """Column of the question: a string, or a list of chat messages (also ShareGPT's). Without a column `input`, the one
@@ -20,37 +20,37 @@ class Columns(Section):
     """Column of the response to learn, read by `vlmrl sft` only; without it `completion`, else the label. In messages
     that end with the assistant's, the last one is the response."""
     image_key: str | None = "images"
-    """Column of the images; a row may have none. `none`: no column is read, and `<image>` is text like any other."""
+    """Column of the images; a row may have none. `none`: no column is read, and `<image>` is plain text."""
     input_template: str | None = None
-    """Wraps the question where no chat template is applied; `{}` stands for it."""
+    """Template around the question if no chat template is applied; `{}` is the question."""
     apply_chat_template: bool = True
     """Render the question with the model's chat template."""
     system_prompt: str | None = None
-    """System message in front of every question that has none."""
+    """System message for questions without one."""
     max_len: PositiveInt = 2048
     """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For `serve-rm`, of prompt
     and response together."""
     max_images_per_prompt: PositiveInt = 8
-    """Most images in one prompt; a row with more is dropped and counted."""
+    """Maximum number of images in one prompt; a row with more is dropped and counted."""
     min_pixels: PositiveInt = 3136
     """Smaller images are enlarged to this many pixels, for trainer and engine alike."""
     max_pixels: PositiveInt = 1003520
     """Larger images are shrunk to this many pixels, for trainer and engine alike."""
     max_image_pixels: PositiveInt = 89_478_485
-    """An image file that decodes to more pixels than this is refused as a decompression bomb."""
+    """Maximum decoded pixels of an image file; more is refused as a decompression bomb."""
     max_row_pixels: PositiveInt = 268_435_456
-    """Most pixels that the image files of one row decode to together; a row with more is dropped and counted."""
+    """Maximum total of decoded pixels of the images of one row; a row with more is dropped and counted."""
     max_image_mib: PositiveInt = 64
-    """Largest image file, in MiB; also of one in base64, in parquet or on the web."""
+    """Largest image file in MiB, also in base64, in Parquet or on the web."""
     image_root: str | None = None
-    """Folder that relative image paths start from; by default the dataset file's own."""
+    """Base folder of relative image paths; by default that of the dataset file."""
     image_roots: tuple[Text, ...] = ()
     """Further folders whose images a dataset may name. Others are refused: after following symbolic links, images must
     lie below the dataset's own folder or `data.image_root`."""
     allow_image_urls: bool = False
     """Download images that a dataset names by http(s) URL. Private addresses are refused, also after a redirect."""
     max_dropped_fraction: Fraction = 0.05
-    """The run stops when more than this share of the rows cannot be used."""
+    """The run stops when more than this fraction of the rows is unusable."""
 
     @field_validator("image_key")
     @classmethod

@@ -71,12 +71,12 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     return conflicts
 
 
-def conflicts_of_optimizer(role: str, optimized: OptimizerSettings, ds: Ds) -> list[str]:
+def conflicts_of_optimizer(role: str, optimizer: OptimizerSettings, ds: Ds) -> list[str]:
     """`role` is `actor` or `critic`."""
     conflicts = []
-    if ds.adam_offload and optimized.optim != "adam":
+    if ds.adam_offload and optimizer.optim != "adam":
         conflicts.append(
-            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimized.optim} has "
+            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimizer.optim} has "
             "its own: leave one of them out"
         )
     return conflicts

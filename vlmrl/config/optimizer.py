@@ -52,16 +52,16 @@ class OptimizerSettings(Section):
     """Gradients are clipped to this norm; 0 turns clipping off."""
 
 
-def unread_of_optimizer(role: str, optimized: OptimizerSettings) -> Unread:
+def unread_of_optimizer(role: str, optimizer: OptimizerSettings) -> Unread:
     """`role` is `actor` or `critic`."""
     unread: Unread = {}
-    if optimized.lr_scheduler != "cosine_with_min_lr":
+    if optimizer.lr_scheduler != "cosine_with_min_lr":
         unread[f"{role}.min_lr_ratio"] = f"only {role}.lr_scheduler cosine_with_min_lr has a floor"
-    if optimized.lr_scheduler == "constant":
+    if optimizer.lr_scheduler == "constant":
         reason = f"{role}.lr_scheduler constant does not warm up (constant_with_warmup does)"
         unread[f"{role}.lr_warmup_ratio"] = reason
-    if optimized.optim != "muon":
-        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimized.optim}")
+    if optimizer.optim != "muon":
+        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimizer.optim}")
     else:
         unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of a fixed size, whatever the gradient's norm"
     return unread

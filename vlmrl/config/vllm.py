@@ -33,8 +33,8 @@ class Vllm(Section):
     generate_timeout_s: PositiveFloat = 3600.0
     """Time limit for a batch of responses."""
     sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
-    """How weights reach the engines: shared memory (shm) is proven on CPU; nccl, between GPUs, and ipc, within a GPU
-    (train.colocate_all), need CUDA and have not run on a GPU yet."""
+    """Transport of weights to the engines: shared memory (shm) is tested on CPU; nccl, between GPUs, and ipc, within a
+    GPU (train.colocate_all), need CUDA and have not run on a GPU yet."""
     qlora_base: Literal["dequantized", "original", "bitsandbytes"] = "dequantized"
     """Base weights of the engines when the trainer's are in 4 bits (`ds.load_in_4bit`). `dequantized`: the values of
     the 4-bit weights, so that engines and trainer compute the same function. `original`: the model's own files.
