@@ -199,7 +199,7 @@ class Servers:
             # A slow server rests for as long as its failure took, so that it does not hold every batch while others
             # work.
             server.rests_until = now + max(pause, now - start)
-            soonest = min(item.rests_until for item in willing) - now
+            soonest = min(server.rests_until for server in willing) - now
             if soonest > 0 and number + 1 < self._most_tries:
                 await asyncio.sleep(min(pause, soonest))
         tries = "" if number == 0 else f" (the last of {number + 1} tries)"
@@ -223,7 +223,7 @@ class Servers:
             raise _RequestError(f"{server.name} {error}") from error
 
     async def _check(self, client: httpx.AsyncClient) -> None:
-        refusals = [item for item in await asyncio.gather(*(_refusal(client, s) for s in self._servers)) if item]
+        refusals = [error for error in await asyncio.gather(*(_refusal(client, s) for s in self._servers)) if error]
         for refusal in refusals:
             if refusal.status is not None:
                 raise ConfigError(f"{SETTING}: {refusal}")
@@ -278,7 +278,9 @@ async def _request(
 def _best(servers: Sequence[_Server]) -> _Server:
     """The least busy server that does not rest; if all rest, the one whose rest ends first."""
     now = time.monotonic()
-    return min(servers, key=lambda item: (max(item.rests_until - now, 0.0), item.num_under_way, item.num_requests))
+    return min(
+        servers, key=lambda server: (max(server.rests_until - now, 0.0), server.num_under_way, server.num_requests)
+    )
 
 
 def checked(url: str) -> str:

@@ -59,7 +59,7 @@ class Rewarder:
     def __init__(
         self, reward: Scoring, *, token: str | None = None, log: Path | None = None, label_key: str = "label"
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             token: for the servers; None: the value of the environment variable VLMRL_RM_TOKEN.
@@ -121,7 +121,7 @@ class Rewarder:
         self._begun[_key(group)].append(begun)
 
     async def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group.
+        """Return one score per response, group by group.
 
         A response gets a failed score of 0 if its function raises, twice runs past `reward.time_limit_s` or ends its
         process, or does not return a finite number, and if no server scored it after `reward.remote_retries`. Network
@@ -140,8 +140,8 @@ class Rewarder:
                     begun.append(await self._take(group))
                 results = await self._collect(groups, begun, failures)
             except BaseException:
-                for group in begun:
-                    group.end()
+                for scoring in begun:
+                    scoring.end()
                 raise
         return [
             [_score(combined(results[i, j], self._weights)) for j in range(len(group.rollouts))]
@@ -189,16 +189,16 @@ class Rewarder:
     async def _collect(
         self, groups: Sequence[Group], begun: Sequence[_Begun], failures: _Failures
     ) -> dict[_Index, dict[str, RewardResult]]:
-        """The result of every response by every source. Raises RewardError as `failures` does."""
+        """Collect the result of each source for each response. Raises RewardError as `failures` does."""
         results: dict[_Index, dict[str, RewardResult]] = defaultdict(dict)
         if self._functions is not None:
-            calls = [group.calls for group in begun if group.calls is not None]
+            calls = [scoring.calls for scoring in begun if scoring.calls is not None]
             async with aclosing(self._functions.collect(calls)) as collected:
                 async for i, j, name, result in collected:
                     results[i, j][name] = result
                     failures.see((i, j), name, result, groups[i].prompt.source)
-        for i, group in enumerate(begun):
-            for j, future in enumerate(group.results):
+        for i, scoring in enumerate(begun):
+            for j, future in enumerate(scoring.results):
                 result = results[i, j][REMOTE] = await future
                 failures.see((i, j), REMOTE, result, groups[i].prompt.source)
         return results
@@ -314,5 +314,5 @@ async def _start_and_end(reward: Scoring) -> None:
 
 
 def _key(group: Group) -> object:
-    """Identifies a group: `begin` and `score` may get different copies of it."""
+    """The identity of a group: `begin` and `score` may get different copies of it."""
     return group.prompt.source, group.prompt.index, tuple(rollout.text for rollout in group.rollouts)
