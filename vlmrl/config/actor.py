@@ -15,7 +15,7 @@ _PAPER_CLIPS = "; ".join(
 
 
 class Model(OptimizerSettings):
-    """The trained model, for every verb."""
+    """The trained model."""
 
     model_name_or_path: Text
     """Local folder or Hub id of the model."""
