@@ -1,4 +1,4 @@
-"""Draws assets/architecture.svg, the picture in the README: `.venv/bin/python assets/architecture.py [OUT]`."""
+"""Draw assets/architecture.svg, the figure in the README: `.venv/bin/python assets/architecture.py [OUT]`."""
 
 import sys
 from itertools import pairwise
@@ -17,7 +17,7 @@ TINT = {BLUE: "#eaf2fb", GREEN: "#e8f6f0", AMBER: "#fdf3e3", PURPLE: "#f2edfa", 
 
 
 def box(axes: Axes, x: float, y: float, w: float, h: float, colour: str, title: str, lines: list[str]) -> None:
-    """A role: a coloured head line and what it does."""
+    """Draw the box of a role: a coloured title and lines of text."""
     style = "round,pad=0,rounding_size=1.1"
     axes.add_patch(FancyBboxPatch((x, y), w, h, boxstyle=style, fc=TINT[colour], ec=colour, lw=1.6, zorder=3))
     axes.text(x + 1.5, y + h - 3.1, title, color=colour, size=13.5, weight="bold", va="center", zorder=4)
@@ -26,7 +26,7 @@ def box(axes: Axes, x: float, y: float, w: float, h: float, colour: str, title: 
 
 
 def arrow(axes: Axes, points: list[tuple[float, float]], colour: str, *, both: bool = False) -> None:
-    """A path through `points`, with a head at its end."""
+    """Draw a path through `points` with an arrowhead at its end."""
     for start, end in pairwise(points[:-1]):
         axes.plot(*zip(start, end, strict=True), color=colour, lw=2.0, solid_capstyle="round", zorder=2)
     axes.add_patch(
@@ -49,7 +49,7 @@ def label(axes: Axes, x: float, y: float, text: str, colour: str, *, size: float
 
 
 def draw(out: Path) -> None:
-    """The loop of one step of reinforcement learning, and what travels between its parts."""
+    """Draw the loop of one step of reinforcement learning and the data between its parts."""
     mpl.rcParams |= {"font.family": "DejaVu Sans", "svg.hashsalt": "vlmrl"}
     figure, axes = plt.subplots(figsize=(15.2, 8.1))
     axes.set(xlim=(0, 152), ylim=(0, 81))
@@ -62,8 +62,8 @@ def draw(out: Path) -> None:
     axes.add_patch(FancyBboxPatch((4, 65.5), 144, 11.5, boxstyle=round_, fc=INK, ec=INK, zorder=3))
     axes.text(6.5, 73.2, "Driver", color="white", size=15, weight="bold", va="center", zorder=4)
     axes.text(6.5, 69.0, "vlmrl rl · one loop, on a CPU, no pixels", color="#c3ccd5", size=10, va="center", zorder=4)
-    stages = ["draw prompts", "generate groups", "score", "old log-probs", "advantages", "update", "publish"]
-    x = 59.0
+    stages = ["draw prompts", "generate groups", "score", "old log-probs", "advantages", "update", "weight sync"]
+    x = 56.0
     for number, stage in enumerate(stages, start=1):
         width = 4.6 + 0.72 * len(stage)
         axes.add_patch(
@@ -80,7 +80,7 @@ def draw(out: Path) -> None:
     axes.add_patch(
         FancyBboxPatch((4, 14.5), 144, 46, boxstyle=round_, fc="#fafbfc", ec=LINE, lw=1.2, ls="--", zorder=1)
     )
-    label(axes, 39.5, 57.6, "Ray: plain classes, made actors in one place", SOFT, size=10)
+    label(axes, 39.5, 57.6, "Ray: plain classes, turned into actors in one place", SOFT, size=10)
 
     top, height = 36.0, 18.5
     box(axes, 7, top, 27, height, AMBER, "Prompts", [
@@ -91,21 +91,21 @@ def draw(out: Path) -> None:
     ])  # fmt: skip
     box(axes, 44, top, 29, height, BLUE, "Rollout engines", [
         "vLLM, token ids in and out",
-        "one request, G answers: the",
+        "one request, G responses: the",
         "image is prefilled once",
         "vision tokens never sampled",
     ])  # fmt: skip
     box(axes, 83, top, 24, height, GREEN, "Rewards", [
         "built-in, your own file,",
         "servers, reward models,",
-        "of answers or of steps:",
-        "while others are written",
+        "of responses or of steps:",
+        "overlaps with generation",
     ])  # fmt: skip
     box(axes, 117, top, 28, height, PURPLE, "Policy, critic", [
         "DeepSpeed ZeRO 0-3 ranks",
         "prompt and image once per G",
         "chunked log-probs, no [T, V]",
-        "whole, LoRA, or on 4 bits",
+        "full, LoRA, or QLoRA",
     ])  # fmt: skip
     middle = top + height / 2
     for start, end, text in ((34, 44, "Prompt"), (73, 83, "Group"), (107, 117, "Experi-\nence")):
@@ -118,7 +118,7 @@ def draw(out: Path) -> None:
     label(axes, 21.8, 32.6, "pixels, once", GREY, ha="left")
     arrow(axes, [(34, 20.5), (138, 20.5), (138, 36)], GREY)
     arrow(axes, [(50, 20.5), (50, 36)], GREY)
-    label(axes, 94, 18.3, "fetched where they are needed; what crosses processes does not grow with G", GREY)
+    label(axes, 94, 18.3, "fetched where they are needed; traffic between processes does not grow with G", GREY)
 
     # weights
     arrow(axes, [(124, 36), (124, 27.5), (61, 27.5), (61, 36)], PURPLE)
@@ -126,7 +126,7 @@ def draw(out: Path) -> None:
         axes,
         92.5,
         31.4,
-        "weights or adapter after every update: version and fingerprint come back,",
+        "weights or adapter after every update: version and fingerprint are verified,",
         PURPLE,
         size=10,
     )
@@ -136,8 +136,8 @@ def draw(out: Path) -> None:
     for x in (20.5, 58.5, 95, 131):
         arrow(axes, [(x, 65.5), (x, 54.5)], LINE, both=True)
 
-    # what is left behind
-    axes.text(6.5, 9.6, "What a run leaves", color=INK, size=11.5, weight="bold", va="center")
+    # output of a run
+    axes.text(6.5, 9.6, "Output of a run", color=INK, size=11.5, weight="bold", va="center")
     files = [
         "config.yaml",
         "metrics.jsonl",
@@ -156,7 +156,7 @@ def draw(out: Path) -> None:
         axes.text(x + width / 2, 9.6, name, color=INK, size=9.6, ha="center", va="center", family="DejaVu Sans Mono")
         x += width + 1.5
     arrow(axes, [(76, 14.5), (76, 12.4)], LINE)
-    label(axes, 76, 4.0, "a killed run continues from its last checkpoint with the same numbers", SOFT)
+    label(axes, 76, 4.0, "a killed run resumes from its last checkpoint with the same numbers", SOFT)
 
     figure.savefig(out, dpi=110, metadata={"Date": None} if out.suffix == ".svg" else None)
 

@@ -1,11 +1,11 @@
-"""Compare how each algorithm learns from the same warm start on the same prompts: one picture, and a table.
+"""Compare the learning curves of all algorithms from the same warm start on the same prompts, as a plot and a table.
 
     .venv/bin/python examples/compare_algorithms.py
     .venv/bin/python examples/compare_algorithms.py --only ppo group_norm --steps 40
 
-A tiny Qwen2.5-VL is trained by supervision to count circles until it is right in about four of ten pictures; from there
-each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run lies in a folder of its own under
-`--out`; one that is finished there is not run again. On two CPU cores all eight take about a quarter of an hour.
+Supervised training teaches a tiny Qwen2.5-VL to count circles in images, correctly in about four of ten. From there
+each algorithm trains it with `vlmrl rl` and its recipe in `counting_tiny/`. Each run has its own folder under `--out`;
+a run that is finished there is not repeated. On two CPU cores all eight take about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -39,42 +39,40 @@ CONSOLE = Console()
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/compare_algorithms"), help="where everything goes")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare_algorithms"), help="folder for all output")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run")
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="some of the algorithms")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    start = warm_start(given.out)
-    for number, name in enumerate(given.only, start=1):
-        folder = given.out / name
-        CONSOLE.print(f"{number}/{len(given.only)}  {RECIPES[name]}", highlight=False)
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="algorithms to run")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    start = warm_start(arguments.out)
+    for number, name in enumerate(arguments.only, start=1):
+        folder = arguments.out / name
+        CONSOLE.print(f"{number}/{len(arguments.only)}  {RECIPES[name]}", highlight=False)
         if not (folder / "model").is_dir():
             vlmrl(
                 *("rl", "--config", str(HERE / "counting_tiny.yaml")),
                 *("--config", str(HERE / "counting_tiny" / f"{name}.yaml"), "--actor.model_name_or_path", str(start)),
                 *(
                     "--train.max_steps",
-                    str(given.steps),
+                    str(arguments.steps),
                     "--eval.steps",
-                    str(max(1, given.steps // 6)),
+                    str(max(1, arguments.steps // 6)),
                     "--eval.temperature",
                     "1.0",
                 ),
                 folder=folder,
             )
-    curves = {name: read_curve(given.out / name / "metrics.jsonl") for name in given.only}
-    draw(curves, given.out / "curves.png")
-    unlearnt = show(curves, given.out)
-    CONSOLE.print(f"picture: {given.out / 'curves.png'}", highlight=False)
+    curves = {name: read_curve(arguments.out / name / "metrics.jsonl") for name in arguments.only}
+    draw(curves, arguments.out / "curves.png")
+    unlearnt = show(curves, arguments.out)
+    CONSOLE.print(f"plot: {arguments.out / 'curves.png'}", highlight=False)
     if unlearnt:
-        CONSOLE.print(
-            f"no more answers are right than before with: {', '.join(unlearnt)}", style="red", highlight=False
-        )
+        CONSOLE.print(f"accuracy did not rise with: {', '.join(unlearnt)}", style="red", highlight=False)
     return bool(unlearnt)
 
 
 def warm_start(out: Path) -> Path:
-    """The warmed-up model of `make quickstart` where there is one, else one made here."""
+    """Return the warmed-up model of `make quickstart` if it exists, else train one."""
     quickstart = Path("runs/quickstart/sft/model")
     if quickstart.is_dir():
         return quickstart
@@ -90,23 +88,23 @@ def warm_start(out: Path) -> Path:
 
 
 def vlmrl(*words: str, folder: Path) -> None:
-    """Run vlmrl into `folder`, continuing a run that was interrupted there."""
-    goes_on = ("--ckpt.load_enable", "true") if folder.exists() else ()
+    """Run vlmrl with the output folder `folder`, resuming an interrupted run."""
+    resume = ("--ckpt.load_enable", "true") if folder.exists() else ()
     log = folder.with_name(f"{folder.name}.log")
-    python("-m", "vlmrl", *words, "--ckpt.output_dir", str(folder), *goes_on, log=log)
+    python("-m", "vlmrl", *words, "--ckpt.output_dir", str(folder), *resume, log=log)
 
 
 def python(*words: str, log: Path) -> None:
-    """Run a command with its output in `log`, whose end is shown when the command fails."""
+    """Run a Python command with its output in `log`; exit with the end of the log if it fails."""
     with log.open("w") as file:
         code = subprocess.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
-        sys.exit(f"{tail}\n`{' '.join(words)}` ended with code {code}; all of its output: {log}")
+        sys.exit(f"{tail}\n`{' '.join(words)}` ended with exit code {code}; full output: {log}")
 
 
 def read_curve(metrics: Path) -> dict[str, list[float]]:
-    """Steps and accuracies of the evaluations of a run, and the seconds of each of its steps."""
+    """Read the steps and accuracies of a run's evaluations, and the seconds of its steps."""
     records: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     evaluated = [record for record in records if METRIC in record]
     return {
@@ -117,8 +115,8 @@ def read_curve(metrics: Path) -> dict[str, list[float]]:
 
 
 def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
-    """Held-out accuracy over steps, a line for each algorithm."""
-    # Figure without pyplot: no window system.
+    """Plot held-out accuracy over steps, one line per algorithm."""
+    # Figure without pyplot, which may need a display.
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -126,7 +124,7 @@ def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
     axes = figure.subplots()
     for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
         axes.plot(curve["step"], curve["accuracy"], marker="o", markersize=3.5, color=colour, label=RECIPES[name])
-    axes.set_title("held-out pictures counted exactly, from the same warm start", loc="left")
+    axes.set_title("held-out accuracy from the same warm start", loc="left")
     axes.set_xlabel("step")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(alpha=0.25)
@@ -136,7 +134,7 @@ def draw(curves: dict[str, dict[str, list[float]]], out: Path) -> None:
 
 
 def show(curves: dict[str, dict[str, list[float]]], out: Path) -> list[str]:
-    """Print the table and write it as `summary.json`; returns the algorithms that have learnt nothing."""
+    """Print the table, write `summary.json`, and return the algorithms without any gain."""
     table = Table("algorithm", "before", "after", "seconds per step")
     summary = {}
     for name, curve in curves.items():

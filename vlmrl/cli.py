@@ -14,9 +14,9 @@ from vlmrl.system.scratch import scratch
 from vlmrl.system.stops import handle_signals
 
 if TYPE_CHECKING:
-    from vlmrl.config.verb import Run
+    from vlmrl.config.verb import VerbConfig
 
-Config = TypeVar("Config", bound="Run")
+Config = TypeVar("Config", bound="VerbConfig")
 
 _HELP = """\
 usage: vlmrl VERB [--config FILE.yaml ...] [--section.setting VALUE ...]

@@ -1,15 +1,14 @@
-"""The quickstart's GRPO in several layouts at once: seconds of its passes, and its reward, step by step.
+"""Compare time per pass and reward of the quickstart's GRPO in several layouts, step by step in turn.
 
     make quickstart
     .venv/bin/python tests/benchmarks/compare_layouts.py --steps 20
     .venv/bin/python tests/benchmarks/compare_layouts.py --layouts shared padded --steps 92
 
-Each layout trains a policy of its own, with engine and learner of its own, from the same model on the same prompts in
-the same order; they take turns, step by step, in one run. What is compared is `logprob_s + update_s`, the training
-pass; the first step of each is a warm-up and does not count. Answers are sampled from the same seeds, so the first
-step's rewards are equal; later ones part, as rounding differs, and should stay together within noise. Each step is one
-JSON line on stdout, the last line holds the medians, and a table goes to stderr. Other settings, also another recipe
-than the quickstart's, may follow after `--`.
+Each layout has its own policy, engine and learner, which start from the same model and see the same prompts in the same
+order; the layouts take turns, step by step. The comparison is of `logprob_s + update_s`, the training pass; the first
+step of each layout is a warm-up and does not count. Responses are sampled with the same seeds, so the rewards of the
+first step are equal; later ones differ by rounding and should agree within noise. Each step is one JSON line on stdout,
+the last line has the medians, and a table goes to stderr. More settings may follow after `--`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
 
-from run_by_steps import Measured, medians, rounded, run_by_steps, table
+from run_by_steps import Measurements, medians, rounded, run_by_steps, table
 
 from vlmrl import startup
 from vlmrl.config.load import load
@@ -40,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = [word for file in arguments.recipe for word in ("--config", file)]
     startup.prepare()
-    measured: dict[str, list[Measured]] = defaultdict(list)
+    measured: dict[str, list[Measurements]] = defaultdict(list)
     with ExitStack() as stack:
         runs = {
             layout: stack.enter_context(
@@ -49,25 +48,25 @@ def main() -> None:
             for layout in arguments.layouts
         }
         for step in range(arguments.steps):
-            # In turn, and every round begins with another one.
+            # Each round starts with another layout.
             turn = step % len(arguments.layouts)
             for layout in arguments.layouts[turn:] + arguments.layouts[:turn]:
-                found = next(runs[layout])
-                found["pass_s"] = found["logprob_s"] + found["update_s"]
-                shown = {name: found[name] for name in ("pass_s", *SHOWN)}
+                step_metrics = next(runs[layout])
+                step_metrics["pass_s"] = step_metrics["logprob_s"] + step_metrics["update_s"]
+                shown = {name: step_metrics[name] for name in ("pass_s", *SHOWN)}
                 print(json.dumps({"layout": layout, "step": step} | rounded(shown)), flush=True)
-                measured[layout].append(found)
-    tell(measured)
+                measured[layout].append(step_metrics)
+    summarise(measured)
 
 
-def tell(measured: dict[str, list[Measured]]) -> None:
-    """Medians, and how many times the first layout's pass each one takes."""
+def summarise(measured: dict[str, list[Measurements]]) -> None:
+    """Print medians, and the time of each layout's pass relative to the first."""
     names = ("pass_s", "logprob_s", "update_s", "seconds")
-    found = {layout: medians(steps[1:] or steps, names) for layout, steps in measured.items()}
+    layout_medians = {layout: medians(steps[1:] or steps, names) for layout, steps in measured.items()}
     rewards = {layout: [step["reward/mean"] for step in steps] for layout, steps in measured.items()}
-    last: dict[str, Any] = {"medians": {layout: rounded(row) for layout, row in found.items()}}
-    first = next(iter(found.values()))["pass_s"]
-    last["pass_over_first"] = {layout: round(row["pass_s"] / first, 2) for layout, row in found.items()}
+    last: dict[str, Any] = {"medians": {layout: rounded(row) for layout, row in layout_medians.items()}}
+    first = next(iter(layout_medians.values()))["pass_s"]
+    last["pass_over_first"] = {layout: round(row["pass_s"] / first, 2) for layout, row in layout_medians.items()}
     last["reward_mean"] = {layout: [round(value, 4) for value in values] for layout, values in rewards.items()}
     print(json.dumps(last), flush=True)
     table(
@@ -77,7 +76,7 @@ def tell(measured: dict[str, list[Measured]]) -> None:
                 *(layout, *row.values(), f"{last['pass_over_first'][layout]}x"),
                 *(rewards[layout][0], statistics.fmean(rewards[layout][len(rewards[layout]) // 2 :])),
             )
-            for layout, row in found.items()
+            for layout, row in layout_medians.items()
         ],
     )
 

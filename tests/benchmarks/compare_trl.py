@@ -1,19 +1,19 @@
-r"""One whole GRPO step (rollout, log-probs, update, publish) of vlmrl against one of TRL 1.16, in turn, on one machine.
+r"""Compare a whole GRPO step (rollout, log-probs, update, weight sync) of vlmrl and of TRL 1.16, in turn.
 
     .venv/bin/python tests/benchmarks/compare_trl.py --steps 5
 
 The workload: a Qwen2.5-VL of 13M random weights in fp32, images of 392x392 pixels (196 tokens), 8 prompts with 8
-answers of 64 tokens. Both sides get the same prompts in the same order, the same reward, loss, optimizer and learning
-rate, and take turns in one run: while one makes its step, the other waits. Answers end where the model ends them, which
-random weights do once in some thousands of tokens: nearly all have 64, and both sides' mean is printed. The first step
-of each side is a warm-up and does not count.
+responses of 64 tokens. Both sides have the same prompts in the same order, the same reward, loss, optimizer and
+learning rate. They take turns: while one makes a step, the other waits. A random model ends a response about once in
+some thousands of tokens, so nearly all have 64; both means are printed. The first step of each side is a warm-up and
+does not count.
 
-vlmrl runs as `vlmrl rl` does: Ray, a vLLM engine, DeepSpeed, real publishes with their proof. trl_process.py says how
-TRL is set up. TRL is installed into a folder of its own when it is not there (`--trl`), and uses this environment for
-the rest. Each step is one JSON line on stdout, and the last line holds the medians; the table goes to stderr.
+vlmrl runs as in `vlmrl rl`: Ray, a vLLM engine, DeepSpeed, verified weight syncs. trl_process.py documents the setup of
+TRL, which is installed into a separate folder (`--trl`) if it is missing, and uses this environment for the rest. Each
+step is one JSON line on stdout, the last line has the medians, and a table goes to stderr.
 
-Much of a step on CPU is the kernel clearing pages that glibc's malloc gave back and takes again. Both sides inherit
-this script's environment, so that they can be compared without that too; TRL then wants larger micro-batches:
+On CPU much of a step is the kernel clearing pages that glibc's malloc returned and takes again. Both sides inherit this
+script's environment, so they can also be compared without that; TRL is then faster with larger micro-batches:
 
     MALLOC_MMAP_THRESHOLD_=8589934592 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 \
         .venv/bin/python tests/benchmarks/compare_trl.py --steps 5 --micro-batch 8
@@ -32,7 +32,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from run_by_steps import Measured, medians, rounded, run_by_steps, table
+from run_by_steps import Measurements, medians, rounded, run_by_steps, table
 
 from vlmrl import startup
 from vlmrl.config.dump import dump_yaml
@@ -48,17 +48,15 @@ SHOWN = (
     *("seconds", "data_s", "reward_s", *PHASES),
     *("prompt/tokens_mean", "response/tokens_mean", "pack/tokens", "vision/tower_calls", "sync/logprob_diff_max"),
 )
-"""What is printed of a step, where a side knows it."""
+"""Printed metrics of a step, if a side has them."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side, after one that warms up")
     parser.add_argument("--micro-batch", type=int, default=2, help="TRL's per_device_train_batch_size")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/benchmarks/compare_trl"), help="folder for all it writes"
-    )
-    parser.add_argument("--trl", type=Path, help="folder that holds TRL, or will; by default OUT/environment")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/compare_trl"), help="folder for all output")
+    parser.add_argument("--trl", type=Path, help="folder of TRL, installed if missing; by default OUT/environment")
     parser.add_argument("--only", choices=("vlmrl", "trl"), help="measure one side alone")
     parser.add_argument("settings", nargs="*", help="more settings for vlmrl, after --: -- --train.layout packed")
     arguments = parser.parse_args()
@@ -69,24 +67,24 @@ def main() -> None:
         tiny.build("qwen2_5_vl", model, size="small")
     config = load(RlConfig, [*workload(model, out, arguments.steps + 2), *arguments.settings])
     dump_yaml(config, out / "config.yaml")
-    measured: dict[str, list[Measured]] = defaultdict(list)
+    measured: dict[str, list[Measurements]] = defaultdict(list)
     with ExitStack() as stack:
         sides = {}
         if arguments.only != "vlmrl":
-            where = install(arguments.trl or out / "environment")
-            # One step more than are asked for: at its end TRL would tidy up while vlmrl makes its last step.
-            sides["trl"] = stack.enter_context(trl_steps(where, out, arguments.steps + 2, arguments.micro_batch))
+            trl = install(arguments.trl or out / "environment")
+            # One step more than requested: after its last step TRL would clean up during vlmrl's last step.
+            sides["trl"] = stack.enter_context(trl_steps(trl, out, arguments.steps + 2, arguments.micro_batch))
         if arguments.only != "trl":
             sides["vlmrl"] = stack.enter_context(run_by_steps(config))
         for step in range(arguments.steps + 1):
-            # In turn, and each side as often before the other as after it.
+            # Alternate which side is first.
             for side in list(sides) if step % 2 else list(reversed(sides)):
-                found = next(sides[side])
-                shown = {name: value for name, value in found.items() if name in SHOWN}
+                step_metrics = next(sides[side])
+                shown = {name: value for name, value in step_metrics.items() if name in SHOWN}
                 print(json.dumps({"side": side, "step": step, "warm_up": step == 0} | rounded(shown)), flush=True)
                 if step:
-                    measured[side].append(found)
-    tell(measured)
+                    measured[side].append(step_metrics)
+    summarise(measured)
 
 
 def workload(model: Path, out: Path, steps: int) -> list[str]:
@@ -110,7 +108,7 @@ def workload(model: Path, out: Path, steps: int) -> list[str]:
 
 
 def install(folder: Path) -> Path:
-    """TRL alone, in a folder of its own: the environment of this repository stays as it is."""
+    """Install TRL without dependencies into a separate folder, and leave the environment unchanged."""
     if not (folder / "trl").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), TRL]
         subprocess.run(command, check=True, stdout=sys.stderr)
@@ -118,8 +116,8 @@ def install(folder: Path) -> Path:
 
 
 @contextmanager
-def trl_steps(trl: Path, out: Path, steps: int, micro_batch: int) -> Iterator[Iterator[Measured]]:
-    """An iterator that makes one step each time it is asked, in TRL's process."""
+def trl_steps(trl: Path, out: Path, steps: int, micro_batch: int) -> Iterator[Iterator[Measurements]]:
+    """Start TRL's process, and yield an iterator over its steps."""
     path = os.pathsep.join([str(trl.absolute()), os.environ["PYTHONPATH"]])
     command = [
         sys.executable,
@@ -141,37 +139,37 @@ def trl_steps(trl: Path, out: Path, steps: int, micro_batch: int) -> Iterator[It
             env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         )
 
-    def answer() -> Measured:
+    def read_line() -> Measurements:
         line = process.stdout.readline()
         if not line:
-            raise SystemExit(f"TRL's process has ended (exit code {process.wait()}); its last words are in {log}")
+            raise SystemExit(f"TRL's process has ended (exit code {process.wait()}); its output is in {log}")
         return json.loads(line)
 
-    def make() -> Iterator[Measured]:
+    def steps_of_trl() -> Iterator[Measurements]:
         while True:
             process.stdin.write("step\n")
             process.stdin.flush()
-            yield answer()
+            yield read_line()
 
     try:
-        answer()
-        yield make()
+        read_line()
+        yield steps_of_trl()
     finally:
         process.kill()
         process.wait()
 
 
-def tell(steps: dict[str, list[Measured]]) -> None:
-    """The medians, as the last JSON line and as a table."""
-    found = {side: medians(measured, ("seconds", *PHASES)) for side, measured in steps.items()}
-    last: dict[str, Any] = {"medians": {side: rounded(row) for side, row in found.items()}}
+def summarise(steps: dict[str, list[Measurements]]) -> None:
+    """Print the medians, as the last JSON line and as a table."""
+    side_medians = {side: medians(measured, ("seconds", *PHASES)) for side, measured in steps.items()}
+    last: dict[str, Any] = {"medians": {side: rounded(row) for side, row in side_medians.items()}}
     last["steps"] = {side: len(measured) for side, measured in steps.items()}
-    if len(found) == 2:
-        last["ratio"] = round(found["trl"]["seconds"] / found["vlmrl"]["seconds"], 2)
+    if len(side_medians) == 2:
+        last["ratio"] = round(side_medians["trl"]["seconds"] / side_medians["vlmrl"]["seconds"], 2)
     print(json.dumps(last), flush=True)
     table(
         ("median s", "step", *(name.removesuffix("_s") for name in PHASES)),
-        [(k, *v.values()) for k, v in found.items()],
+        [(k, *v.values()) for k, v in side_medians.items()],
     )
     if "ratio" in last:
         print(f"vlmrl's step is {last['ratio']} times as fast as TRL's", file=sys.stderr)

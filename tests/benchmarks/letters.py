@@ -1,4 +1,4 @@
-"""Rewards of the benchmarks: something that differs between answers, and costs nothing or only time."""
+"""Rewards of the benchmarks: they differ between responses, and take no time or a fixed time."""
 
 import time
 
@@ -6,11 +6,11 @@ DELAY_S = 0.05
 
 
 def share_of_letters(response: str) -> float:
-    """How much of an answer of 64 characters would be letters."""
+    """The number of letters / 64."""
     return sum(character.isalpha() for character in response) / 64
 
 
 def after_a_while(response: str) -> float:
-    """The same, said by somebody who takes 50 ms and no core for it, as a server or another machine does."""
+    """The same after 50 ms in which no core is used, as with a server on another machine."""
     time.sleep(DELAY_S)
     return share_of_letters(response)

@@ -1,4 +1,4 @@
-"""A run of `vlmrl rl` that makes one step each time it is asked: what the comparisons of this folder are made of."""
+"""Run `vlmrl rl` one step at a time, so that benchmarks can compare several runs in turn."""
 
 from __future__ import annotations
 
@@ -14,50 +14,46 @@ from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.commands.preflight import actor_adapter_plan, critic_adapter_plan
+from vlmrl.commands.rl import start_roles
 from vlmrl.config.run import RlConfig
 from vlmrl.config.schedule import last_step
 from vlmrl.plugins import processor_of
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.rl import LoopState, train
 
-Measured = dict[str, float]
-"""`seconds` of a step, `<phase>_s` of its phases, and the step's metrics under their own names."""
+Measurements = dict[str, float]
+"""`seconds` of a step, `<phase>_s` of its phases, and its metrics."""
 
 
 @contextmanager
-def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
-    """The parts that `vlmrl rl` puts together, without evaluation, checks, files and screen.
+def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measurements]]:
+    """Start the roles of `vlmrl rl`, without checks, files and progress display; yield an iterator over steps.
 
-    Several runs may be open at once; they share a Ray session, and each has engines and learners of its own.
+    Several runs may be open at once. They share a Ray session, but have separate engines and learners.
     """
     clock = _Clock()
     with session() as machines, ExitStack() as stack:
         builder = RoleBuilder(machines, plan(**plan_arguments(config, machines)), stack)
-        prompts = builder.prompts(config, _say)
-        tools = processor_of(config.actor.model_name_or_path, config.data)
-        engines, policy, weight_sync, reference, critic, reward_sources = builder.roles(
-            config,
-            tools,
-            adapter=actor_adapter_plan(config, tools),
-            critic_adapter=critic_adapter_plan(config),
-            num_rows=prompts.num_rows,
-            report=clock,
+        processor = processor_of(config.actor.model_name_or_path, config.data)
+        adapter, critic_adapter = actor_adapter_plan(config, processor), critic_adapter_plan(config)
+        prompts, _, roles = start_roles(
+            config, processor, builder, clock, adapter=adapter, critic_adapter=critic_adapter
         )
-        weight_sync.sync(0)
+        roles.weight_sync.sync(0)
         budget = PromptBudget(prompts.num_rows * config.train.num_episodes)
 
-        def steps() -> Iterator[Measured]:
+        def steps() -> Iterator[Measurements]:
             for step in range(1, last_step(config, prompts.num_rows) + 1):
                 started = time.perf_counter()
                 train(
                     config,
                     prompts=prompts,
-                    engine=engines,
-                    rewarder=reward_sources,
-                    policy=policy,
-                    weight_sync=weight_sync,
-                    reference=reference,
-                    critic=critic,
+                    engine=roles.engines,
+                    rewarder=roles.reward_sources,
+                    policy=roles.policy,
+                    weight_sync=roles.weight_sync,
+                    reference=roles.reference,
+                    critic=roles.critic,
                     report=clock,
                     check_responses=lambda step, groups: {},
                     check_sync=lambda version: {},
@@ -76,46 +72,48 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measured]]:
 
 
 class _Clock:
-    """The report of a run that wants nothing but numbers."""
+    """A run report that records only numbers."""
 
     def __init__(self) -> None:
-        self._found: Measured = {}
+        self._measurements: Measurements = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._found[f"{name}_s"] = time.perf_counter() - started
+        self._measurements[f"{name}_s"] = time.perf_counter() - started
 
     def say(self, what: str) -> None:
-        _say(what)
+        _print_to_stderr(what)
 
     def generated(self, done: int, total: int) -> None:
-        """Nothing is shown."""
+        """Ignore progress."""
 
-    def step(self, step: int, metrics: Measured) -> None:
-        self._found |= metrics
+    def step(self, step: int, metrics: Measurements) -> None:
+        self._measurements |= metrics
 
-    def take(self) -> Measured:
-        found, self._found = self._found, {}
-        return found
-
-
-def rounded(found: Measured) -> Measured:
-    """Fit to be read: three digits behind the point, more where there is nothing in front of it."""
-    return {name: round(value, 3) if abs(value) >= 0.1 else float(f"{value:.3g}") for name, value in found.items()}
+    def take(self) -> Measurements:
+        measurements, self._measurements = self._measurements, {}
+        return measurements
 
 
-def medians(steps: Sequence[Measured], names: Sequence[str]) -> Measured:
+def rounded(measurements: Measurements) -> Measurements:
+    """Round for display: to three decimals, and values below 0.1 to three significant digits."""
+    return {
+        name: round(value, 3) if abs(value) >= 0.1 else float(f"{value:.3g}") for name, value in measurements.items()
+    }
+
+
+def medians(steps: Sequence[Measurements], names: Sequence[str]) -> Measurements:
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """For people, on stderr: stdout is for programs."""
+    """Print a table to stderr, because stdout has JSON lines."""
     for row in (header, *rows):
         cells = (cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row)
         print("".join(f"{cell:>14}" for cell in cells), file=sys.stderr, flush=True)
 
 
-def _say(what: Any) -> None:
+def _print_to_stderr(what: Any) -> None:
     print(what, file=sys.stderr, flush=True)

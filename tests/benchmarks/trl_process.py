@@ -1,16 +1,16 @@
-"""TRL's side of compare_trl.py, in a process of its own: one GRPO step for each line on stdin, one JSON line for each.
+"""TRL's side of compare_trl.py, a separate process: one GRPO step and one JSON line of output per line on stdin.
 
-How TRL is set up, and why that is the best it has for this workload on a CPU:
+The setup of TRL, the fastest for this workload on a CPU:
 
-* generation by Transformers, all answers of the step in one batch. Its vLLM mode fails on CPU at the weight sync, and
-  its continuous batching refuses models with images;
-* `beta` 0, one iteration, one optimizer step per generation: TRL then skips the pass for the old log-probs, since they
+* generation by Transformers, all responses of the step in one batch. Its vLLM mode fails on CPU at the weight sync,
+  and its continuous batching refuses models with images;
+* `beta` 0, one iteration, one optimizer step per generation: TRL then skips the pass for the old log-probs, which
   equal the new ones, and has no reference model;
-* fp32, gradient checkpointing off, nothing logged or saved, the images handed over as objects in memory;
+* fp32, gradient checkpointing off, no logging or saving, images passed as objects in memory;
 * `per_device_train_batch_size` 2: the fastest of 2, 4, 8, 16, 32 and 64 on two cores, where a step took 26, 32, 45, 41,
   43 and 48 s (`--micro-batch` of compare_trl.py).
 
-Its prompts are vlmrl's, token for token: that is checked before the first step. compare_trl.py starts this file, with
+Its prompts are vlmrl's, token for token, which is checked before the first step. compare_trl.py starts this file, with
 TRL's folder and vlmrl's start-up hook on PYTHONPATH.
 """
 
@@ -38,13 +38,13 @@ from vlmrl.types import Prompt
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True, help="settings of vlmrl's side, which this side follows")
+    parser.add_argument("--config", required=True, help="settings of vlmrl's side")
     parser.add_argument("--question", required=True, help="text of every question of the dataset")
     parser.add_argument("--steps", required=True, type=int)
     parser.add_argument("--micro-batch", required=True, type=int)
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
-    answers = _own_stdout()
+    output = _reserve_stdout()
     config = load(RlConfig, ["--config", arguments.config])
     prompts = draw(config, arguments.steps)
     trainer = Trainer(
@@ -54,12 +54,12 @@ def main() -> None:
         train_dataset=dataset(prompts, arguments.question),
     )
     check_prompt(trainer, prompts[0], arguments.question)
-    trainer.add_callback(Gate(trainer, answers, prompt_tokens=len(prompts[0].tokens)))
+    trainer.add_callback(Gate(trainer, output, prompt_tokens=len(prompts[0].tokens)))
     trainer.train()
 
 
 def draw(config: RlConfig, steps: int) -> list[Prompt]:
-    """The prompts of vlmrl's run, in its order."""
+    """Draw the prompts of vlmrl's run, in the same order."""
     source = Source(
         model=config.actor.model_name_or_path,
         trust_remote_code=False,
@@ -71,7 +71,7 @@ def draw(config: RlConfig, steps: int) -> list[Prompt]:
 
 
 def dataset(prompts: list[Prompt], question: str) -> datasets.Dataset:
-    """One row per prompt; the images stay decoded in memory."""
+    """Make one row per prompt, with decoded images in memory."""
     images = [Image.fromarray(prompt.media[0].fetch()) for prompt in prompts]
 
     def rows(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
@@ -82,14 +82,14 @@ def dataset(prompts: list[Prompt], question: str) -> datasets.Dataset:
 
 
 def settings(config: RlConfig, steps: int, micro_batch: int, out: Path) -> GRPOConfig:
-    answers = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    num_responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return GRPOConfig(
         output_dir=str(out),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=answers // micro_batch,
+        gradient_accumulation_steps=num_responses // micro_batch,
         num_generations=config.rollout.n_samples_per_prompt,
         max_completion_length=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -124,54 +124,54 @@ def check_prompt(trainer: GRPOTrainer, prompt: Prompt, question: str) -> None:
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer with a clock around its generation."""
+    """GRPOTrainer that measures generation time."""
 
     rollout_s = 0.0
-    answer_tokens = 0
+    response_tokens = 0
 
     def _generate(self, prompts: list[Any]) -> Any:
         started = time.perf_counter()
-        found = super()._generate(prompts)
+        generated = super()._generate(prompts)
         self.rollout_s += time.perf_counter() - started
-        self.answer_tokens += sum(len(ids) for ids in found[1])
-        return found
+        self.response_tokens += sum(len(ids) for ids in generated[1])
+        return generated
 
 
 class Gate(TrainerCallback):
-    """Holds each step until stdin has a line, and says how long the step took."""
+    """Callback that delays each step until a line arrives on stdin, and prints the time of the step."""
 
-    def __init__(self, trainer: Trainer, answers: Any, *, prompt_tokens: int) -> None:
+    def __init__(self, trainer: Trainer, output: Any, *, prompt_tokens: int) -> None:
         self._trainer = trainer
-        self._answers = answers
+        self._output = output
         self._prompt_tokens = prompt_tokens
-        self._say(is_ready=True)
+        self._print(is_ready=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if not sys.stdin.readline():
             sys.exit()
-        self._trainer.rollout_s, self._trainer.answer_tokens = 0.0, 0
+        self._trainer.rollout_s, self._trainer.response_tokens = 0.0, 0
         self._started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         seconds = time.perf_counter() - self._started
-        found = {
+        measurements = {
             "seconds": seconds,
             "rollout_s": self._trainer.rollout_s,
             "update_s": seconds - self._trainer.rollout_s,
         }
-        found["prompt/tokens_mean"] = self._prompt_tokens
-        found["response/tokens_mean"] = self._trainer.answer_tokens / args.generation_batch_size
-        self._say(**found)
+        measurements["prompt/tokens_mean"] = self._prompt_tokens
+        measurements["response/tokens_mean"] = self._trainer.response_tokens / args.generation_batch_size
+        self._print(**measurements)
 
-    def _say(self, **fields: Any) -> None:
-        print(json.dumps(fields), file=self._answers, flush=True)
+    def _print(self, **fields: Any) -> None:
+        print(json.dumps(fields), file=self._output, flush=True)
 
 
-def _own_stdout() -> Any:
-    """Stdout for the answers alone: what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
+def _reserve_stdout() -> Any:
+    """Reserve stdout for JSON lines, and redirect the output of libraries to stderr."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return answers
+    return output
 
 
 if __name__ == "__main__":

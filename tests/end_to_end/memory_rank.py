@@ -26,7 +26,7 @@ from vlmrl.cluster.models import loss_totals, pack_experience  # noqa: E402
 from vlmrl.commands.bench.memory import peak_bytes  # noqa: E402
 from vlmrl.commands.bench.samples import make_samples, random_experience  # noqa: E402
 from vlmrl.config.actor import Model  # noqa: E402
-from vlmrl.config.bench import Samples  # noqa: E402
+from vlmrl.config.bench import SyntheticBatch  # noqa: E402
 from vlmrl.config.critic import Critic  # noqa: E402
 from vlmrl.config.data import Columns  # noqa: E402
 from vlmrl.config.ds import Ds  # noqa: E402
@@ -57,7 +57,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     adapter = plan_adapter(actor, ds.lora, reader)
     size = model_sizes(skeleton(path), reader.parameter_group)
     has_images = reader.resize_factor is not None
-    shapes = Samples(
+    shapes = SyntheticBatch(
         groups=2,
         n_samples_per_prompt=1,
         prompt_tokens=PROMPT,

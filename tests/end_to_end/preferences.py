@@ -1,6 +1,6 @@
 """A reward model that sees, in a few lines: it learns which answers to visual_math's questions are right.
 
-    .venv/bin/python tests/end_to_end/preferences.py runs/quickstart/sft/model runs/visual_math_judge/model
+    .venv/bin/python tests/end_to_end/preferences.py runs/quickstart/sft/model runs/visual_math_reward/model
 
 It starts from a model that answers such questions, and gets a head of its own. Of each question it meets the right
 answer and wrong ones, and learns to prefer the right one to all of them: Luce's model of a choice among many, which

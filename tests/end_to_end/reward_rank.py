@@ -29,12 +29,12 @@ def main() -> None:
     end_together()
 
 
-def score(out: Path, *, judge: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:
+def score(out: Path, *, reward_model: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:
     """Scores and step scores; and how many numbers of the weights this rank holds between passes."""
     from vlmrl.learning.settings import RewardModelSettings
 
     model = RewardModelSettings(
-        path=judge,
+        path=reward_model,
         flag="reward.model_name_or_path",
         actor=Model(model_name_or_path=base),
         ds=Ds(zero_stage=stage, param_dtype="fp32"),  # type: ignore[arg-type]

@@ -200,18 +200,18 @@ SHOWN = {"reinforce": corrected, "gspo": corrected, "rloo": leashed, "group_norm
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def reward_model(tiny_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A reward model that has learnt for some steps which answers to visual_math's questions are right."""
-    out = tmp_path_factory.mktemp("judge")
+    out = tmp_path_factory.mktemp("reward_model")
     teach(tiny_model("qwen2_5_vl"), out, steps=20, batch_size=8, lr=1e-3)
     return str(out)
 
 
 @pytest.mark.prove
-def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callable[..., str], judge: str) -> None:
+def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callable[..., str], reward_model: str) -> None:
     out = tmp_path / "run"
     flags = {
-        "reward.model_name_or_path": judge,
+        "reward.model_name_or_path": reward_model,
         "actor.adam.lr": 3e-3,
         "critic.freezing_steps": 1,
         "rollout.batch_size": 8,
@@ -234,11 +234,11 @@ def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callabl
 
 
 def test_a_process_reward_model_alone_pays_the_steps_of_an_answer(
-    tmp_path: Path, tiny_model: Callable[..., str], judge: str
+    tmp_path: Path, tiny_model: Callable[..., str], reward_model: str
 ) -> None:
     out = tmp_path / "run"
     flags = SHORT | {"train.max_steps": 2, "eval.steps": -1, "reward.process_weight": 0.5}
-    flags |= {"reward.process_model_name_or_path": judge, "reward.process_separator": "1"}
+    flags |= {"reward.process_model_name_or_path": reward_model, "reward.process_separator": "1"}
     train_rl(load(RlConfig, recipe("counting_tiny/process_reward.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
     for line in steps_of(out):
         assert 0 < line["reward/parts/process"] < 1
@@ -257,13 +257,13 @@ with session(num_cpus=3):
 """
 
 
-def test_critic_and_reward_model_learn_and_judge_on_devices_of_their_own(
-    tmp_path: Path, tiny_model: Callable[..., str], judge: str
+def test_critic_and_reward_model_learn_and_score_on_devices_of_their_own(
+    tmp_path: Path, tiny_model: Callable[..., str], reward_model: str
 ) -> None:
     # In a process of its own, which takes this machine for one with three cores.
     out = tmp_path / "run"
     flags = {
-        "reward.model_name_or_path": judge,
+        "reward.model_name_or_path": reward_model,
         "train.colocate_all": "false",
         "train.colocate_critic_reward": "true",
         "ds.lora.rank": 8,
@@ -299,7 +299,7 @@ def test_what_was_learnt_outlives_an_evaluation_that_fails(tmp_path: Path, tiny_
         "    if 'circles' in prompt:\n"
         "        mark.touch()\n"
         "    elif mark.exists():\n"
-        "        raise RuntimeError('the judge is gone')\n"
+        "        raise RuntimeError('the scorer is gone')\n"
         "    return float(len(response))\n"
     )
     flags = SHORT | {
@@ -310,7 +310,7 @@ def test_what_was_learnt_outlives_an_evaluation_that_fails(tmp_path: Path, tiny_
         "ckpt.save_steps": -1,
     }
     config = load(RlConfig, recipe("counting_tiny/group_norm.yaml", tiny_model("qwen2_5_vl"), out, **flags))
-    with pytest.raises(RewardError, match=r"^evaluation after step 1, whose model is saved: .*the judge is gone"):
+    with pytest.raises(RewardError, match=r"^evaluation after step 1, whose model is saved: .*the scorer is gone"):
         train_rl(config)
     assert (out / "model/config.json").exists()
     assert [line["step"] for line in read_metrics(out)] == [0, 1]

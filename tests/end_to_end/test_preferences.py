@@ -24,7 +24,7 @@ def test_some_steps_teach_it_what_answers_look_like(tiny_model: Callable[..., st
     base = tiny_model("qwen2_5_vl", size="micro")
     # Chance is a half. It has no time to learn to count, but to tell numbers between 1 and 9 from the rest.
     assert teach(base, tmp_path, steps=40, batch_size=8, lr=2e-3) > 0.58
-    judge = RewardModelSettings(
+    reward_model = RewardModelSettings(
         path=str(tmp_path),
         flag="reward.model_name_or_path",
         actor=Model(model_name_or_path=base),
@@ -36,7 +36,7 @@ def test_some_steps_teach_it_what_answers_look_like(tiny_model: Callable[..., st
     ).build()
     reader = processor(base, min_pixels=3136, max_pixels=100_000)
     (pack,) = packs(reader, COUNTING, "test", 16, 1, seed=1)
-    found, _ = judge.score([pack])
+    found, _ = reward_model.score([pack])
     scores = [score for _, score in found]
     assert len(scores) == 16 * (1 + NUM_WRONG)
     # In units of its own scale.

@@ -27,15 +27,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    save_value_model(net, processor(base, min_pixels=3136, max_pixels=100_000), folder / "judge")
+    save_value_model(net, processor(base, min_pixels=3136, max_pixels=100_000), folder / "scorer")
     ranks = Ranks(folder, Path(__file__).with_name("reward_rank.py"))
-    judge = {"judge": str(folder / "judge"), "base": base}
-    ranks.add("alone", "score", **judge, cut=PADDED, stage=0)
+    scorer = {"reward_model": str(folder / "scorer"), "base": base}
+    ranks.add("alone", "score", **scorer, cut=PADDED, stage=0)
     ranks.add("head_alone", "head", base=base, stage=0)
     ranks.run(1)
     for name, kind in KINDS.items():
-        ranks.add(name, "score", **judge, cut=SHARED, **kind)
-    ranks.add("sharded_many", "score", **judge, cut=PADDED, stage=3)
+        ranks.add(name, "score", **scorer, cut=SHARED, **kind)
+    ranks.add("sharded_many", "score", **scorer, cut=PADDED, stage=3)
     ranks.add("head_sharded", "head", base=base, stage=3)
     ranks.run(2)
     return ranks

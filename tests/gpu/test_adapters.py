@@ -1,4 +1,4 @@
-"""LoRA and QLoRA on one GPU that trainer and engine share in turns: what trains there reaches the answers."""
+"""LoRA and QLoRA on one GPU shared by trainer and engine: the reward rises, and both agree."""
 
 from __future__ import annotations
 

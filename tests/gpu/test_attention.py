@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention, packed samples and shared prompts alike, against a dense mask in fp32."""
+"""CUDA attention kernels, for packed samples and shared prompts, against a dense mask in fp32."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("spans", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_equals_that_of_a_dense_mask_forward_and_backward(
+def test_attention_equals_a_dense_mask_forward_and_backward(
     dtype: torch.dtype, spans: str, window: int | None, dim: int
 ) -> None:
     assert max(compare(dim, dtype, PLANS[spans], CUDA, window=window)) <= 1
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_images_look_both_ways_on_half_precision(dim: int) -> None:
+def test_image_attention_is_bidirectional_in_half_precision(dim: int) -> None:
     assert max(compare_images(dim, torch.bfloat16, CUDA)) <= 1

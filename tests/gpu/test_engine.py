@@ -1,4 +1,4 @@
-"""vLLM on CUDA: it starts, answers, takes weights, and gives its memory back while it sleeps."""
+"""vLLM on CUDA: start, generate, receive weights, and free memory while asleep."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt, Sampling
 
-TWO_ANSWERS = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
+TWO_RESPONSES = Sampling(n=2, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -51,32 +51,32 @@ def with_engine(model: Path, use: Callable[[RolloutEngine], Awaitable[Any]], **v
     return asyncio.run(run())
 
 
-def question(model: Path) -> Prompt:
-    tools = plugins.processor_of(str(model), Columns())
-    text = tools.render("2 + 2 = ?", num_images=0, columns=Columns())
-    tokens, request = tools.encode(text, [])
+def make_prompt(model: Path) -> Prompt:
+    processor = plugins.processor_of(str(model), Columns())
+    text = processor.render("2 + 2 = ?", num_images=0, columns=Columns())
+    tokens, request = processor.encode(text, [])
     return Prompt(index=0, source="test:0", text=text, tokens=tokens, request=request, label="4")
 
 
-def test_an_engine_answers_with_log_probs(model: Path) -> None:
-    group: Group = with_engine(model, lambda engine: engine.generate(question(model), TWO_ANSWERS))
+def test_an_engine_returns_responses_with_log_probs(model: Path) -> None:
+    group: Group = with_engine(model, lambda engine: engine.generate(make_prompt(model), TWO_RESPONSES))
     assert len(group.rollouts) == 2
     for rollout in group.rollouts:
         assert 1 <= rollout.num_sampled <= 8
         assert (rollout.logprobs[rollout.sampled] < 0).all()
 
 
-def test_an_engine_takes_on_what_vllm_takes_offline(model: Path) -> None:
-    found = with_engine(model, lambda engine: engine.status())["limits"]
-    assert found.max_num_seqs >= 256
-    assert found.max_num_batched_tokens >= 8192
+def test_an_engine_has_the_offline_limits_of_vllm(model: Path) -> None:
+    limits = with_engine(model, lambda engine: engine.status())["limits"]
+    assert limits.max_num_seqs >= 256
+    assert limits.max_num_batched_tokens >= 8192
 
 
-def test_what_an_engine_reads_it_scores_as_it_sampled(model: Path) -> None:
-    """Whichever of its model runners vLLM takes here: tempered, and without the banned tokens."""
+def test_prefill_scores_equal_those_of_sampling(model: Path) -> None:
+    """With the default model runner: at the sampling temperature, and without the banned tokens."""
 
     async def both(engine: RolloutEngine) -> tuple[Group, list[Floats]]:
-        group = await engine.generate(question(model), replace(TWO_ANSWERS, temperature=0.5))
+        group = await engine.generate(make_prompt(model), replace(TWO_RESPONSES, temperature=0.5))
         return group, await engine.score(group)
 
     group, rows = with_engine(model, both)
@@ -85,7 +85,7 @@ def test_what_an_engine_reads_it_scores_as_it_sampled(model: Path) -> None:
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"])
-def test_an_engine_holds_what_was_synced_with_either_model_runner(
+def test_an_engine_holds_the_synced_weights_with_either_model_runner(
     model: Path, second_runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second_runner)
@@ -95,20 +95,20 @@ def test_an_engine_holds_what_was_synced_with_either_model_runner(
     changed = {name: tensor.detach() * 1.5 for name, tensor in net.state_dict().items()}
 
     async def sync(engine: RolloutEngine) -> tuple[Group, str, Group]:
-        before = await engine.generate(question(model), TWO_ANSWERS)
+        before = await engine.generate(make_prompt(model), TWO_RESPONSES)
         await engine.begin_update(1, readback={"seed": 1, "is_full": True})
         await engine.load_bucket(pack_bucket(changed.items()))
-        said = await engine.finish_update(vision_changed=False)
-        return before, said, await engine.generate(question(model), TWO_ANSWERS)
+        reply = await engine.finish_update(vision_changed=False)
+        return before, reply, await engine.generate(make_prompt(model), TWO_RESPONSES)
 
-    before, said, after = with_engine(model, sync)
-    assert said == fingerprint({name: digest(name, tensor) for name, tensor in changed.items()})
+    before, reply, after = with_engine(model, sync)
+    assert reply == fingerprint({name: digest(name, tensor) for name, tensor in changed.items()})
     assert [rollout.version for rollout in (*before.rollouts, *after.rollouts)] == [0, 0, 1, 1]
 
 
-def test_a_sleeping_engine_gives_its_memory_back_and_answers_the_same_afterwards(model: Path) -> None:
+def test_a_sleeping_engine_frees_memory_and_generates_the_same_afterwards(model: Path) -> None:
     async def nap(engine: RolloutEngine) -> tuple[Group, int, int, Group]:
-        before = await engine.generate(question(model), TWO_ANSWERS)
+        before = await engine.generate(make_prompt(model), TWO_RESPONSES)
         awake, _ = torch.cuda.mem_get_info()
         await engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
@@ -117,7 +117,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_answers_the_same_afterwards
         assert awake < half < asleep
         assert (await engine.status())["is_asleep"]
         await engine.wake()
-        return before, awake, asleep, await engine.generate(question(model), TWO_ANSWERS)
+        return before, awake, asleep, await engine.generate(make_prompt(model), TWO_RESPONSES)
 
     before, free_awake, free_asleep, after = with_engine(model, nap, enable_sleep=True)
     assert free_asleep - free_awake > 2**30

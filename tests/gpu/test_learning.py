@@ -1,6 +1,6 @@
-"""DeepSpeed on CUDA over NCCL: the policy scores tokens there as it does in fp32, and learns.
+"""DeepSpeed on CUDA over NCCL: the policy learns, and its log-probs in bf16 agree with fp32.
 
-The rank is a process that runs this file as a script, because a process group is for good.
+The rank is a process that runs this file as a script, because a process group cannot be replaced.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 
 def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
-    """Score and learn the same eight samples; what a rank on its own finds."""
+    """Score and learn eight samples on a single rank; return its measurements."""
     import torch
 
     from vlmrl.config.actor import Model
@@ -73,13 +73,13 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_the_policy_scores_in_bf16_as_in_fp32_and_learns_over_nccl(tmp_path: Path) -> None:
+def test_the_policy_learns_over_nccl_and_bf16_agrees_with_fp32(tmp_path: Path) -> None:
     from vlmrl.models import tiny
 
     model = tiny.build("qwen3", tmp_path / "model")
-    found = {}
-    for port, how in enumerate((["fp32"], ["bf16"], ["bf16", "sleeps"]), start=29611):
-        place = {
+    results = {}
+    for port, arguments in enumerate((["fp32"], ["bf16"], ["bf16", "sleeps"]), start=29611):
+        environment = {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
@@ -87,23 +87,23 @@ def test_the_policy_scores_in_bf16_as_in_fp32_and_learns_over_nccl(tmp_path: Pat
             "MASTER_PORT": str(port),
         }
         done = subprocess.run(
-            [sys.executable, __file__, str(model), *how],
-            env=os.environ | place,
+            [sys.executable, __file__, str(model), *arguments],
+            env=os.environ | environment,
             capture_output=True,
             text=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        found[" ".join(how)] = json.loads(done.stdout.strip().splitlines()[-1])
-    for dtype in found:
-        assert found[dtype]["backend"] == "nccl"
-        assert found[dtype]["gain"] > 0
-    for exact, rough in zip(found["fp32"]["logprobs"], found["bf16"]["logprobs"], strict=True):
+        results[" ".join(arguments)] = json.loads(done.stdout.strip().splitlines()[-1])
+    for dtype in results:
+        assert results[dtype]["backend"] == "nccl"
+        assert results[dtype]["gain"] > 0
+    for exact, rough in zip(results["fp32"]["logprobs"], results["bf16"]["logprobs"], strict=True):
         np.testing.assert_allclose(rough, exact, atol=0.1)
-    # An optimizer that sleeps between the steps makes the same ones, and leaves its place meanwhile.
-    for slept, stayed in zip(found["bf16 sleeps"]["learnt"], found["bf16"]["learnt"], strict=True):
+    # An optimizer that sleeps between steps makes the same updates, and frees its memory meanwhile.
+    for slept, stayed in zip(results["bf16 sleeps"]["learnt"], results["bf16"]["learnt"], strict=True):
         np.testing.assert_allclose(slept, stayed, atol=0.02)
-    assert found["bf16 sleeps"]["asleep"] < 0.5 * found["bf16"]["asleep"]
+    assert results["bf16 sleeps"]["asleep"] < 0.5 * results["bf16"]["asleep"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Liger's layers are the model's own, forward and backward."""
+"""Liger's layers compute the same function as the model's, forward and backward."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_fused_layers_change_neither_logits_nor_gradients(tmp_path: Path, family
     assert difference.gradients <= 1e-2
 
 
-def test_a_family_that_liger_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_family_without_liger_kernels_is_refused(tmp_path: Path) -> None:
     net = load_model(str(tiny.build("qwen3", tmp_path / "model")), dtype=torch.float32, attn_implementation="sdpa")
     net.config.model_type = "unheard_of"
     with pytest.raises(ConfigError, match="no kernels for unheard_of models"):

@@ -1,4 +1,4 @@
-"""The checks of the self-test that need a GPU, one by one."""
+"""The checks of the self-test that need a GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,17 +20,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     "check",
     ["generates", "syncs_by_memory", "syncs_by_device", "sleeps", "adapts", "checks_adapters"],
 )
-def test_an_engine_and_a_policy_on_one_gpu_are_one_function(check: str, pair: Pair) -> None:
+def test_engine_and_policy_on_one_gpu_agree(check: str, pair: Pair) -> None:
     getattr(serving, check)(pair)
 
 
 @pytest.mark.timeout(600)
-def test_weights_travel_between_two_gpus(tmp_path: Path) -> None:
+def test_weights_are_sent_between_two_gpus(tmp_path: Path) -> None:
     with serving.apart(tmp_path) as pair:
         serving.syncs_by_device(pair)
 
 
 @pytest.mark.parametrize("check", [layers.nf4, layers.eight_bit_adam, layers.liger, ranks.check])
-def test_what_a_run_on_gpus_relies_on_holds(check: object, tmp_path: Path) -> None:
+def test_the_gpu_dependencies_of_a_run_work(check: object, tmp_path: Path) -> None:
     assert callable(check)
     check(tmp_path)

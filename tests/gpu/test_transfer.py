@@ -1,6 +1,6 @@
-"""Weights from GPU to GPU: the engine holds what was sent, and refuses to answer from a part of it.
+"""Weight transfer between GPUs: the engine holds what was sent, and refuses to generate from incomplete weights.
 
-The test's process is the learner; the engine's worker is a process of its own.
+The test's process is the learner; the engine's worker is a separate process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def changed_weights(model: Path) -> Named:
 
 
 def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any], Awaitable[Any]]) -> Any:
-    """Start an engine, let it meet a sender, use both, stop."""
+    """Start an engine, connect it to a sender, use both, and stop it."""
 
     async def run() -> Any:
         engine = EngineSettings(
@@ -66,10 +66,12 @@ def with_engine(model: Path, backend: Backend, use: Callable[[RolloutEngine, Any
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            where = {"address": "127.0.0.1", "port": port}
-            info = init_infos(backend, num_engines=1, tensor_parallel_size=1, **where)[0]
+            rendezvous = {"address": "127.0.0.1", "port": port}
+            info = init_infos(backend, num_engines=1, tensor_parallel_size=1, **rendezvous)[0]
             build = (
-                (lambda: IpcSender(rank=0)) if backend == "ipc" else (lambda: NcclSender(rank=0, world_size=2, **where))
+                (lambda: IpcSender(rank=0))
+                if backend == "ipc"
+                else (lambda: NcclSender(rank=0, world_size=2, **rendezvous))
             )
             _, sender = await asyncio.gather(engine.connect(info), asyncio.to_thread(build))
             return await use(engine, sender)
@@ -88,10 +90,10 @@ async def sync(engine: RolloutEngine, sender: Any, buckets: list[Named], *, vers
     return await engine.finish_update(vision_changed=False)
 
 
-def question(model: Path) -> Prompt:
-    tools = plugins.processor_of(str(model), Columns())
-    text = tools.render("2 + 2 = ?", num_images=0, columns=Columns())
-    tokens, request = tools.encode(text, [])
+def make_prompt(model: Path) -> Prompt:
+    processor = plugins.processor_of(str(model), Columns())
+    text = processor.render("2 + 2 = ?", num_images=0, columns=Columns())
+    tokens, request = processor.encode(text, [])
     return Prompt(index=0, source="test:0", text=text, tokens=tokens, request=request, label="4")
 
 
@@ -104,17 +106,17 @@ def test_an_engine_holds_what_was_sent_from_gpu_to_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # for the engine's process; this one has its devices already
 
     async def use(engine: RolloutEngine, sender: Any) -> tuple[list[str], Group]:
-        # The second time every buffer is a new one; a layer's tensors are split over buckets.
-        said = [await sync(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
-        return said, await engine.generate(question(model), GREEDY)
+        # The second sync has new buffers; the tensors of a layer are split over buckets.
+        replies = [await sync(engine, sender, [weights[:5], weights[5:]], version=version) for version in (1, 2)]
+        return replies, await engine.generate(make_prompt(model), GREEDY)
 
-    said, group = with_engine(model, backend, use)
-    assert said == [fingerprint({name: device_digest(name, tensor) for name, tensor in weights})] * 2
+    replies, group = with_engine(model, backend, use)
+    assert replies == [fingerprint({name: device_digest(name, tensor) for name, tensor in weights})] * 2
     assert {rollout.version for rollout in group.rollouts} == {2}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tensor_that_never_came_leaves_the_engine_refusing(
+def test_an_engine_refuses_to_generate_after_a_missing_tensor(
     model: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = changed_weights(model)
@@ -125,15 +127,15 @@ def test_a_tensor_that_never_came_leaves_the_engine_refusing(
         with pytest.raises(SyncError, match="no weights arrived for"):
             await sync(engine, sender, [weights[:-1]], version=1)
         with pytest.raises(SyncError, match="no weights arrived for"):
-            await engine.generate(question(model), GREEDY)
+            await engine.generate(make_prompt(model), GREEDY)
         await sync(engine, sender, [weights], version=2)
-        await engine.generate(question(model), GREEDY)
+        await engine.generate(make_prompt(model), GREEDY)
         return engine.version
 
     assert with_engine(model, backend, use) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_checksum_is_the_same_on_both_kinds_of_device(dtype: torch.dtype) -> None:
+def test_the_checksum_is_equal_on_cpu_and_gpu(dtype: torch.dtype) -> None:
     tensor = torch.randn(5_000_001, generator=torch.Generator().manual_seed(0)).to(dtype)  # more than one chunk
     assert checksum(tensor) == checksum(tensor.to("cuda"))

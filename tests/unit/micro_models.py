@@ -1,4 +1,4 @@
-"""Micro models and samples, as fixtures that several folders of tests share."""
+"""Fixtures of micro models and samples, shared by several folders of tests."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Samples with and without images, and their packs: what tests of passes go through."""
+"""Samples with and without images, and their packs, for tests of passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmrl.types import Layout, Sample
 
 
 def batch(read: Processor, seed: int = 0) -> list[Sample]:
-    """Two answers each to prompts with one image, none, two, and the first one's again."""
+    """Two responses each to prompts with one image, no image, two images, and the first image again."""
     rng = np.random.default_rng(seed)
     side = read.resize_factor or 1
     media = [

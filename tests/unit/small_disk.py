@@ -1,4 +1,4 @@
-"""A disk that a test can fill: a tmpfs where mounting is allowed. Elsewhere the test is skipped, with the reason."""
+"""A disk that a test can fill: a tmpfs. Without permission to mount, the test is skipped with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
-    """Within the context `folder` is a disk of so many MiB."""
+    """Within the context, `folder` is a disk of the given size in MiB."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -20,10 +20,10 @@ def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Lazily: the traceback of an error that a test looks at may still hold a file open.
+        # Lazily: the traceback of an error in a test may still hold a file open.
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def turn_read_only(folder: Path) -> None:
-    """What the kernel does to a disk that fails."""
+    """Remount the disk read-only, as the kernel does when it fails."""
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line as a user sees it."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Stands in for the modules that do the work: records who was called with what."""
-    found: list[tuple[str, Any, dict[str, Any]]] = []
+    """Replace the modules that do the work by records of their calls."""
+    result: list[tuple[str, Any, dict[str, Any]]] = []
 
     def recorder(name: str) -> Any:
-        def record(config: Any = None, **how: Any) -> int:
-            found.append((name, config, how))
+        def record(config: Any = None, **options: Any) -> int:
+            result.append((name, config, options))
             return 0
 
         return record
@@ -44,11 +44,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.setattr("vlmrl.commands.doctor.main", recorder("doctor"))
     monkeypatch.setattr("vlmrl.commands.self_test.report.main", recorder("selftest"))
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
-    ("argv", "called", "how"),
+    ("argv", "called", "options"),
     [
         (["rl", *NEEDED], "train_rl", {"dry_run": False}),
         (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
@@ -66,16 +66,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["doctor", "--json", "--self-test"], "selftest", {"as_json": True}),
     ],
 )
-def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, how: dict[str, Any]) -> None:
+def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: str, options: dict[str, Any]) -> None:
     assert cli.main(argv) == 0
     ((name, config, given),) = calls
-    assert (name, given) == (called, how)
+    assert (name, given) == (called, options)
     if called not in ("doctor", "selftest", "logprobs", "merge", "serve_rm"):
         assert config.actor.model_name_or_path == "m"
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
         (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
@@ -94,12 +94,12 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    argv: list[str], said: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
+    argv: list[str], message: str, calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(said)
+    assert err.startswith(message)
     assert err.count("\n") == 1
     assert calls == []
 
@@ -110,10 +110,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("rollout: {max_new_tokens: 8}", "rl"),
         ("train: {colocate_all: false}", "rl"),
         ("train: {batch_size: 8}", "sft"),
-        ("data: {output_key: said}", "sft"),
+        ("data: {output_key: message}", "sft"),
     ],
 )
-def test_doctor_knows_whose_settings_a_file_holds(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
+def test_doctor_recognises_the_verb_of_a_file(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert cli.main(["doctor", "--config", str(file), *NEEDED, "--ds.zero_stage", "3", "--json"]) == 0
@@ -121,17 +121,17 @@ def test_doctor_knows_whose_settings_a_file_holds(calls: list[Any], text: str, v
     assert (name, config.verb, config.ds.zero_stage, given) == ("show", verb, 3, {"as_json": True})
 
 
-def test_a_mistake_in_a_planned_runs_settings_is_told(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_a_planned_runs_settings_is_reported(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--config", "none.yaml", *NEEDED]) == 2
     assert capsys.readouterr().err.startswith("vlmrl doctor: --config none.yaml: cannot be read")
     assert calls == []
 
 
-def test_verbs_to_come_say_so() -> None:
+def test_planned_verbs_are_reported_as_such() -> None:
     assert all("not built yet" in reason for reason in cli._NOT_BUILT.values())
 
 
-def test_several_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_mistakes_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rl", "--train.seed", "x"]) == 2
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == "vlmrl rl: 3 mistakes in the settings"
@@ -152,7 +152,7 @@ def test_an_error_of_the_run_is_one_line_too(
 def test_an_interrupt_is_exit_code_130(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(config: Any, **how: Any) -> None:
+    def interrupt(config: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["vlmrl.commands.rl"], "train_rl", interrupt)
@@ -174,15 +174,13 @@ def test_an_interrupt_is_exit_code_130(
         ["merge", "-h"],
     ],
 )
-def test_help_is_given_without_a_single_setting(
-    argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_needs_no_settings(argv: list[str], calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.startswith("usage: vlmrl")
     assert calls == []
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
@@ -192,13 +190,13 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["rl", "--help"]])
-def test_help_answers_in_under_a_second(argv: list[str]) -> None:
+def test_help_takes_less_than_a_second(argv: list[str]) -> None:
     def seconds() -> float:
         started = time.perf_counter()
         assert run(*argv).returncode == 0
         return time.perf_counter() - started
 
-    # The best of three: what else the machine is doing is not our time.
+    # The fastest of three, because other programs may use the machine.
     assert min(seconds() for _ in range(3)) < 1.0
 
 
@@ -209,7 +207,7 @@ def test_the_module_runs_and_gives_the_exit_code() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_flag_is_answered_without_heavy_imports() -> None:
+def test_an_unknown_flag_is_reported_without_heavy_imports() -> None:
     code = """
 import sys
 import vlmrl.cli
@@ -221,10 +219,10 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
-def test_the_verbs_of_others_lead_to_ours() -> None:
+def test_verbs_of_other_libraries_lead_to_ours() -> None:
     assert not cli._ELSEWHERE.keys() & {*cli._VERBS, *cli._NOT_BUILT}
-    for said in cli._ELSEWHERE.values():
-        assert said.split()[1] in cli._VERBS
+    for message in cli._ELSEWHERE.values():
+        assert message.split()[1] in cli._VERBS
 
 
 def test_a_closed_pipe_is_no_error() -> None:

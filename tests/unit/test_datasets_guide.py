@@ -1,4 +1,4 @@
-"""Every snippet of datasets/README.md is run, and every name in the tables for those who come from elsewhere exists."""
+"""The snippets of datasets/README.md run, and all names in the tables for users of TRL and OpenRLHF exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor
@@ -38,7 +38,7 @@ class Block(NamedTuple):
     text: str
 
 
-BLOCKS = [Block(*found) for found in _BLOCK.findall(GUIDE.read_text())]
+BLOCKS = [Block(*result) for result in _BLOCK.findall(GUIDE.read_text())]
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
 
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the guide, with every picture that they name."""
+    """The files of the guide, with all images that they name."""
     root = tmp_path_factory.mktemp("guide")
     for block in BLOCKS:
         if block.file:
@@ -62,10 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def settings(command: str, model: str) -> Run:
+def settings(command: str, model: str) -> VerbConfig:
     program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
-    (kind,) = [one for one in VERBS if one.verb == verb]
+    (kind,) = [kind for kind in VERBS if kind.verb == verb]
     return load(kind, [*words, "--actor.model_name_or_path", model])
 
 
@@ -104,7 +104,7 @@ def test_every_file_is_used_by_a_command() -> None:
     assert not unused
 
 
-def test_the_ways_to_write_an_answer_teach_the_same_tokens(
+def test_all_formats_of_a_response_give_the_same_tokens(
     model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -125,29 +125,29 @@ def test_the_ways_to_write_an_answer_teach_the_same_tokens(
     assert taught == {("user\nWhat is 2 + 2?\nassistant\n", "Four.")}
 
 
-def own(folder: Path, name: str) -> Callable[..., Any]:
+def load_reward(folder: Path, name: str) -> Callable[..., Any]:
     return load_function(f"{folder}/{name}", "reward.remote_url")
 
 
-def test_the_rewards_say_what_they_promise(folder: Path) -> None:
-    assert own(folder, "rewards.py:close_counts")(response="I see 5, no: 4", label="3") == 0.5
-    assert own(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
-    choice = own(folder, "rewards.py:one_of_the_choices")
+def test_the_example_rewards_give_the_documented_scores(folder: Path) -> None:
+    assert load_reward(folder, "rewards.py:close_counts")(response="I see 5, no: 4", label="3") == 0.5
+    assert load_reward(folder, "rewards.py:close_counts")(response="none", label="3") == 0.0
+    choice = load_reward(folder, "rewards.py:one_of_the_choices")
     assert [choice(response=text, label="B") for text in ("B", "(A) or B.", "B, or A", "Both", "")] == [1, 1, 0, 0, 0]
-    judge = own(folder, "rewards.py:valid_json")
+    score = load_reward(folder, "rewards.py:valid_json")
     wanted = {"keys": ["a"]}
-    assert [judge(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
-    assert own(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
+    assert [score(response=text, metadata=wanted) for text in ('{"a": 1}', '{"b": 1}', "[1]", "{")] == [1, 0.5, 0.5, 0]
+    assert load_reward(folder, "rewards.py:brief")(response="x" * 100) == pytest.approx(0.8)
 
 
-def test_the_batched_rewards_follow_their_trainers(folder: Path) -> None:
-    trl = own(folder, "batched.py:for_trl")
+def test_the_batched_rewards_have_the_signatures_of_their_trainers(folder: Path) -> None:
+    trl = load_reward(folder, "batched.py:for_trl")
     chat = [[{"role": "assistant", "content": "It is 4."}]]
     assert trl(completions=["It is 4.", "5"], answer=["4", "4"], prompts=["q", "q"]) == [1.0, 0.0]
     assert trl(completions=chat, answer=["4"]) == [1.0]
-    openrlhf = own(folder, "batched.py:reward_func")
-    found = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
-    assert found == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
+    openrlhf = load_reward(folder, "batched.py:reward_func")
+    result = openrlhf(queries=["4? 4", "4? 5"], prompts=["4?", "4?"], labels=["4", "4"])
+    assert result == {"rewards": [1.0, 0.0], "scores": [1.0, 0.0], "extra_logs": {"right": 0.5}}
 
 
 def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:
@@ -160,7 +160,7 @@ def rows_of_table(title: str) -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.parametrize("title", ["Coming from TRL", "Coming from OpenRLHF"])
-def test_our_names_in_the_tables_exist(title: str) -> None:
+def test_settings_in_the_tables_exist(title: str) -> None:
     known = {name for verb in VERBS for name in verb.settings()}
     table = rows_of_table(title)
     assert len(table) > 15
@@ -175,21 +175,21 @@ def test_the_names_of_trl_exist() -> None:
     assert len(theirs) == len(set(theirs))
 
 
-def test_the_names_of_openrlhf_exist_and_none_that_is_replaced_is_left_out() -> None:
+def test_the_openrlhf_table_is_complete_and_its_names_exist() -> None:
     listed = (Path(__file__).parent / "config" / "openrlhf_flags.txt").read_text().split()
     theirs = [name for names, _ in rows_of_table("Coming from OpenRLHF") for name in names]
     assert not [name for name in theirs if name not in listed]
     assert {name for name, reason in REFUSED.items() if reason.startswith("replaced by")} <= set(theirs)
 
 
-def test_the_columns_of_the_guide_have_their_defaults() -> None:
+def test_the_guide_has_the_default_columns() -> None:
     section = GUIDE.read_text().partition("## Rows\n")[2].partition("\n## ")[0]
     table = re.findall(r"^\| `data\.(\w+)` \| `(\w+)` \|", section, re.MULTILINE)
     assert dict(table) == {name: Columns.model_fields[name].default for name, _ in table}
     assert len(table) == 4
 
 
-def test_the_tables_of_cells_in_the_guide_are_tables() -> None:
+def test_csv_snippets_of_the_guide_are_tables() -> None:
     for block in BLOCKS:
         if block.language == "csv":
             assert len({len(line) for line in csv.reader(block.text.splitlines())}) == 1

@@ -1,4 +1,4 @@
-"""The Python files in examples/ do what they say, through the loaders that a run uses."""
+"""The Python files in examples/ work as documented, through the loaders of a run."""
 
 import importlib.util
 import json
@@ -16,18 +16,18 @@ from vlmrl.system.user_function import load_function
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_estimator_counts_answers_above_the_mean_of_their_group() -> None:
-    own = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
+def test_the_estimator_reinforces_responses_above_the_group_mean() -> None:
+    estimator = load_function(f"{EXAMPLES}/own_algorithm.py:best_of_group", FLAG)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
     sampled = torch.tensor([[False, True, True]] * 8)
-    found = advantages(rewards, sampled, estimator=own).advantages
-    assert found[:4].tolist() == [[0.0, 0.5, 0.5], [0.0] * 3, [0.0] * 3, [0.0, 0.5, 0.5]]
-    assert found[4:].count_nonzero() == 0
+    result = advantages(rewards, sampled, estimator=estimator).advantages
+    assert result[:4].tolist() == [[0.0, 0.5, 0.5], [0.0] * 3, [0.0] * 3, [0.0, 0.5, 0.5]]
+    assert result[4:].count_nonzero() == 0
 
 
-def test_the_loss_is_a_policy_gradient_with_a_spring() -> None:
-    own = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
-    knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=own, clip_low=0.2, clip_high=0.25)
+def test_the_loss_is_a_policy_gradient_with_a_squared_penalty() -> None:
+    loss = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
+    knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=loss, clip_low=0.2, clip_high=0.25)
     old = torch.tensor([[-1.0, -2.0, -5.0]])
     logprobs = torch.tensor([[-1.0, -2.5, 3.0]], requires_grad=True)
     terms = policy_loss(
@@ -52,8 +52,8 @@ def test_the_loss_is_a_policy_gradient_with_a_spring() -> None:
     [("7", 1.0), (" 8\n", 0.5), ("5", 1 / 3), ("-7", 0.0), ("seven", 0.0), ("²", 0.0), ("", 0.0)],
 )
 def test_the_reward_falls_with_the_distance(response: str, reward: float) -> None:
-    own = load_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
-    assert own(response=response, label="7") == pytest.approx(reward)
+    reward_function = load_function(f"{EXAMPLES}/own_reward.py:close_counts", "reward.remote_url")
+    assert reward_function(response=response, label="7") == pytest.approx(reward)
 
 
 def compare() -> ModuleType:
@@ -65,7 +65,7 @@ def compare() -> ModuleType:
     return module
 
 
-def test_the_comparison_reads_curves_draws_them_and_names_who_learnt_nothing(tmp_path: Path) -> None:
+def test_the_comparison_plots_curves_and_names_algorithms_without_a_gain(tmp_path: Path) -> None:
     script, metric = compare(), "eval/visual_math/pass@1"
     records = [{"step": 0, metric: 0.25}, {"step": 1, "time/step_s": 3.0}, {"step": 2, metric: 0.5, "time/step_s": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -80,7 +80,7 @@ def test_the_comparison_reads_curves_draws_them_and_names_who_learnt_nothing(tmp
 
 
 @pytest.mark.parametrize(("after", "code"), [(0.5, 0), (0.25, 1)])
-def test_the_comparison_fails_where_an_algorithm_learns_nothing(
+def test_the_comparison_fails_if_an_algorithm_does_not_learn(
     after: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, metric = compare(), "eval/visual_math/pass@1"

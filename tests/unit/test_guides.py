@@ -1,4 +1,4 @@
-"""The README.md files: their links lead somewhere, their commands are accepted, and the names in them exist."""
+"""The README.md files: their links and names exist, and their commands are accepted."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ GUIDES = sorted(
 )
 DOCUMENTS = [*GUIDES, "CONTRIBUTING.md"]
 SNIPPETS_RUN_ELSEWHERE = "datasets/README.md"
-"""Its commands name files of the page itself: see test_datasets_guide.py."""
+"""Its commands use files of the page: see test_datasets_guide.py."""
 SETTINGS = {name for verb in VERBS for name in verb.settings()}
 SECTIONS = {section for verb in VERBS for section in verb.sections()}
 
@@ -40,12 +40,12 @@ def prose(document: str) -> str:
 
 
 def spans(document: str) -> list[str]:
-    """What stands in backticks."""
+    """The text in backticks."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(document))]
 
 
 def command_lines(document: str) -> list[str]:
-    """The lines of the code blocks, joined where a backslash says so, without comments."""
+    """The lines of the code blocks, joined at backslashes, without comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", text(document), re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [stripped for line in lines if (stripped := line.partition(" #")[0].strip())]
@@ -73,7 +73,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_between_documents_lead_somewhere(document: str) -> None:
+def test_links_between_documents_exist(document: str) -> None:
     folder = (ROOT / document).parent
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(document)):
         if "://" not in target:
@@ -83,7 +83,7 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize(("guide", "command"), COMMANDS)
-def test_a_command_is_one_that_its_program_accepts(
+def test_commands_are_accepted_by_their_programs(
     guide: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -103,7 +103,7 @@ def test_a_command_is_one_that_its_program_accepts(
 
 
 def check_vlmrl(words: list[str]) -> None:
-    """Load the settings of a command as the program does."""
+    """Load the settings of a command like the program."""
     verb, *rest = words
     if verb == "doctor":
         flags = [word for word in rest if word not in ("--json", "--self-test")]
@@ -142,24 +142,24 @@ _NO_METRICS = {"*/*", "application/json", "km/h", "mi/h", "s/step", "tokens/s", 
 
 
 def written_metrics() -> set[str]:
-    """Names of metrics in the source, with `*` for what a run fills in."""
-    found = set()
+    """Names of metrics in the source, with `*` for variable parts."""
+    result = set()
     for folder in ("trainer", "learning", "cluster", "data", "verify", "rewards", "observe"):
         for file in (ROOT / "vlmrl" / folder).glob("*.py"):
             tree = ast.parse(file.read_text())
             inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                    found.add(node.value)
+                    result.add(node.value)
                 elif isinstance(node, ast.JoinedStr):
-                    found.add("".join(p.value if isinstance(p, ast.Constant) else "*" for p in node.values))  # type: ignore[misc]
-    names = {name for name in found - _NO_METRICS if re.fullmatch(r"([a-z]+|\*)(/[a-z0-9_@*]+)+", name)}
+                    result.add("".join(p.value if isinstance(p, ast.Constant) else "*" for p in node.values))  # type: ignore[misc]
+    names = {name for name in result - _NO_METRICS if re.fullmatch(r"([a-z]+|\*)(/[a-z0-9_@*]+)+", name)}
     spread = {f"{area}{name[1:]}" for name in names if name.startswith("*/") for area in ("policy", "value")}
     return {name for name in names if not name.startswith("*/")} | spread
 
 
 def listed_metrics() -> set[str]:
-    """Names in the first columns of the tables of metrics, with `*` for what a run fills in."""
+    """Names in the first columns of the tables of metrics, with `*` for variable parts."""
     section = text("vlmrl/observe/README.md").partition("## Metrics\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {re.sub(r"<\w+>", "*", name) for cell in cells for name in re.findall(r"`([^`]+)`", cell)}

@@ -14,7 +14,7 @@ PLUGINS = ("processors", "datasets")
 
 
 def _python(code: str) -> str:
-    """The output of a fresh interpreter that stands in the root of the repository."""
+    """The output of a fresh interpreter in the root of the repository."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -24,17 +24,17 @@ def _python(code: str) -> str:
 
 def _files(folder: str) -> list[Path]:
     """Source files of a top-level folder, relative to the root; links are not followed."""
-    found = []
+    result = []
     for path in sorted((ROOT / folder).rglob("*")):
         relative = path.relative_to(ROOT)
         through_link = any((ROOT / Path(*relative.parts[: n + 1])).is_symlink() for n in range(len(relative.parts)))
         if path.is_file() and not through_link and path.suffix in {".py", ".yaml", ".md", ".typed"}:
-            found.append(relative)
-    return found
+            result.append(relative)
+    return result
 
 
 def _imports(path: Path) -> set[str]:
-    """Every module that a file names in an import, also inside functions."""
+    """All modules that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
@@ -44,7 +44,7 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-def test_datasets_is_hugging_faces_for_whoever_stands_in_the_repository() -> None:
+def test_datasets_is_hugging_faces_in_the_repository() -> None:
     pytest.importorskip("datasets")
     assert _python("import datasets; print(datasets.load_dataset.__module__, datasets.__file__)").startswith(
         "datasets.load "
@@ -96,12 +96,12 @@ def test_the_root_of_the_package_holds_what_every_part_uses() -> None:
     assert names == {"__init__", "__main__", "cli", "errors", "parallel", "plugins", "types"}
 
 
-def test_modules_stay_readable() -> None:
+def test_modules_are_short() -> None:
     long = {str(path): n for folder in SOURCES for path in _files(folder) if (n := _num_lines(path)) > 400}
     assert not long
 
 
-def test_no_module_is_called_after_nothing_in_particular() -> None:
+def test_no_module_has_a_generic_name() -> None:
     vague = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
     assert not [path for folder in SOURCES for path in _files(folder) if path.stem in vague]
 

@@ -9,13 +9,13 @@ import pytest
 from vlmrl.parallel import run_parallel, settle
 
 
-def test_calls_run_side_by_side_and_answer_in_order() -> None:
+def test_calls_run_in_parallel_and_return_in_order() -> None:
     both = threading.Barrier(2, timeout=10)
     assert run_parallel(lambda: (both.wait(), "a")[1], lambda: (both.wait(), "b")[1]) == ["a", "b"]
     assert run_parallel() == []
 
 
-def test_the_first_error_is_told_while_others_still_wait() -> None:
+def test_the_first_error_is_raised_while_others_wait() -> None:
     ended = threading.Event()
 
     def fail() -> None:
@@ -29,7 +29,7 @@ def test_the_first_error_is_told_while_others_still_wait() -> None:
         ended.set()
 
 
-def test_calls_that_were_given_up_are_waited_for_as_long_as_they_may_take() -> None:
+def test_abandoned_calls_are_waited_for_up_to_their_limit() -> None:
     ended = threading.Event()
 
     def fail() -> None:

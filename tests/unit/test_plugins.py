@@ -26,7 +26,7 @@ def test_a_model_folder_that_is_not_there_or_holds_no_model_is_one_line(tmp_path
         processor("nobody/nothing", min_pixels=784, max_pixels=784)
 
 
-def test_a_folder_with_an_adapter_or_a_run_instead_of_a_model_says_what_to_do(tmp_path: Path) -> None:
+def test_an_adapter_or_run_folder_instead_of_a_model_is_reported_with_a_fix(tmp_path: Path) -> None:
     adapter, full, trained = tmp_path / "lora", tmp_path / "run", tmp_path / "run_lora"
     for file in (
         adapter / "adapter_config.json",
@@ -35,19 +35,19 @@ def test_a_folder_with_an_adapter_or_a_run_instead_of_a_model_says_what_to_do(tm
     ):
         file.parent.mkdir(parents=True)
         file.write_text("{}")
-    for folder, said in [
+    for folder, expected_message in [
         (adapter, f"{adapter} holds an adapter and no model: .* vlmrl merge --merge.adapter {adapter} --merge.output"),
         (full, f"is the folder of a run: its model is in {full}/model$"),
         (trained, f"is the folder of a run, which trained an adapter: .* --merge.adapter {trained}/adapter "),
     ]:
-        with pytest.raises(ConfigError, match=f"^actor.model_name_or_path: .*{said}") as caught:
+        with pytest.raises(ConfigError, match=f"^actor.model_name_or_path: .*{expected_message}") as caught:
             processor(str(folder), min_pixels=784, max_pixels=784)
         assert "\n" not in str(caught.value)
         with pytest.raises(ConfigError, match=r"^ref\.model_name_or_path: "):
             located(str(folder), flag="ref.model_name_or_path")
 
 
-def test_a_model_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     folder = tiny.build("qwen3", tmp_path / "micro", size="micro")
     assert processor(str(folder), min_pixels=784, max_pixels=784).tokenizer.chat_template is not None
     # Transformers makes an empty tokenizer of what is left, which knows no chat template either.

@@ -1,1 +1,1 @@
-"""The mathematics: advantages, losses, KL, aggregation. Pure functions over torch tensors."""
+"""Advantages, losses, KL and aggregation: pure functions of torch tensors."""

@@ -1,4 +1,4 @@
-"""Turn the rewards of a step into one advantage per sampled token."""
+"""Advantages of the sampled tokens of a step, from its rewards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vlmrl.algorithms import estimators
 from vlmrl.algorithms.estimators import StepRewards
-from vlmrl.algorithms.returns import Estimated, payments, returns, time_first
-from vlmrl.algorithms.user_function import OwnFunction, call
+from vlmrl.algorithms.returns import AdvantageEstimate, returns, reward_per_token, time_first
+from vlmrl.algorithms.user_function import UserFunction, call
 from vlmrl.errors import ConfigError
 from vlmrl.system.user_function import declared, name_of
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 FLAG = "algo.advantage.estimator"
-OFFERED = ("rewards", "sampled", "values", "penalty", "token_rewards", "scored")
-"""What a user's own estimator may declare; see `advantages`."""
+ARGUMENTS = ("rewards", "sampled", "values", "penalty", "token_rewards", "scored")
+"""Arguments that a user's estimator may declare; see `advantages`."""
 
 
-def check(estimator: OwnFunction, *, has_critic: bool = False) -> None:
-    """Refuse a user's estimator that `advantages` could not use.
+def check(estimator: UserFunction, *, has_critic: bool = False) -> None:
+    """Check that `advantages` can call a user's estimator.
 
     Raises:
-        ConfigError: it demands what it cannot be given, or it has a critic that it never asks.
+        ConfigError: it requires other arguments, or it has a critic and does not declare `values`.
     """
-    if "values" not in declared(estimator, OFFERED, flag=FLAG) and has_critic:
+    if "values" not in declared(estimator, ARGUMENTS, flag=FLAG) and has_critic:
         raise ConfigError(
             f"{FLAG}: {name_of(estimator)} does not declare the values of the critic that "
             "critic.model_name_or_path gives it: leave that out, or declare them"
@@ -39,7 +39,7 @@ def advantages(
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
-    estimator: str | OwnFunction,
+    estimator: str | UserFunction,
     gamma: float = 1.0,
     lambd: float = 1.0,
     no_std_norm: bool = False,
@@ -47,31 +47,30 @@ def advantages(
     token_rewards: Float[Tensor, "B T"] | None = None,
     values: Float[Tensor, "B T"] | None = None,
     scored: Bool[Tensor, "N G"] | None = None,
-) -> Estimated:
-    """The advantage of every token of the step; 0 where the policy did not choose. B is N * G, group by group.
+) -> AdvantageEstimate:
+    """Compute the advantage of every token of the step; 0 where not sampled. B is N * G, group by group.
 
-    A response that is not `scored` has no reward (a server was down): it is in no baseline and in no normalisation, and
-    its advantages are 0. None: all are scored. For the estimators with a group baseline, so is the only scored response
-    of a group, which has nothing to be compared with.
+    A response that is not `scored` has no reward (a server was down): baselines and normalisation ignore it, and its
+    advantages are 0. None: all are scored. Estimators with a group baseline treat the only scored response of a group
+    in the same way, because it cannot be compared.
 
-    `penalty` is `beta * kl_t`, for a KL that is part of the reward. It is charged to the token itself and to those
-    before it, as every reward is: `A_t = a - sum_{s >= t} penalty_s`. So it acts on groups of equal reward too, which
-    are 0 without it. `token_rewards` are those of a process reward model, earned by the token itself and by those
-    before it; an estimator with a group baseline first gives them one, `step_advantages`.
+    `penalty` is `beta * kl_t`, for a KL that is part of the reward. Like any reward it counts for the token itself and
+    for all earlier ones: `A_t = a - sum_{s >= t} penalty_s`. So it also acts on groups of equal reward, whose
+    advantages are 0 without it. `token_rewards` come from a process reward model and count for the token itself and all
+    earlier ones; estimators with a group baseline first compare them within the group (`step_advantages`).
 
-    `estimator` is the name of a function in `estimators.py`, or a user's own function. Those that discount by `gamma`
-    per sampled token are then normalised over all sampled tokens, so the whole step must be given at once; the
-    normalisation moves a group of equal rewards off 0 as it moves all others. Returns are not normalised.
+    `estimator` is the name of a function in `estimators.py`, or a user's function. The estimators that discount by
+    `gamma` per sampled token also normalise over all sampled tokens, so they need the whole step in one call; this
+    shifts a group of equal rewards away from 0 like all others. Returns are not normalised.
 
-    A user's own function is called with what it declares of `rewards`, `sampled`, `values`, `penalty` and
-    `token_rewards`, None for what this run has not. It returns scalars [N, G], which go to every sampled token, or
-    advantages [B, T]. Nothing is normalised. Penalty and token rewards are charged as above unless it declares them. It
-    may declare `scored` too; in `rewards` a response without a score has the mean of those of its group. Its critic,
-    where it has one, is to predict what the sampled tokens are followed by, not discounted.
+    A user's function is called with the `ARGUMENTS` that it declares, None for those that the run does not have. It
+    returns scalars [N, G], which apply to every sampled token, or advantages [B, T], which are not normalised. Penalty
+    and token rewards are added as above unless it declares them. In its `rewards`, a response without a score has the
+    mean of its group. The targets of its critic, if it has one, are undiscounted returns.
 
     Raises:
-        ValueError: shapes that do not fit together; no values for an estimator that needs them.
-        ConfigError: the user's own estimator cannot be called, fails, or returns something else.
+        ValueError: shapes do not match, or values are missing for an estimator that needs them.
+        ConfigError: the user's estimator cannot be called, fails, or returns something else.
     """
     _check_shapes(rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
     scored = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
@@ -79,8 +78,8 @@ def advantages(
     if token_rewards is not None:
         token_rewards = token_rewards.masked_fill(~scored.reshape(-1, 1), 0.0)
     if callable(estimator):
-        given = {"penalty": penalty, "token_rewards": token_rewards, "values": values}
-        return _own(estimator, _filled(rewards, scored), sampled, scored=scored, **given)
+        optional = {"penalty": penalty, "token_rewards": token_rewards, "values": values}
+        return _user_advantages(estimator, _fill_unscored(rewards, scored), sampled, scored=scored, **optional)
     penalty, token_rewards, values = (None if x is None else time_first(x) for x in (penalty, token_rewards, values))
     step = StepRewards(
         rewards=rewards.double(),
@@ -91,20 +90,20 @@ def advantages(
         values=values,
         gamma=gamma,
         lambd=lambd,
-        by_deviation=not no_std_norm,
+        divide_by_std=not no_std_norm,
     )
-    return _single(getattr(estimators, estimator)(step))
+    return _to_float32(getattr(estimators, estimator)(step))
 
 
-def _filled(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """The mean of a group's scored responses for those that have no reward; 0 where the group has none at all."""
+def _fill_unscored(rewards: Float[Tensor, "N G"], scored: Bool[Tensor, "N G"]) -> Float[Tensor, "N G"]:
+    """Give responses without a reward the mean of their group's scored responses; 0 if the group has none."""
     count = scored.sum(dim=1, keepdim=True).clamp(min=1)
     mean = rewards.masked_fill(~scored, 0.0).sum(dim=1, keepdim=True) / count
     return torch.where(scored, rewards, mean)
 
 
-def _own(
-    estimator: OwnFunction,
+def _user_advantages(
+    estimator: UserFunction,
     rewards: Float[Tensor, "N G"],
     sampled: Bool[Tensor, "B T"],
     *,
@@ -112,7 +111,7 @@ def _own(
     penalty: Float[Tensor, "B T"] | None,
     token_rewards: Float[Tensor, "B T"] | None,
     values: Float[Tensor, "B T"] | None,
-) -> Estimated:
+) -> AdvantageEstimate:
     offered = {
         "rewards": rewards,
         "sampled": sampled,
@@ -122,14 +121,14 @@ def _own(
         "scored": scored,
     }
     shapes = [tuple(rewards.shape), tuple(sampled.shape)]
-    found = call(estimator, offered, shapes=shapes, flag=FLAG).double()
-    by_response = found.shape == rewards.shape
-    on_tokens = found.reshape(-1, 1).expand(sampled.shape) if by_response else found
-    on_tokens = torch.where(sampled, on_tokens, 0.0)
-    if not bool(on_tokens.isfinite().all()):
+    returned = call(estimator, offered, shapes=shapes, flag=FLAG).double()
+    is_per_response = returned.shape == rewards.shape
+    per_token = returned.reshape(-1, 1).expand(sampled.shape) if is_per_response else returned
+    per_token = torch.where(sampled, per_token, 0.0)
+    if not bool(per_token.isfinite().all()):
         raise ConfigError(f"{FLAG}: an advantage of the estimator {name_of(estimator)} is not a finite number")
-    names = declared(estimator, OFFERED, flag=FLAG)
-    unseen = payments(
+    names = declared(estimator, ARGUMENTS, flag=FLAG)
+    undeclared = reward_per_token(
         torch.zeros(len(sampled), device=sampled.device),
         sampled,
         penalty=None if "penalty" in names else penalty,
@@ -137,20 +136,20 @@ def _own(
     )
     targets = None
     if values is not None:
-        paid = payments(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
-        targets = returns(paid, sampled, gamma=1.0)
-    return _single(Estimated(on_tokens + returns(unseen, sampled, gamma=1.0), targets))
+        token_totals = reward_per_token(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
+        targets = returns(token_totals, sampled, gamma=1.0)
+    return _to_float32(AdvantageEstimate(per_token + returns(undeclared, sampled, gamma=1.0), targets))
 
 
 def _check_shapes(rewards: Tensor, sampled: Tensor, **per_token: Tensor | None) -> None:
     if rewards.dim() != 2 or sampled.dim() != 2 or rewards.numel() != len(sampled):
-        raise ValueError(f"rewards {list(rewards.shape)} and tokens {list(sampled.shape)} are not N * G responses")
-    for name, given in per_token.items():
-        if given is not None and given.shape != sampled.shape:
-            raise ValueError(f"{name} {list(given.shape)} does not line up with the tokens {list(sampled.shape)}")
+        raise ValueError(f"rewards {list(rewards.shape)} and tokens {list(sampled.shape)} are not of N * G responses")
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != sampled.shape:
+            raise ValueError(f"{name} {list(tensor.shape)} does not have the shape of the tokens {list(sampled.shape)}")
 
 
-def _single(found: Estimated) -> Estimated:
-    advantages, targets = (None if x is None else x.float().contiguous() for x in found)
+def _to_float32(estimate: AdvantageEstimate) -> AdvantageEstimate:
+    advantages, targets = (None if x is None else x.float().contiguous() for x in estimate)
     assert advantages is not None
-    return Estimated(advantages, targets)
+    return AdvantageEstimate(advantages, targets)

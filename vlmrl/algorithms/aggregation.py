@@ -1,7 +1,7 @@
-"""Means over tokens and responses. The only place that decides what a token weighs in the loss.
+"""Means over tokens and responses, which decide the weight of a token in the loss.
 
-Every count in a loss is that of the whole optimizer step, over all ranks and micro-batches, so that the shares of the
-ranks and micro-batches add up to the loss of the step: the gradient does not depend on how the step was cut.
+Counts are those of the whole optimizer step, over all ranks and micro-batches. So the losses of ranks and micro-batches
+add up to the loss of the step, and the gradient does not depend on how the step is split.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def token_mean(losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, num_tokens: int) -> Float[Tensor, ""]:
-    """Sum over the sampled tokens / `num_tokens`: all tokens of the step weigh the same (DAPO, arXiv:2503.14476)."""
+    """Sum over the sampled tokens / `num_tokens`: all tokens of the step have equal weight (DAPO, arXiv:2503.14476)."""
     return _masked(losses, sampled).sum() / num_tokens
 
 
 def sequence_mean(
     losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_samples: int
 ) -> Float[Tensor, ""]:
-    """Mean over responses of each one's mean over its sampled tokens (GRPO, arXiv:2402.03300).
+    """Mean over responses of the mean over their sampled tokens (GRPO, arXiv:2402.03300).
 
-    `owner` says which sample each position belongs to (any numbers from 0 up), because a row of a pack holds several.
+    `owner` is the sample of each position (any numbers from 0 up), because a row of a pack holds several.
     """
-    where = owner[sampled]
-    if not len(where):
+    owners = owner[sampled]
+    if not len(owners):
         return _masked(losses, sampled).sum()
-    lengths = torch.bincount(where)
-    return (losses[sampled] / lengths[where]).sum() / num_samples
+    lengths = torch.bincount(owners)
+    return (losses[sampled] / lengths[owners]).sum() / num_samples
 
 
 def constant_mean(
     losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, num_samples: int, max_new_tokens: int
 ) -> Float[Tensor, ""]:
-    """Sum over the sampled tokens / (responses * longest): long responses are not favoured (arXiv:2503.20783)."""
+    """Sum over the sampled tokens / (responses * longest): no bias towards long responses (arXiv:2503.20783)."""
     return _masked(losses, sampled).sum() / (num_samples * max_new_tokens)
 
 
@@ -54,7 +54,7 @@ def reduce(
     totals: Totals,
     max_new_tokens: int,
 ) -> Float[Tensor, ""]:
-    """This micro-batch's share of the loss of the optimizer step, aggregated as `algo.loss_agg` says."""
+    """The contribution of this micro-batch to the loss of the optimizer step; `aggregation` is `algo.loss_agg`."""
     if aggregation == "token":
         return token_mean(losses, sampled, num_tokens=totals.num_tokens)
     if aggregation == "sequence":
@@ -65,16 +65,16 @@ def reduce(
 def response_mean(
     values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """On each sampled token the mean over the sampled tokens of its response; 0 elsewhere.
+    """At each sampled token the mean over the sampled tokens of its response; 0 elsewhere.
 
-    `owner` says which response a position belongs to (any numbers from 0 up). Responses are never cut across packs.
+    `owner` is the response of each position (any numbers from 0 up). A response is never split over packs.
     """
-    where = owner[sampled]
-    if not len(where):
+    owners = owner[sampled]
+    if not len(owners):
         return torch.zeros_like(values)
-    counts = torch.bincount(where)
-    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add(0, where, values[sampled])
-    return torch.zeros_like(values).masked_scatter(sampled, (sums / counts)[where])
+    counts = torch.bincount(owners)
+    sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add(0, owners, values[sampled])
+    return torch.zeros_like(values).masked_scatter(sampled, (sums / counts)[owners])
 
 
 def _masked(losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

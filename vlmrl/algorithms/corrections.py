@@ -1,4 +1,4 @@
-"""Weighs what the engine sampled as if the trainer had: their log-probabilities never agree to the last digit."""
+"""Importance weights that correct the gap between the log-probs of engine and trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CorrectionKind = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Importance weights `w = exp(old - rollout)`, held within bounds.
+    """Importance weights `w = exp(old - rollout)`, limited to a range.
 
     `tis` clips them (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025); a
-    lower bound above 0 raises the weight of tokens that the trainer finds improbable, and is no truncation. `icepop`
-    leaves out the tokens whose weight is outside (arXiv:2510.18855). `seq-mask-tis` clips them, and leaves out the
-    responses whose mean weight, the geometric one, is outside.
+    lower bound above 0 raises the weight of tokens that are improbable in the trainer, and is no truncation. `icepop`
+    masks tokens whose weight is outside the range (arXiv:2510.18855). `seq-mask-tis` clips them, and masks responses
+    whose geometric mean weight is outside.
     """
 
     kind: CorrectionKind
@@ -45,10 +45,10 @@ def correct(
     sampled: Bool[Tensor, "B T"],
     owner: Int[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """What the loss of each token is multiplied by; 0 where not sampled. Without a gradient.
+    """Compute the factor of each token's loss; 0 where not sampled. Without a gradient.
 
-    `old` are the trainer's log-probs when the experience was made, `rollout` the engine's. `owner` says which response
-    a position belongs to (any numbers from 0 up).
+    `old` are the trainer's log-probs when the experience was made, `rollout` the engine's. `owner` is the response of
+    each position (any numbers from 0 up).
     """
     low, high = correction.low, correction.high
     gap = torch.where(sampled, old - rollout, 0.0).detach()
@@ -58,6 +58,6 @@ def correct(
         return torch.where(kept, weights, 0.0)
     kept = sampled
     if correction.kind == "seq-mask-tis":
-        whole = response_mean(gap, sampled, owner).exp()
-        kept = sampled & (whole >= low) & (whole <= high)
+        response_weights = response_mean(gap, sampled, owner).exp()
+        kept = sampled & (response_weights >= low) & (response_weights <= high)
     return torch.where(kept, weights.clamp(low, high), 0.0)

@@ -1,5 +1,4 @@
-"""How far the policy is from its reference, estimated token by token from the tokens that it sampled; and what the
-distance costs."""
+"""Per-token estimates of the KL divergence between policies, and the controller of its coefficient."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
 KlEstimator = Literal["k1", "k2", "k3"]
 
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are held within this bound before `exp`: e^20 is enough, and an overflow is a NaN in the gradient."""
+"""Bound on log-ratios before `exp`: an overflow would make the gradient NaN."""
 
 
 def kl_to_reference(
     logprobs: Float[Tensor, "B T"], reference: Float[Tensor, "B T"], *, estimator: KlEstimator
 ) -> Float[Tensor, "B T"]:
-    """Estimate of KL(policy || reference) at each token (joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy || reference) at each token (joschu.net/blog/kl-approx.html).
 
-    `k1` is unbiased but may be negative, and the gradient of its mean is 0 in expectation: it belongs in the reward.
-    `k2` is biased, and its gradient is the right one. `k3` is unbiased and never negative; it grows no more, and has no
-    gradient, where the two models are apart by more than e^20.
+    `k1` is unbiased but may be negative, and the gradient of its mean is 0 in expectation: use it in the reward. `k2`
+    is biased but has the correct gradient. `k3` is unbiased and never negative; where the probabilities differ by more
+    than a factor of e^20 it is constant, without a gradient.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":
@@ -33,25 +32,25 @@ def kl_to_reference(
     if estimator == "k2":
         return log_ratio.square() / 2
     log_ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    # expm1, because exp(x) - 1 - x has no correct digit left in fp32 where the two models are close.
+    # expm1, because exp(x) - 1 - x loses all digits in fp32 for close models.
     return (-log_ratio).expm1() + log_ratio
 
 
 def kl_from_old(logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Estimate of KL(old || policy) at each token, by k3: the old policy sampled them, so the mean is over what it
-    says, and `pi / pi_old - 1 - log(pi / pi_old)` is what has this KL as its expectation."""
+    """Estimate KL(old || policy) at each token by k3, for tokens sampled by the old policy: the expectation of
+    `pi / pi_old - 1 - log(pi / pi_old)` under it is this KL."""
     return kl_to_reference(old, logprobs, estimator="k3")
 
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """The weight of the KL; with a target it follows the KL that was measured (arXiv:1909.08593, section 2.2)."""
+    """The coefficient of the KL, constant or adapted to the measured KL (arXiv:1909.08593, section 2.2)."""
 
     coef: float
     target: float | None = None
-    """The KL per token that is wanted; None: the weight stays."""
+    """Target KL per token; None: the coefficient is constant."""
     horizon: int = 10_000
-    """Responses over which the weight follows."""
+    """Number of responses over which the coefficient adapts."""
 
     def updated(self, kl: float, num_samples: int) -> KlController:
         """The controller after a step of `num_samples` responses whose mean KL per token was `kl`.
@@ -59,7 +58,7 @@ class KlController:
         `coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`.
 
         Raises:
-            ValueError: a step is so large beside the horizon that the weight would reach 0, or `kl` is not a number.
+            ValueError: the step is so large relative to the horizon that the coefficient could reach 0, or `kl` is NaN.
         """
         if self.target is None:
             return self

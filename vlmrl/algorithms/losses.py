@@ -1,4 +1,4 @@
-"""The loss of each token, of policy and critic, before anybody decides what a token weighs."""
+"""Per-token losses of policy and critic, before aggregation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmrl.algorithms.aggregation import Aggregation
 from vlmrl.algorithms.corrections import Correction, correct
 from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
 from vlmrl.algorithms.policy_losses import Surrogate
-from vlmrl.algorithms.user_function import OwnFunction, call
+from vlmrl.algorithms.user_function import UserFunction, call
 from vlmrl.errors import ConfigError
 from vlmrl.system.user_function import declared, name_of
 
@@ -23,55 +23,55 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 FLAG = "actor.policy_loss_type"
-OFFERED = ("logprobs", "old", "rollout", "advantages", "sampled", "owner", "clip_low", "clip_high")
-"""What a user's own loss may declare; see `policy_loss`."""
+ARGUMENTS = ("logprobs", "old", "rollout", "advantages", "sampled", "owner", "clip_low", "clip_high")
+"""Arguments that a user's loss may declare; see `policy_loss`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Everything that decides the number a policy minimises."""
+    """Settings of the policy's loss."""
 
     aggregation: Aggregation
     max_new_tokens: int
-    """Longest response; read by `constant` aggregation alone."""
-    kind: str | OwnFunction = "ppo"
-    """The name of a function in `policy_losses.py`, or a user's own function. A specification `path.py:name` becomes
-    one in the process that learns: what a user's file defines does not travel."""
+    """Longest response; read only by `constant` aggregation."""
+    kind: str | UserFunction = "ppo"
+    """The name of a function in `policy_losses.py`, or a user's function. The learning process resolves `path.py:name`
+    itself, because functions of a user's file cannot be pickled."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_estimator: KlEstimator = "k2"
     entropy_coef: float = 0.0
     correction: Correction | None = None
-    """What the policy's own loss is multiplied by; KL and entropy are left alone."""
+    """Weights the surrogate loss, but not KL and entropy."""
     kl_early_stop: float | None = None
-    """The rest of an update is left out once the mean k3 between the policy and the one that made the experience is
-    above this, over an optimizer step's samples."""
+    """Skip the rest of an update once the mean k3 between the policy and the one that made the experience exceeds this,
+    over an optimizer step's samples."""
 
     def __post_init__(self) -> None:
         if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"a ratio cannot be clipped by {self.clip_low} and {self.clip_high}")
+            raise ValueError(f"clip_low {self.clip_low} and clip_high {self.clip_high} must not be negative")
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip {self.dual_clip} bounds nothing: it wants a bound above 1")
+            raise ValueError(f"dual_clip {self.dual_clip} has no effect: it must be above 1")
 
 
 class PolicyTerms(NamedTuple):
-    """The loss of each token and what it is made of. Means something on sampled tokens only; finite elsewhere."""
+    """The loss of each token and its terms. Only sampled tokens are meaningful; the others are finite."""
 
     losses: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
-    """As in `Surrogate`; False where not sampled, and everywhere with a user's own loss."""
+    """As in `Surrogate`; False where not sampled, and everywhere with a user's loss."""
     kl: Float[Tensor, "B T"]
-    """To the reference, without a gradient; 0 without one."""
+    """KL to the reference, without a gradient; 0 without a reference."""
     weights: Float[Tensor, "B T"]
-    """Of the correction: 1 without one; 0 where not sampled."""
+    """Weights of the correction, 1 without one; 0 where not sampled."""
     ratio: Float[Tensor, "B T"]
     """pi / pi_old as the loss reads it, without a gradient; 1 where not sampled."""
 
 
-def check(kind: OwnFunction) -> None:
-    """Refuse a user's loss that demands what it cannot be given, by ConfigError."""
-    declared(kind, OFFERED, flag=FLAG)
+def check(kind: UserFunction) -> None:
+    """Raise ConfigError if a user's loss requires other arguments than `ARGUMENTS`."""
+    declared(kind, ARGUMENTS, flag=FLAG)
 
 
 def policy_loss(
@@ -87,20 +87,21 @@ def policy_loss(
     reference: Float[Tensor, "B T"] | None = None,
     kl_coef: float = 0.0,
 ) -> PolicyTerms:
-    """`correction * policy's own loss + kl_coef * KL - entropy_coef * entropy`, token by token.
+    """Compute `correction * surrogate + kl_coef * KL - entropy_coef * entropy`, token by token.
 
-    Only `logprobs` and `entropy` have a gradient: of the policy now, of the distribution that was sampled from. `old`
-    are the log-probs of the policy that made the experience, `rollout` those of the engine that sampled. `owner` says
-    which response a position belongs to (any numbers from 0 up). Nothing is promised of what stands where not sampled.
+    Only `logprobs` and `entropy` have a gradient: those of the current policy, `entropy` of the distribution that
+    responses are sampled from. `old` are the log-probs of the policy that made the experience, `rollout` those of the
+    engine. `owner` is the response of each position (any numbers from 0 up). Where not sampled, inputs may hold
+    anything.
 
-    A user's own loss is called with what it declares of `OFFERED`, its log-probs 0 where not sampled; `rollout` is None
-    where there is none. It returns the losses [B, T].
+    A user's loss is called with the `ARGUMENTS` that it declares; log-probs are 0 where not sampled, and `rollout` is
+    None if the run has none. It returns the losses [B, T].
 
     Raises:
-        ValueError: what a knob needs is missing, or has no gradient.
-        ConfigError: the user's own loss cannot be called, fails, or returns something else.
+        ValueError: an input that a knob needs is missing, or has no gradient.
+        ConfigError: the user's loss cannot be called, fails, or returns something else.
     """
-    # Masked before anything is made of them: a gradient of 0 times an infinity in the padding would be NaN.
+    # Mask the inputs first: 0 times an infinity in the padding would make the gradient NaN.
     logprobs, old, advantages = (torch.where(sampled, x, 0.0) for x in (logprobs, old, advantages))
     rollout = None if rollout is None else torch.where(sampled, rollout, 0.0)
     tokens = {"logprobs": logprobs, "old": old, "rollout": rollout, "advantages": advantages}
@@ -126,11 +127,11 @@ def policy_loss(
 
 
 def _surrogate(knobs: PolicyLoss, offered: Mapping[str, Any], log_ratio: Float[Tensor, "B T"]) -> Surrogate:
-    """Call the policy's own loss with what it declares; a user's own has `OFFERED` to choose from."""
+    """Call the surrogate loss with the arguments that it declares; a user's may declare `ARGUMENTS`."""
     if not callable(knobs.kind):
         function = getattr(policy_losses, knobs.kind)
-        known = {**offered, "log_ratio": log_ratio, "dual_clip": knobs.dual_clip}
-        surrogate: Surrogate = function(**{name: known[name] for name in inspect.signature(function).parameters})
+        available = {**offered, "log_ratio": log_ratio, "dual_clip": knobs.dual_clip}
+        surrogate: Surrogate = function(**{name: available[name] for name in inspect.signature(function).parameters})
         return surrogate
     sampled: Tensor = offered["sampled"]
     losses = call(knobs.kind, offered, shapes=[tuple(sampled.shape)], flag=FLAG)
@@ -142,10 +143,10 @@ def _surrogate(knobs: PolicyLoss, offered: Mapping[str, Any], log_ratio: Float[T
 def log_ratio(
     logprobs: Float[Tensor, "B T"], old: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """`log(pi / pi_old)` on sampled tokens, 0 elsewhere; held, and without a gradient, beyond a ratio of e^20.
+    """`log(pi / pi_old)` on sampled tokens, 0 elsewhere; clamped, and without a gradient, beyond a ratio of e^20.
 
-    The mask comes first and not last: an infinite ratio in the padding gets a zero gradient from the reduction, and
-    zero times infinity is NaN.
+    The inputs are masked, not the result: an infinite ratio in the padding gets a zero gradient from the reduction,
+    and zero times infinity is NaN.
     """
     return torch.where(sampled, logprobs - old, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
@@ -155,7 +156,7 @@ class ValueTerms(NamedTuple):
 
     losses: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
-    """Where the clip decided the loss, so that the token has no gradient."""
+    """Tokens whose loss is the clipped one, so that they have no gradient."""
 
 
 def value_loss(
@@ -167,13 +168,13 @@ def value_loss(
 ) -> ValueTerms:
     """`0.5 max((v - G)^2, (v_old + clip(v - v_old, -e, e) - G)^2)` (PPO2 of OpenAI's baselines; None: no clip).
 
-    `old` are the values when the experience was made, `returns` what they should have been. All three must be finite
-    where not sampled, too.
+    `old` are the values when the experience was made, `returns` their targets. All three must also be finite where not
+    sampled.
     """
-    free = (values - returns).square()
+    unclipped = (values - returns).square()
     if clip is None:
-        return ValueTerms(free / 2, torch.zeros_like(free, dtype=torch.bool))
-    bound = (old + (values - old).clamp(-clip, clip) - returns).square()
-    # Within the range both are the same, but for rounding.
-    clipped = (bound > free) & ((values - old).abs() > clip)
-    return ValueTerms(torch.maximum(free, bound) / 2, clipped)
+        return ValueTerms(unclipped / 2, torch.zeros_like(unclipped, dtype=torch.bool))
+    bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+    # Within the range both differ only by rounding.
+    clipped = (bounded > unclipped) & ((values - old).abs() > clip)
+    return ValueTerms(torch.maximum(unclipped, bounded) / 2, clipped)

@@ -1,6 +1,6 @@
-"""The policy losses: a function for each row of `vlmrl.config.built_in.POLICY_LOSSES`, by its name.
+"""The policy losses: one function per row of `vlmrl.config.built_in.POLICY_LOSSES`, with the same name.
 
-Each is called with those tensors and knobs that it declares of what `policy_loss` offers, and masks nothing.
+`policy_loss` passes the tensors and knobs that a function declares, and does all masking.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Surrogate(NamedTuple):
 
     losses: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
-    """Where a clip decided the loss, so that the token has no gradient; in `cispo`, where it decided the weight."""
+    """Tokens whose loss is the clipped one, so that they have no gradient; in `cispo`, whose weight is clipped."""
     log_ratio: Float[Tensor, "B T"]
-    """`log(pi / pi_old)` as the loss reads it: of the token, or of its response."""
+    """`log(pi / pi_old)` as used by the loss: of the token, or of its response."""
 
 
 def ppo(
@@ -36,19 +36,19 @@ def ppo(
 ) -> Surrogate:
     """PPO's clipped objective (arXiv:1707.06347); unequal clips are DAPO's (arXiv:2503.14476).
 
-    `dual_clip` c > 1 bounds the loss of a bad token to `-c A` (arXiv:1912.09729): without it one whose ratio has
-    exploded outweighs all others.
+    `dual_clip` c > 1 limits the loss of a token with a negative advantage to `-c A` (arXiv:1912.09729): without it a
+    token with an exploding ratio outweighs all others.
     """
     ratio = log_ratio.exp()
-    free = -ratio * advantages
-    bound = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    losses = torch.maximum(free, bound)
-    clipped = bound > free
+    unclipped = -ratio * advantages
+    bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    losses = torch.maximum(unclipped, bounded)
+    clipped = bounded > unclipped
     if dual_clip is not None:
         ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (losses > ceiling)
-        losses = torch.where(over, ceiling, losses)
-        clipped = clipped | over
+        is_above = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(is_above, ceiling, losses)
+        clipped = clipped | is_above
     return Surrogate(losses, clipped, log_ratio)
 
 
@@ -63,12 +63,12 @@ def gspo(
 ) -> Surrogate:
     """PPO's objective with one ratio per response, `exp(mean_t log_ratio)` (GSPO, arXiv:2507.18071).
 
-    The ratio's value is the response's, its gradient that of the token's own log-prob (GSPO-token, section 4.3). Summed
-    over a response that is the gradient of the response's ratio, and where advantages differ within a response, as with
+    The ratio has the value of the response's ratio and the gradient of the token's own log-prob (GSPO-token, section
+    4.3). Summed over a response this is the gradient of its ratio, and if advantages differ within a response, as with
     a KL in the reward, each token still learns from its own.
     """
-    of_response = response_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
-    return ppo(of_response, advantages, clip_low=clip_low, clip_high=clip_high)
+    response_log_ratio = response_mean(log_ratio.detach(), sampled, owner) + (log_ratio - log_ratio.detach())
+    return ppo(response_log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def cispo(
@@ -80,7 +80,7 @@ def cispo(
 ) -> Surrogate:
     """CISPO (arXiv:2506.13585): `-stopgrad(min(ratio, 1 + clip_high)) A log pi`. Every token keeps its gradient.
 
-    As in the paper's experiments there is no lower clip.
+    There is no lower clip, as in the paper's experiments.
     """
     ratio = log_ratio.detach().exp()
     losses = -ratio.clamp(max=1 + clip_high) * advantages * logprobs

@@ -1,4 +1,4 @@
-"""Losses of pairs of responses, one of which is preferred: DPO and its kin, and the Bradley-Terry model of rewards."""
+"""Preference losses of pairs of responses: DPO, IPO, and the Bradley-Terry loss of reward models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def response_sums(
     values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_responses: int
 ) -> Float[Tensor, " N"]:
-    """The sum over the sampled tokens of each response; 0 for one without any.
+    """Sum over the sampled tokens of each response; 0 for a response without any.
 
-    `owner` says which response a position belongs to, from 0 to `num_responses` - 1: a row of a pack holds several.
+    `owner` is the response of each position, from 0 to `num_responses` - 1: a row of a pack holds several.
     """
     sums = torch.zeros(num_responses, dtype=values.dtype, device=values.device)
     return sums.index_add(0, owner[sampled], values[sampled])
@@ -26,7 +26,7 @@ def response_sums(
 def response_means(
     values: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_responses: int
 ) -> Float[Tensor, " N"]:
-    """The mean over the sampled tokens of each response; 0 for one without any."""
+    """Mean over the sampled tokens of each response; 0 for a response without any."""
     counts = response_sums(torch.ones_like(values), sampled, owner, num_responses=num_responses)
     return response_sums(values, sampled, owner, num_responses=num_responses) / counts.clamp(min=1)
 
@@ -42,15 +42,15 @@ def dpo_loss(
 ) -> Float[Tensor, " P"]:
     """`-log sigmoid(beta h)` with `h = (chosen - rejected) - (ref_chosen - ref_rejected)` (DPO, arXiv:2305.18290).
 
-    All four are log-probs of responses, summed over their tokens. With `label_smoothing` s, a pair is the wrong way
-    round with probability s: `-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)` (cDPO,
+    All four are log-probs of responses, summed over their tokens. With `label_smoothing` s, a label is
+    wrong with probability s: `-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)` (cDPO,
     ericmitchell.ai/cdpo.pdf).
 
     Raises:
-        ValueError: a smoothing of a half or more, which would teach the opposite or nothing.
+        ValueError: `label_smoothing` is not in [0, 0.5): from a half on, the loss would teach nothing or the opposite.
     """
     if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"a label smoothing of {label_smoothing:g} is not from 0 up to, and without, 0.5")
+        raise ValueError(f"label_smoothing {label_smoothing:g} is not in [0, 0.5)")
     scaled = beta * ((chosen - rejected) - (ref_chosen - ref_rejected))
     return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
@@ -65,10 +65,10 @@ def ipo_loss(
 ) -> Float[Tensor, " P"]:
     """`(h - 1 / (2 beta))^2` (IPO, arXiv:2310.12036), `h` as in `dpo_loss`.
 
-    All four are log-probs of responses, **averaged** over their tokens: long responses weigh as much as short ones.
+    All four are log-probs of responses, **averaged** over their tokens, so that length does not matter.
     """
-    gap = (chosen - rejected) - (ref_chosen - ref_rejected)
-    return (gap - 1 / (2 * beta)).square()
+    difference = (chosen - rejected) - (ref_chosen - ref_rejected)
+    return (difference - 1 / (2 * beta)).square()
 
 
 def bradley_terry_loss(
@@ -76,6 +76,6 @@ def bradley_terry_loss(
 ) -> Float[Tensor, " P"]:
     """`-log sigmoid(chosen - rejected - margin)` of the rewards of two responses (arXiv:1706.03741, section 2.2.3).
 
-    A `margin` is by how much the preferred response is better, where people said so (arXiv:2307.09288, section 3.2.2).
+    `margin` is by how much the preferred response is better, if annotators rated it (arXiv:2307.09288, section 3.2.2).
     """
     return -F.logsigmoid(chosen - rejected - margin)

@@ -1,6 +1,6 @@
-"""Rewards before any baseline: how they are shaped, and which groups of them are worth learning from.
+"""Shape rewards before any baseline, and detect groups without a learning signal.
 
-The reward of a response is shaped in this order: over-long, truncated, clipped.
+The order is: overlong penalty, truncation penalty, clipping.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-_ROUNDING = 1e-6
-"""Weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999: rewards that are no further apart are the same."""
+REWARD_ROUNDING = 1e-6
+"""Rewards that differ by no more than this are equal: weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
 
 
 def overlong_penalty(
@@ -32,11 +32,11 @@ def punish_truncation(
 ) -> Float[Tensor, " B"]:
     """ProRL's treatment of truncated responses (arXiv:2505.24864).
 
-    In [0, 1] the coefficient c scales their reward where that takes something from them: `min(r, c r)`, because a
-    negative reward must not shrink by being cut off. Below 0 it replaces the reward, unless that is lower still.
+    A coefficient c in [0, 1] scales the reward r unless that would raise it, as for negative rewards: `min(r, c r)`. A
+    negative coefficient replaces the reward unless that is lower: `min(r, c)`.
     """
-    instead = rewards * coefficient if coefficient >= 0 else torch.full_like(rewards, coefficient)
-    return torch.where(is_truncated, torch.minimum(rewards, instead), rewards)
+    penalised = rewards * coefficient if coefficient >= 0 else torch.full_like(rewards, coefficient)
+    return torch.where(is_truncated, torch.minimum(rewards, penalised), rewards)
 
 
 def shape(
@@ -50,7 +50,7 @@ def shape(
     truncated_coefficient: float | None,
     clip_range: tuple[float, float],
 ) -> Float[Tensor, " B"]:
-    """All three steps; a step whose first setting is None is left out."""
+    """Shape rewards in all three steps; `overlong_buffer` or `truncated_coefficient` None skips that step."""
     if overlong_buffer is not None:
         rewards = rewards - overlong_penalty(
             num_sampled, max_new_tokens=max_new_tokens, buffer=overlong_buffer, factor=overlong_factor
@@ -60,31 +60,31 @@ def shape(
     return rewards.clamp(*clip_range)
 
 
-def teaches(
+def has_signal(
     rewards: Float[Tensor, "N G"],
     *,
     step_rewards: Float[Tensor, "N G"] | None = None,
     scored: Bool[Tensor, "N G"] | None = None,
 ) -> Bool[Tensor, " N"]:
-    """Groups in which at least two scored responses are worth different amounts, by more than 1e-6 (DAPO's dynamic
+    """Whether the rewards of at least two scored responses of a group differ, by more than 1e-6 (DAPO's dynamic
     sampling, arXiv:2503.14476).
 
-    `rewards` are shaped; `step_rewards` is what a process reward model pays for all steps of a response together. The
-    only rule for what a group teaches: dynamic filtering, the group estimators and `group/constant_fraction` ask it.
+    `rewards` are shaped; `step_rewards` is the sum of a process reward model's rewards for each response. Dynamic
+    filtering, the group estimators and `group/constant_fraction` all use this rule.
     """
     totals = rewards.double() if step_rewards is None else rewards.double() + step_rewards.double()
     is_unscored = torch.zeros_like(totals, dtype=torch.bool) if scored is None else ~scored
     highest = totals.masked_fill(is_unscored, -torch.inf).amax(dim=1)
     lowest = totals.masked_fill(is_unscored, torch.inf).amin(dim=1)
-    return highest - lowest > _ROUNDING
+    return highest - lowest > REWARD_ROUNDING
 
 
 def is_within(mean: float, low: float, high: float) -> bool:
-    """Whether `low < mean < high`, by more than rounding, for the mean of a group's total rewards.
+    """Whether a group's mean total reward is strictly between `low` and `high`, by more than rounding.
 
     Raises:
         ValueError: the range is empty.
     """
     if not low < high:
         raise ValueError(f"no mean lies between {low} and {high}")
-    return low + _ROUNDING < mean < high - _ROUNDING
+    return low + REWARD_ROUNDING < mean < high - REWARD_ROUNDING

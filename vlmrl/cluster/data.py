@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import ray
 
 from vlmrl.config.data import Columns
-from vlmrl.config.rollout import Held
+from vlmrl.config.rollout import EvalBase
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
-from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
 from vlmrl.types import Pixels
 
 
@@ -54,7 +54,7 @@ class SourceSettings:
     """Folder or Hub id whose processor reads the data."""
     trust_remote_code: bool
     data: Columns
-    evaluation: Held | None
+    evaluation: EvalBase | None
     seed: int
     functions: Sequence[str] = ()
     """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
@@ -81,7 +81,7 @@ def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -
         return RowRequirements(answer=True)
     reward = config.reward
     return RowRequirements(
-        label_for=who_needs_labels(reward),
-        label_substitutes=read_instead_of_labels(reward),
+        label_for=functions_that_need_labels(reward),
+        label_substitutes=label_substitutes(reward),
         reward_columns=other_columns(reward),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from vlmrl import startup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session
-from vlmrl.config.base import names_function
+from vlmrl.config.base import is_function_spec
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ClusterError
 
@@ -79,7 +79,7 @@ def local_paths(config: RlConfig | SftConfig | EvalConfig) -> dict[str, str]:
             "reward.process_model_name_or_path": config.reward.process_model_name_or_path,
         }
         loss = config.actor.policy_loss_type
-        if names_function(loss):
+        if is_function_spec(loss):
             paths["actor.policy_loss_type"] = str(Path(loss.rpartition(":")[0]).expanduser().absolute())
     # A path that does not exist here is a Hub id: missing local files were refused earlier.
     return {flag: path for flag, path in paths.items() if path is not None and Path(path).expanduser().exists()}

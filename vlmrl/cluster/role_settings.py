@@ -8,7 +8,7 @@ from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.data import SourceSettings, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
-from vlmrl.config.base import names_function
+from vlmrl.config.base import is_function_spec
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig
 from vlmrl.config.schedule import optimizer_steps
@@ -84,7 +84,7 @@ def policy_settings(config: RlConfig | SftConfig, adapter: AdapterPlan | None, n
 def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int) -> CriticSettings:
     """Settings of the critic. `adapter` is its own; `num_rows` counts the training data."""
     return CriticSettings(
-        critic=config.whole_critic,
+        critic=config.resolved_critic,
         adapter=adapter,
         ds=config.ds,
         loop=config.train,
@@ -138,7 +138,7 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
     correction = Correction(advantage.is_correction_type, *advantage.correction_range)
     return PolicyLoss(
         # Ranks have another working directory than the user.
-        kind=absolute(actor.policy_loss_type) if names_function(actor.policy_loss_type) else actor.policy_loss_type,
+        kind=absolute(actor.policy_loss_type) if is_function_spec(actor.policy_loss_type) else actor.policy_loss_type,
         clip_low=low,
         clip_high=high,
         dual_clip=actor.dual_clip,

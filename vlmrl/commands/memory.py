@@ -169,7 +169,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
 
 def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemory, int]:
     """The critic and its number of ranks. If it starts from the actor's model, both share image features."""
-    critic = config.whole_critic
+    critic = config.resolved_critic
     model = critic.as_model
     size, processor = _read(model.model_name_or_path, config)
     adapter = plan_adapter(model, config.ds.lora, processor)

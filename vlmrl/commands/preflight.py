@@ -61,7 +61,7 @@ def critic_adapter_plan(config: RlConfig) -> AdapterPlan | None:
     """
     if not config.has_critic or config.ds.lora.rank == 0:
         return None
-    model = config.whole_critic.as_model
+    model = config.resolved_critic.as_model
     processor = processor_of(model.model_name_or_path, config.data, trust_remote_code=config.actor.trust_remote_code)
     return plan_adapter(model, config.ds.lora, processor)
 

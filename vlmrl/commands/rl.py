@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+from vlmrl.cluster.build import Progress, RoleBuilder, Roles
+from vlmrl.cluster.engines import RemotePrompts
 from vlmrl.commands.checks import make_checks, report_adapter_check
 from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adapter_plan
 from vlmrl.commands.run import begin_steps, prepare, run_session
 from vlmrl.config.run import RlConfig
 from vlmrl.config.schedule import check_steps
 from vlmrl.errors import RewardError
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.transcripts import Transcripts
+from vlmrl.plugins import Processor
 from vlmrl.trainer.checkpoints import RunCheckpoints
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.evaluation import Evaluations, with_metric_names
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.rl import LoopState, train
-from vlmrl.types import Metrics
+from vlmrl.types import Metrics, Prompt
 
 
 def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
@@ -28,11 +33,8 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     if dry_run:
         return check_data(config, adapter)
     with run_session(config, folder, warnings, adapter) as (builder, report):
-        prompts = builder.prompts(config, report.say)
-        check_steps(config, prompts.num_rows)
-        eval_sets = with_metric_names(prompts.evaluation())  # before engines start: it checks the rows
-        roles = builder.roles(
-            config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=prompts.num_rows, report=report
+        prompts, eval_sets, roles = start_roles(
+            config, processor, builder, report, adapter=adapter, critic_adapter=critic_adapter
         )
         checkpoints = RunCheckpoints(config, folder, prompts, roles.policy, report, roles.critic)
         done, last, state = begin_steps(config, checkpoints, roles.policy, num_rows=prompts.num_rows)
@@ -80,6 +82,37 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             raise evaluations.save_on_error(error) from None
         evaluations.finish_early(ending, has_adapter=has_adapter)
         checkpoints.finish(has_adapter=has_adapter)
+
+
+class StartedRoles(NamedTuple):
+    """The roles of a run. The engines have not received weights yet."""
+
+    prompts: RemotePrompts
+    eval_sets: dict[str, list[Prompt]]
+    """The prompts of each evaluation set, by its name in metrics."""
+    roles: Roles
+
+
+def start_roles(
+    config: RlConfig,
+    processor: Processor,
+    builder: RoleBuilder,
+    report: Progress,
+    *,
+    adapter: AdapterPlan | None,
+    critic_adapter: AdapterPlan | None,
+) -> StartedRoles:
+    """Read and check the data, then start all other roles.
+
+    Raises ConfigError if the data do not fill one step.
+    """
+    prompts = builder.prompts(config, report.say)
+    check_steps(config, prompts.num_rows)
+    eval_sets = with_metric_names(prompts.evaluation())  # before engines start: it checks the rows
+    roles = builder.roles(
+        config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=prompts.num_rows, report=report
+    )
+    return StartedRoles(prompts, eval_sets, roles)
 
 
 def _after_step(

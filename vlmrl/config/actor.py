@@ -1,34 +1,34 @@
-"""The model that is trained."""
+"""The trained model and the reference model."""
 
 from pydantic import Field, field_validator
 
-from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, Unread, known_or_own
+from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section, Text, Unread, check_name
 from vlmrl.config.built_in import DUAL_CLIP_LOSSES, POLICY_LOSSES, PolicyLossRow, quoted
-from vlmrl.config.optimizer import Optimized, unread_of_optimized
+from vlmrl.config.optimizer import OptimizerSettings, unread_of_optimizer
 
 _TITLES = "; ".join(f"`{name}`: {row.title}" for name, row in POLICY_LOSSES.items())
 _PAPER_CLIPS = "; ".join(
-    f"by default `{name}` has its paper's, {row.clip_range[0]:g} below 1 and {row.clip_range[1]:g} above"
+    f"`{name}` defaults to its paper's, {row.clip_range[0]:g} below 1 and {row.clip_range[1]:g} above"
     for name, row in POLICY_LOSSES.items()
     if row.clip_range is not None
 )
 
 
-class Model(Optimized):
-    """The trained model, whatever the verb."""
+class Model(OptimizerSettings):
+    """The trained model."""
 
     model_name_or_path: Text
     """Local folder or Hub id of the model."""
     adapter_name_or_path: Text | None = None
-    """Folder of an adapter of this model to go on from, as a run with `ds.lora.rank` leaves it in adapter/."""
+    """Folder of an adapter to start from, as a run with `ds.lora.rank` writes it to adapter/."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
+    """Run Python code that comes with the model. Only for models whose author you trust."""
     num_nodes: PositiveInt = 1
-    """Machines the model is trained on."""
+    """Machines on which the model is trained."""
     num_gpus_per_node: PositiveInt = 1
-    """Ranks per machine: one GPU each, or one CPU core each where there is no GPU."""
+    """Ranks per machine: one GPU each, or one CPU core each without GPUs."""
     gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: saves memory, and takes about a third more time."""
     gradient_checkpointing_reentrant: bool = False
     """Use PyTorch's older, re-entrant checkpointing."""
     freeze_visual_encoder: bool = False
@@ -60,7 +60,7 @@ class Actor(Model):
     @field_validator("policy_loss_type")
     @classmethod
     def check_loss(cls, loss: str) -> str:
-        return known_or_own(loss, POLICY_LOSSES, "policy loss")
+        return check_name(loss, POLICY_LOSSES, "policy loss")
 
     @property
     def built_in_loss(self) -> PolicyLossRow | None:
@@ -69,30 +69,30 @@ class Actor(Model):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far the ratio may go below and above 1."""
+        """Distances to which the ratio is clipped, below and above 1."""
         return self.eps_clip_low_high or self.paper_clip or (self.eps_clip, self.eps_clip)
 
     @property
     def paper_clip(self) -> tuple[float, float] | None:
-        """The clip range of the loss's paper; None where it has none, or where the user gives one."""
+        """The clip range of the loss's paper; None if it has none or the user gives one."""
         is_given = "eps_clip" in self.model_fields_set or self.eps_clip_low_high is not None
         return None if is_given or self.built_in_loss is None else self.built_in_loss.clip_range
 
 
 class Ref(Section):
-    """The reference model. Exists only when `algo.kl.init_coef` is above 0."""
+    """The reference model, which exists only when `algo.kl.init_coef` is above 0."""
 
     model_name_or_path: Text | None = None
-    """Another model as the reference. By default it is the actor's starting weights; under `ds.lora.rank` the actor
-    itself with its adapters off, which takes no memory of its own."""
+    """Model of the reference. By default a copy of the actor's initial weights; with `ds.lora.rank` the actor itself
+    with its adapters off, which takes no extra memory."""
     num_nodes: PositiveInt = 1
-    """Machines the reference runs on."""
+    """Machines on which the reference runs."""
     num_gpus_per_node: PositiveInt = 1
     """Ranks per machine."""
 
 
 def unread_of_model(model: Model) -> Unread:
-    unread = unread_of_optimized("actor", model)
+    unread = unread_of_optimizer("actor", model)
     if not model.gradient_checkpointing_enable:
         unread["actor.gradient_checkpointing_reentrant"] = "actor.gradient_checkpointing_enable is off"
     return unread

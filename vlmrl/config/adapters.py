@@ -1,4 +1,4 @@
-"""Checks of adapters and 4 bits, against each other and against the rest of a run, and the properties that follow."""
+"""Checks of adapters and 4-bit weights against the other settings, and what follows for a run."""
 
 from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
@@ -23,15 +23,15 @@ def unread_of_adapters(ds: Ds) -> Unread:
 
 
 def unread_of_engine_base(vllm: Vllm, ds: Ds) -> Unread:
-    """`vllm.qlora_base`, which needs 4 bits in the trainer, and adapters that travel alone."""
+    """`vllm.qlora_base` needs 4-bit weights in the trainer, and adapters that are sent without the base."""
     if not ds.load_in_4bit:
         return {"vllm.qlora_base": "ds.load_in_4bit is off, so engines and trainer have the same base"}
-    merged = merged_because(ds.lora)
+    merged = reason_to_merge(ds.lora)
     return {} if merged is None else {"vllm.qlora_base": f"{merged} makes the engines hold merged weights"}
 
 
 def unread_of_adapter_reference() -> Unread:
-    """For runs whose reference is the actor itself, its adapters switched off."""
+    """For runs whose reference is the actor with its adapters off."""
     reason = "the reference is the actor with its adapters off, unless ref.model_name_or_path names another"
     return dict.fromkeys(("ref.num_nodes", "ref.num_gpus_per_node", "train.colocate_actor_ref"), reason)
 
@@ -45,7 +45,7 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
     if "vision" in lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(model, flag)]
         conflicts += [
-            f"ds.lora.target_modules vision would change what actor.{flag} keeps as it is: leave one of them out"
+            f"ds.lora.target_modules vision would change what actor.{flag} freezes: leave one of them out"
             for flag in frozen
         ]
     conflicts += conflicts_of_optimizer("actor", model, ds)
@@ -53,14 +53,14 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
 
 
 def conflicts_of_storage(ds: Ds, *, flag: str, stage: int) -> list[str]:
-    """`flag` is the setting that `stage`, ZeRO's, comes from."""
+    """`stage` is a ZeRO stage, and `flag` the setting that it comes from."""
     if not ds.load_in_4bit or ds.quant_storage in ("auto", ds.param_dtype):
         return []
     conflicts = []
     if stage == 3:
         conflicts.append(
-            f"ds.quant_storage {ds.quant_storage} cannot be sharded by {flag} 3, which takes weights of "
-            f"ds.param_dtype alone: use {ds.param_dtype}, or auto"
+            f"ds.quant_storage {ds.quant_storage} cannot be sharded by {flag} 3, which takes only weights of "
+            f"ds.param_dtype: use {ds.param_dtype}, or auto"
         )
     elif ds.quant_storage != "uint8":
         conflicts.append(
@@ -72,40 +72,40 @@ def conflicts_of_storage(ds: Ds, *, flag: str, stage: int) -> list[str]:
 
 def conflicts_of_dropout(lora: Lora, rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
     conflicts = []
-    if lora.rank > 0 and lora.dropout > 0 and is_one_pass(rollout, train, algo):
+    if lora.rank > 0 and lora.dropout > 0 and needs_one_pass(rollout, train, algo):
         conflicts.append(
-            f"ds.lora.dropout {lora.dropout:g} makes an update another function than the engines', and with one "
-            "optimizer step per batch of responses the update's own log-probs are what is compared with the engines': "
+            f"ds.lora.dropout {lora.dropout:g} makes the update's forward pass differ from the engines', and with one "
+            "optimizer step per batch of responses its log-probs are the ones compared with the engines': "
             "set it to 0, or lower train.batch_size"
         )
     return conflicts
 
 
-def is_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
-    """Whether the one optimizer step of a batch of responses is taken by the very policy that gave them.
+def needs_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
+    """Whether a batch of responses takes a single optimizer step by the policy that sampled it.
 
-    Then the log-probs of its own pass are the old ones, and a pass less is made. A reference is compared with the old
-    ones before the step, so with a reference there are two passes.
+    Then the log-probs of the update are the old log-probs, and their own pass is saved. A reference is compared with
+    the old log-probs before the step, so with a reference two passes are needed.
     """
     responses = rollout.batch_size * rollout.n_samples_per_prompt
     return train.max_epochs == 1 and train.batch_size == responses and algo.kl.init_coef == 0
 
 
 def reaches_vision(model: Model, lora: Lora) -> bool:
-    """Whether adapters are asked for in vision tower or projector, where the model has them."""
+    """Whether `target_modules` include the vision tower or the projector, if the model has them."""
     everything = "all" in lora.target_modules and not (model.freeze_visual_encoder and model.freeze_projector)
     return lora.rank > 0 and (everything or "vision" in lora.target_modules)
 
 
-def keeps_tower(model: Model, lora: Lora) -> bool:
-    """Whether vision tower and projector stay as they are."""
+def freezes_vision(model: Model, lora: Lora) -> bool:
+    """Whether vision tower and projector are frozen."""
     if lora.rank > 0:
         return not reaches_vision(model, lora)
     return model.freeze_visual_encoder and model.freeze_projector
 
 
-def merged_because(lora: Lora) -> str | None:
-    """The setting for which adapters cannot travel alone: vLLM would not apply them exactly."""
+def reason_to_merge(lora: Lora) -> str | None:
+    """The setting that requires merged weights, because vLLM would not apply its adapters exactly, or None."""
     if lora.use_dora:
         return "ds.lora.use_dora"
     return "ds.lora.target_modules vision" if "vision" in lora.target_modules else None

@@ -1,7 +1,4 @@
-"""The reinforcement-learning algorithm: estimator, corrections, KL and filtering.
-
-Below the sections: the checks of these, and of the policy loss, against the rest of a run.
-"""
+"""The reinforcement-learning algorithm: estimator, corrections, KL and filtering, and their checks."""
 
 from typing import Literal, Self
 
@@ -17,7 +14,7 @@ from vlmrl.config.base import (
     Section,
     Text,
     Unread,
-    known_or_own,
+    check_name,
 )
 from vlmrl.config.built_in import (
     CRITIC_ESTIMATORS,
@@ -50,37 +47,38 @@ CORRECTION_RANGES: dict[Correction, tuple[float, float]] = {
     "icepop": (0.5, 5.0),
     "seq-mask-tis": (0.5, 5.0),
 }
-"""The range of each correction's ratio where none is given; truncated importance sampling bounds it from above only."""
+"""Default range of each correction's ratio; truncated importance sampling has no lower bound."""
 
 
 class Advantage(Section):
-    """From rewards to advantages."""
+    """The advantage estimator and the importance correction."""
 
     estimator: Text = Field(default="group_norm", description=f"{_TITLES}, or your own, `path/to/file.py:function`.")
     gamma: Fraction = Field(default=1.0, description=f"Discount; read by {_DISCOUNTING}, 1 for the others.")
     lambd: Fraction = Field(
         default=1.0,
-        description=f"{quoted(CRITIC_ESTIMATORS)}: how far the critic is trusted; 1 is the return itself, 0 the "
-        "critic's next value (arXiv:1506.02438).",
+        description=f"{quoted(CRITIC_ESTIMATORS)}: trade-off between returns (1) and the critic's values (0) "
+        "(arXiv:1506.02438).",
     )
     no_std_norm: bool = Field(
         default=False, description=f"{_DISCOUNTING}: subtract the step's mean but do not divide by its deviation."
     )
     is_correction_enable: bool = False
-    """Weigh tokens by how much likelier trainer than engine thinks them, or leave out those where both disagree."""
+    """Correct the gap between engine and trainer: weight tokens by their probability ratio, or mask those where both
+    disagree."""
     is_correction_type: Correction = "tis"
-    """What a token's loss is multiplied by, of the ratio of its probabilities in trainer and engine. `tis` (truncated
-    importance sampling): the ratio, at most the upper bound; `icepop`: the ratio inside the range, 0 outside, token by
-    token; `seq-mask-tis`: 0 for the whole response when the geometric mean of its ratios is outside the range, else
-    each ratio clipped to it."""
+    """Factor of a token's loss, from the ratio of its probabilities in trainer and engine. `tis` (truncated importance
+    sampling): the ratio, at most the upper bound; `icepop`: the ratio inside the range, 0 outside, token by token;
+    `seq-mask-tis`: 0 for the whole response when the geometric mean of its ratios is outside the range, else each ratio
+    clipped to it."""
     is_correction_threshold: tuple[NonNegativeFloat, PositiveFloat] | None = None
     """The range of the ratio; by default 0 2 for `tis`, 0.5 5 for `icepop` and `seq-mask-tis`. With `tis` a lower bound
-    above 0 raises the weight of tokens that the trainer finds less probable than the engine."""
+    above 0 raises the weight of tokens that are less probable in the trainer than in the engine."""
 
     @field_validator("estimator")
     @classmethod
     def check_estimator(cls, estimator: str) -> str:
-        return known_or_own(estimator, ESTIMATORS, "estimator")
+        return check_name(estimator, ESTIMATORS, "estimator")
 
     @property
     def built_in(self) -> EstimatorRow | None:
@@ -98,7 +96,7 @@ class Advantage(Section):
 
     @property
     def correction_range(self) -> tuple[float, float]:
-        """The bounds of the ratio, those of its kind where none are given."""
+        """The bounds of the ratio, by default those of its kind."""
         return self.is_correction_threshold or CORRECTION_RANGES[self.is_correction_type]
 
 
@@ -106,18 +104,18 @@ class Kl(Section):
     """The KL penalty against the reference model."""
 
     init_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL penalty. 0 means that no reference model exists."""
+    """Coefficient of the KL penalty. 0 turns it off, and there is no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL divergence (joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
-    """Put the KL into the loss instead of the reward; wants `k2` or `k3`."""
+    """Add the KL to the loss instead of the reward; needs `k2` or `k3`."""
     target: PositiveFloat | None = None
-    """Let the coefficient follow the KL to this value (arXiv:1909.08593); by default it stays as it is."""
+    """Adapt the coefficient so that the KL approaches this value (arXiv:1909.08593); by default it is constant."""
     horizon: PositiveInt = 10_000
-    """Responses over which the coefficient follows `target`."""
+    """Number of responses over which the coefficient adapts to `target`."""
     early_stop: PositiveFloat | None = None
-    """Leave out the rest of an update once the samples of its next optimizer step show the policy further than this
-    from the one that made the experience (k3, mean over tokens). It takes each step but the first one pass more."""
+    """Skip the rest of an update when, on the samples of its next optimizer step, the KL from the policy that made the
+    experience exceeds this (k3, mean over tokens). Costs one more pass for each step but the first."""
 
     @model_validator(mode="after")
     def check_gradient(self) -> Self:
@@ -132,23 +130,23 @@ class Algo(Section):
     """The algorithm."""
 
     advantage: Advantage = Advantage()
-    """From rewards to advantages."""
+    """The advantage estimator and the importance correction."""
     kl: Kl = Kl()
     """The KL penalty against the reference model."""
     loss_agg: Aggregation | None = Field(
         default=None,
-        description="What a token weighs: `token`, `sequence` or `constant`; by default what the paper uses: "
+        description="Weight of a token in the loss: `token`, `sequence` or `constant`; by default that of the paper: "
         f"{_AGGREGATIONS}, else `token`.",
     )
     dynamic_filtering_enable: bool = False
-    """Keep only groups that teach, those whose responses are worth different amounts after shaping, and draw prompts
-    until a batch is full (DAPO, arXiv:2503.14476). For estimators that compare responses within a group."""
+    """Keep only groups whose responses differ in shaped reward, and draw prompts until a batch is full (DAPO,
+    arXiv:2503.14476). For estimators that compare responses within a group."""
     dynamic_filtering_range: tuple[float, float] | None = None
-    """Keep a group only if, on top, its mean total reward is strictly between these two, in the units of the rewards
-    before shaping. None asks for nothing more."""
+    """Also require that a group's mean total reward, before shaping, lies strictly between these bounds. None: no such
+    requirement."""
     dynamic_filtering_max_draws: PositiveInt = 10
-    """The run ends when a batch is not full after so many draws of `rollout.batch_size` prompts: well, with all models
-    saved, where most groups that taught nothing were solved; else with an error and a checkpoint."""
+    """The run ends when a batch is not full after this many draws of `rollout.batch_size` prompts: normally, with all
+    models saved, if most of the constant groups were solved; else with an error and a checkpoint."""
 
     @model_validator(mode="after")
     def check_range(self) -> Self:
@@ -165,7 +163,7 @@ class Algo(Section):
 def unread_of_loss(actor: Actor) -> Unread:
     unread: Unread = {}
     if actor.eps_clip_low_high is not None:
-        unread["actor.eps_clip"] = "actor.eps_clip_low_high is given and takes its place"
+        unread["actor.eps_clip"] = "actor.eps_clip_low_high replaces it"
     elif actor.paper_clip is not None:
         unread["actor.eps_clip"] = (
             f"actor.policy_loss_type {actor.policy_loss_type} clips in its paper's range unless one is given"
@@ -195,7 +193,7 @@ def unread_of_kl(algo: Algo) -> Unread:
         names = (f"algo.kl.{name}" for name in ("estimator", "use_loss", "target", "horizon"))
         return dict.fromkeys((*settings(Ref, "ref."), *names, "train.colocate_actor_ref"), reason)
     if algo.kl.target is None:
-        return {"algo.kl.horizon": "algo.kl.init_coef stays as it is without algo.kl.target"}
+        return {"algo.kl.horizon": "algo.kl.init_coef is constant without algo.kl.target"}
     return {}
 
 
@@ -207,10 +205,10 @@ def unread_of_filtering(algo: Algo) -> Unread:
 
 
 def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
-    """Settings that act between the optimizer steps of one batch of responses."""
+    """Settings that need several optimizer steps per batch of responses."""
     if steps_per_batch(rollout, train) > 1:
         return {}
-    reason = "one optimizer step per batch of responses leaves no rest of an update: lower train.batch_size"
+    reason = "with one optimizer step per batch of responses there is nothing to skip: lower train.batch_size"
     return {"algo.kl.early_stop": reason}
 
 
@@ -219,7 +217,7 @@ def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
     if not advantage.is_correction_enable or kind == "seq-mask-tis" or loss is None or not loss.weighs_responses:
         return []
     line = (
-        f"algo.advantage.is_correction_type {kind} weighs single tokens, and actor.policy_loss_type "
+        f"algo.advantage.is_correction_type {kind} weights single tokens, and actor.policy_loss_type "
         f"{actor.policy_loss_type} whole responses: use seq-mask-tis, or leave algo.advantage.is_correction_enable off"
     )
     return [line]
@@ -235,13 +233,13 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
         )
     if n < 2 and algo.dynamic_filtering_enable and estimator is None:
         conflicts.append(
-            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable one response to judge a prompt by: "
+            f"rollout.n_samples_per_prompt {n} leaves algo.dynamic_filtering_enable no responses to compare: "
             "use 2 or more"
         )
     if algo.dynamic_filtering_enable and estimator is not None and not estimator.compares_group:
         conflicts.append(
-            f"algo.dynamic_filtering_enable drops groups without a difference, and algo.advantage.estimator "
-            f"{algo.advantage.estimator} does not compare within groups, so that they would teach: leave it out, or "
+            f"algo.dynamic_filtering_enable drops groups of equal rewards, and algo.advantage.estimator "
+            f"{algo.advantage.estimator} learns from them, because it does not compare within groups: leave it out, or "
             f"use {', '.join(GROUP_ESTIMATORS)}"
         )
     num_responses = rollout.batch_size * n
@@ -257,7 +255,7 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
             f"optimizer step takes whole groups: {_nearest_sizes(train.batch_size, rollout)}"
         )
     if algo.kl.init_coef > 0 and algo.kl.target is not None and num_responses >= 5 * algo.kl.horizon:
-        # One step could take the coefficient by 0.2 * responses / horizon: to nothing, or below.
+        # One step may change the coefficient by a factor of 1 - 0.2 * responses / horizon: to 0, or below.
         conflicts.append(
             f"algo.kl.horizon {algo.kl.horizon} is too short for the {num_responses} responses of a step: one step "
             f"could take algo.kl.init_coef to 0 and leave it there; give more than {num_responses // 5}"
@@ -266,17 +264,16 @@ def conflicts_of_batch(rollout: Rollout, train: TrainRl, algo: Algo) -> list[str
 
 
 def _nearest_sizes(size: int, rollout: Rollout) -> str:
-    """Which batch sizes of an optimizer step do: whole groups, and equal shares of a step's responses."""
+    """Name the nearest valid batch sizes of an optimizer step: whole groups, and equal shares of a step's responses."""
     n = rollout.n_samples_per_prompt
-    good = [groups * n for groups in range(1, rollout.batch_size + 1) if rollout.batch_size % groups == 0]
-    below = max((one for one in good if one < size), default=None)
-    above = min((one for one in good if one > size), default=None)
-    near = " or ".join(str(one) for one in (below, above) if one is not None)
-    return f"the nearest that {'do are' if ' or ' in near else 'does is'} {near}"
+    valid = [groups * n for groups in range(1, rollout.batch_size + 1) if rollout.batch_size % groups == 0]
+    below = max((other for other in valid if other < size), default=None)
+    above = min((other for other in valid if other > size), default=None)
+    return f"use {' or '.join(str(nearest) for nearest in (below, above) if nearest is not None)}"
 
 
 def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
-    """Optimizer steps that a batch of responses is learned from."""
+    """Optimizer steps per batch of responses."""
     return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
 
 

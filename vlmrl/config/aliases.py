@@ -1,4 +1,4 @@
-"""Names of settings in OpenRLHF before it had sections, in TRL and in Hugging Face's Trainer, and ours for each."""
+"""Names of settings in older OpenRLHF, in TRL and in Hugging Face's Trainer, with their names here."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -7,24 +7,24 @@ from vlmrl.config.openrlhf import REFUSED
 
 
 class Alias(NamedTuple):
-    """What a name from elsewhere is called here."""
+    """The counterpart of another library's setting."""
 
     ours: tuple[str, ...]
-    """Settings of ours, or names in `REFUSED`; the first that the verb has is meant. Empty: there is none."""
+    """Settings here, or names in `REFUSED`; the first that the verb has is meant. Empty: there is none."""
     note: str = ""
-    """What a new name alone does not say. Where there is no setting: why."""
+    """An explanation beside the new name; without a counterpart, the reason."""
 
 
 def _is(ours: str, note: str = "") -> Alias:
     return Alias(tuple(ours.split()), note)
 
 
-def _none(why: str) -> Alias:
-    return Alias((), why)
+def _none(reason: str) -> Alias:
+    return Alias((), reason)
 
 
-def _listed(text: str) -> dict[str, Alias]:
-    """One line each: a name from elsewhere, and ours."""
+def _table(text: str) -> dict[str, Alias]:
+    """Read lines of a foreign name and its counterparts."""
     rows = (line.split() for line in text.strip().splitlines())
     return {name: Alias(tuple(ours)) for name, *ours in rows}
 
@@ -35,7 +35,7 @@ _OPTIMIZER_BATCH = (
     "gradient_accumulation_steps x ranks"
 )
 _ENGINES_ONLY = "never: every response comes from vLLM, and vllm.* configures it"
-_PROMPTS = "it bounds the prompt, image tokens included; rollout.max_new_tokens bounds the response"
+_PROMPTS = "it limits the prompt, image tokens included; rollout.max_new_tokens limits the response"
 _FROM_ENVIRONMENT = "a project turns W&B on, and the key comes from the environment variable WANDB_API_KEY"
 _REPORT_TO = "a project turns W&B on; TensorBoard and metrics.jsonl are always written"
 _CHAT_TOKENS = "never: a model's own chat template and tokenizer are used as they are"
@@ -43,7 +43,7 @@ _NO_HUB = "never: nothing is pushed to the Hub; the final model lies in model/ o
 _NO_TRUNCATION = "never: a prompt that is too long is dropped and counted, not cut (data.max_len)"
 _LAUNCHER = "never: there is no outside launcher; vlmrl starts actor.num_nodes x actor.num_gpus_per_node ranks"
 
-_OPENRLHF = _listed("""
+_OPENRLHF = _table("""
     actor_num_nodes                     actor.num_nodes
     actor_num_gpus_per_node             actor.num_gpus_per_node
     actor_learning_rate                 actor.adam.lr
@@ -188,7 +188,7 @@ _OPENRLHF = _listed("""
     zero_stage                          ds.zero_stage
     zpg                                 ds.zpg
 """) | {
-    "actor_init_on_gpu": _none("never: weights are read to where they are trained"),
+    "actor_init_on_gpu": _none("never: weights are loaded directly on the training device"),
     "disable_trace_cache": _none("never: DeepSpeed's trace cache follows ds.zero_stage"),
     "flash_attn": _is("ds.attn_implementation", "auto chooses the kernel by device, without the package flash-attn"),
     "perf": _none("never: time per phase is always in metrics.jsonl"),
@@ -198,16 +198,16 @@ _OPENRLHF = _listed("""
     "ref_reward_offload": _is(
         "reward.offload", "a reference has devices of its own (ref.num_gpus_per_node), or none with ds.lora.rank"
     ),
-    "rollout_tasks_per_gpu": _is("vllm.max_num_seqs", "by default as many as the run asks of an engine at once"),
+    "rollout_tasks_per_gpu": _is("vllm.max_num_seqs", "by default the number of concurrent requests of the run"),
     "tokenizer_chat_template": _none(_CHAT_TOKENS),
     "use_wandb": _is("logger.wandb.project", _FROM_ENVIRONMENT),
     "vllm_is_truncated_threshold": _is(
-        "algo.advantage.is_correction_threshold", "it takes the smallest and the largest ratio, as 0 2"
+        "algo.advantage.is_correction_threshold", "it takes the smallest and the largest ratio, such as 0 2"
     ),
 }
 """The flags of OpenRLHF 0.8 and 0.9, before they had sections."""
 
-_TRL = _listed("""
+_TRL = _table("""
     adapter_name_or_path                actor.adapter_name_or_path merge.adapter
     beta                                algo.kl.init_coef
     dataset_name                        data.prompt_dataset eval.dataset
@@ -248,7 +248,7 @@ _TRL = _listed("""
     "dataset_text_field": _is("data.input_key data.output_key", "data.output_key names the response's column"),
     "disable_dropout": _none("never: dropout of the model is always off; ds.lora.dropout is an adapter's"),
     "eos_token": _none(_CHAT_TOKENS),
-    "epsilon_high": _is("actor.eps_clip_low_high", "it takes both bounds, as 0.2 0.28"),
+    "epsilon_high": _is("actor.eps_clip_low_high", "it takes both bounds, such as 0.2 0.28"),
     "generation_batch_size": _is("rollout.batch_size", "it counts prompts, each with rollout.n_samples_per_prompt"),
     "importance_sampling_level": _is("actor.policy_loss_type", "gspo has one ratio per response, ppo one per token"),
     "log_completions": _is("logger.rollouts", "every prompt and response is written to rollouts/, by default"),
@@ -267,7 +267,7 @@ _TRL = _listed("""
     "packing": _is("train.layout", "samples are always packed unless it is padded"),
     "pad_token": _none(_CHAT_TOKENS),
     "padding_free": _is("train.layout", "samples are always packed unless it is padded"),
-    "repetition_penalty": _none("never: responses would come from another distribution than the one that trains"),
+    "repetition_penalty": _none("never: responses would come from a different distribution than the trained one"),
     "reward_funcs": _is("reward.functions", "your own function goes to reward.remote_url path/to/file.py:function"),
     "reward_weights": _is("reward.functions", 'it holds the weights: \'{"math": 1, "format": 0.1}\''),
     "scale_rewards": _is(
@@ -288,7 +288,7 @@ _TRL = _listed("""
 }
 """TRL's GRPO, RLOO, PPO and SFT settings, and those of its scripts."""
 
-_HUGGING_FACE = _listed("""
+_HUGGING_FACE = _table("""
     adam_epsilon                        actor.adam.eps
     data_seed                           train.seed
     learning_rate                       actor.adam.lr
@@ -303,8 +303,8 @@ _HUGGING_FACE = _listed("""
     warmup_ratio                        actor.lr_warmup_ratio
     weight_decay                        actor.adam.weight_decay
 """) | {
-    "adam_beta1": _is("actor.adam.betas", "it takes both, as 0.9 0.95"),
-    "adam_beta2": _is("actor.adam.betas", "it takes both, as 0.9 0.95"),
+    "adam_beta1": _is("actor.adam.betas", "it takes both, such as 0.9 0.95"),
+    "adam_beta2": _is("actor.adam.betas", "it takes both, such as 0.9 0.95"),
     "bf16": _is("ds.param_dtype", "bf16 is the default"),
     "dataloader_num_workers": _is("data.dataloader_num_workers"),
     "ddp_timeout": _is("train.timeout_s"),
@@ -345,29 +345,30 @@ _HUGGING_FACE = _listed("""
     "use_cpu": _none("never: a machine without a GPU is used as it is; CUDA_VISIBLE_DEVICES= hides GPUs"),
     "warmup_steps": _is("actor.lr_warmup_ratio", "a share of the optimizer steps"),
 }
-"""`transformers.TrainingArguments`, and what its users' scripts add."""
+"""`transformers.TrainingArguments`, and common additions of training scripts."""
 
 ALIASES: dict[str, Alias] = _HUGGING_FACE | _TRL | _OPENRLHF
-"""A name from elsewhere, with underscores -> what it is called here."""
+"""Another library's name, with underscores -> its counterpart here."""
 
 
 def alias_of(name: str, known: Iterable[str]) -> Alias | None:
-    """The alias for a name as the user wrote it, with underscores or hyphens, also in a section: `train.learning_rate`.
+    """Find the alias for a name as the user wrote it, with underscores or hyphens, also in a section:
+    `train.learning_rate`.
 
-    `known` are the verb's settings. None for a name that nobody uses, and for one that some section of ours has.
+    `known` are the verb's settings. None for an unknown name, and for the name of a setting in any of our sections.
     """
     section, _, last = name.replace("-", "_").rpartition(".")
-    # The critic has settings of its own for what an alias takes for the actor's.
+    # An alias means the actor's setting, and the critic has its own.
     if section and (section.startswith("critic") or last in {other.rpartition(".")[2] for other in known}):
         return None
     return ALIASES.get(last)
 
 
-def answer(alias: Alias, *, verb: str, dashes: str, has: Mapping[str, Iterable[str]]) -> tuple[str, str | None]:
-    """What to tell a user of `verb` who wrote the name, and the setting of the verb that was meant, if there is one.
+def explain(alias: Alias, *, verb: str, dashes: str, has: Mapping[str, Iterable[str]]) -> tuple[str, str | None]:
+    """Explain the alias to a user of `verb`, and return the intended setting of the verb, if there is one.
 
     Args:
-        dashes: what stands in front of a setting where it was written: `--`, or nothing in a file.
+        dashes: prefix of settings where the name was written: `--`, or nothing in a file.
         has: the settings of each verb.
     """
     if not alias.ours:

@@ -1,4 +1,4 @@
-"""What every section of settings is: frozen, closed, documented by its own attribute docstrings."""
+"""Base class and field types of the sections of settings."""
 
 from collections.abc import Collection
 from typing import Annotated
@@ -14,32 +14,32 @@ Text = Annotated[str, Field(min_length=1)]
 
 def _not_zero(steps: int) -> int:
     if steps == 0:
-        raise ValueError("wants a number of steps above 0, or -1 for never")
+        raise ValueError("must be a number of steps above 0, or -1 for never")
     return steps
 
 
-Every = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
-"""A number of steps after which something happens again; -1: never."""
+StepInterval = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+"""An interval in steps; -1: never."""
 
 
-def names_function(spec: str) -> bool:
-    """Whether a text has the form `path/to/file.py:function`, a function in the user's own file."""
+def is_function_spec(spec: str) -> bool:
+    """Whether `spec` has the form `path/to/file.py:function`."""
     return all(spec.rpartition(".py:")[::2])
 
 
-def known_or_own(name: str, known: Collection[str], what: str) -> str:
-    """`name`, when it is one of `known` or names a function of the user's.
+def check_name(name: str, known: Collection[str], kind: str) -> str:
+    """Return `name` if it is one of `known` or specifies a function in the user's file.
 
     Raises:
         ValueError: it is neither.
     """
-    if name in known or names_function(name):
+    if name in known or is_function_spec(name):
         return name
-    raise ValueError(f"no {what} is called {name!r}: there are {', '.join(known)}, and path/to/file.py:function")
+    raise ValueError(f"no {kind} is called {name!r}: there are {', '.join(known)}, and path/to/file.py:function")
 
 
 class Section(BaseModel):
-    """One section of settings."""
+    """A section of settings: frozen, closed, and documented by its attribute docstrings."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
@@ -47,11 +47,11 @@ class Section(BaseModel):
 
 
 Unread = dict[str, str]
-"""Full name of a setting -> why the run does not read it."""
+"""Full name of a setting -> the reason why the run does not read it."""
 
 
 class ConflictError(ValueError):
-    """Settings at odds with each other. Every line names each of them in full, `train.batch_size`."""
+    """Contradictions between settings. Each line names the settings in full, such as `train.batch_size`."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("; ".join(lines))

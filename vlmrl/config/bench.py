@@ -1,4 +1,4 @@
-"""What a benchmark repeats."""
+"""The sections of the benchmarks: repetitions, shapes and synthetic samples."""
 
 from typing import Annotated, Literal
 
@@ -12,37 +12,37 @@ class Repeats(Section):
     """Repetitions."""
 
     repeats: PositiveInt = 5
-    """Measurements, after one that is thrown away."""
+    """Measurements, after one that is discarded."""
 
 
-class Widths(Section):
+class ResponseCounts(Section):
     """Repetitions and the numbers of responses to compare."""
 
     n_samples_per_prompt: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (2, 16)
-    """Responses per prompt; each number is measured by itself."""
+    """Numbers of responses per prompt; each is measured separately."""
     repeats: PositiveInt = 3
-    """Measurements of each, after one that is thrown away."""
+    """Measurements of each number, after one that is discarded."""
 
 
-class Samples(Section):
-    """Repetitions, layouts, and the made-up samples of one optimizer step."""
+class SyntheticBatch(Section):
+    """Repetitions, layouts, and the synthetic samples of one optimizer step."""
 
     layouts: Annotated[tuple[Layout, ...], Field(min_length=1)] = ("padded", "packed", "shared")
     """Layouts to compare; the others are measured against the first."""
     groups: PositiveInt = 2
-    """Prompts, each with images of its own."""
+    """Prompts, each with its own images."""
     n_samples_per_prompt: PositiveInt = 8
     """Responses per prompt."""
     prompt_tokens: PositiveInt = 768
     """Tokens of a prompt, those of its images included."""
     response_tokens: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (128,)
-    """Tokens of a response. Several numbers are dealt out in turn: a ragged mix."""
+    """Tokens of a response. Several numbers are assigned in turn, for responses of different lengths."""
     image_size: Annotated[int, Field(ge=0)] = 0
-    """Pixels a side of each image, rounded to whole patches; 0: text only."""
+    """Side length of each image in pixels, rounded to whole patches; 0: text only."""
     images_per_prompt: PositiveInt = 1
     """Images of a prompt."""
     repeats: PositiveInt = 5
-    """Measurements of each layout, in turn, after one that is thrown away."""
+    """Measurements of each layout, alternating, after one that is discarded."""
 
 
 class OneStep(Loop):
@@ -52,16 +52,16 @@ class OneStep(Loop):
     """Token budget of one forward-backward pass; by default one pass holds all samples."""
 
 
-class Head(Section):
+class OutputLayer(Section):
     """Repetitions, and the shapes of an output layer."""
 
     vocabulary: PositiveInt = 151_936
-    """Tokens that the output layer knows."""
+    """Size of the vocabulary."""
     tokens: PositiveInt = 4096
     """Tokens to score."""
     hidden: PositiveInt = 256
-    """Width of the hidden states; the logits are as many for any."""
+    """Hidden size; the number of logits does not depend on it."""
     dtype: Literal["bf16", "fp32"] = "fp32"
-    """Precision of hidden states and weight."""
+    """Precision of hidden states and weights."""
     repeats: PositiveInt = 2
-    """Measurements of each way, in turn, after one that finds the peak of memory."""
+    """Measurements of each method, alternating, after one that measures peak memory."""

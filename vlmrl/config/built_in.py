@@ -1,7 +1,7 @@
-"""The estimators, policy losses and reward functions that come with vlmrl: one row each, the only list of their names.
+"""The built-in estimators, policy losses and reward functions: one row each, the only list of their names.
 
-A row's name is also that of what implements it: a function in `algorithms/estimators.py` or
-`algorithms/policy_losses.py`, or a file in `rewards/`.
+A row has the name of its implementation: a function in `algorithms/estimators.py` or `algorithms/policy_losses.py`, or
+a file in `rewards/`.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ class EstimatorRow:
     """An advantage estimator."""
 
     title: str
-    """The algorithm, as papers call it."""
+    """The name of the algorithm in the literature."""
     needs_critic: bool = False
     discounts: bool = False
     """Advantages are discounted, and normalised over all sampled tokens of a step."""
     compares_group: bool = False
-    """Its baseline is the other responses to the same prompt."""
+    """The baseline comes from the other responses to the same prompt."""
     aggregation: Aggregation = "token"
-    """Its paper's."""
+    """The aggregation of the paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,21 @@ class PolicyLossRow:
 
     title: str
     clip_range: tuple[float, float] | None = None
-    """Its paper's, below and above 1; None: that of `actor.eps_clip`."""
+    """The clip range of the paper, below and above 1; None: `actor.eps_clip`."""
     has_dual_clip: bool = False
     weighs_responses: bool = False
-    """Its ratio is that of a whole response."""
+    """The probability ratio is that of a whole response."""
     aggregation: Aggregation | None = None
-    """Its paper's; None: the estimator's."""
+    """The aggregation of the paper; None: the estimator's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunctionRow:
     """A reward function."""
 
-    wants_label: bool
+    needs_label: bool
     checks_response: bool
-    """Says whether a response is right. Evaluation asks the first of these that the run uses."""
+    """The score says whether a response is correct. Evaluation uses the first such function of the run."""
 
 
 ESTIMATORS = {
@@ -62,7 +62,7 @@ POLICY_LOSSES = {
     "ppo": PolicyLossRow(title="the clipped surrogate, arXiv:1707.06347", has_dual_clip=True),
     "gspo": PolicyLossRow(
         title="one ratio per response, arXiv:2507.18071",
-        clip_range=(3e-4, 4e-4),  # of the experiments in its section 5.1
+        clip_range=(3e-4, 4e-4),  # section 5.1 of the paper
         weighs_responses=True,
         aggregation="sequence",
     ),
@@ -70,9 +70,9 @@ POLICY_LOSSES = {
 }
 
 REWARD_FUNCTIONS = {
-    "math": RewardFunctionRow(wants_label=True, checks_response=True),
-    "exact": RewardFunctionRow(wants_label=True, checks_response=True),
-    "format": RewardFunctionRow(wants_label=False, checks_response=False),
+    "math": RewardFunctionRow(needs_label=True, checks_response=True),
+    "exact": RewardFunctionRow(needs_label=True, checks_response=True),
+    "format": RewardFunctionRow(needs_label=False, checks_response=False),
 }
 
 CRITIC_ESTIMATORS = tuple(name for name, row in ESTIMATORS.items() if row.needs_critic)
@@ -82,5 +82,5 @@ DUAL_CLIP_LOSSES = tuple(name for name, row in POLICY_LOSSES.items() if row.has_
 
 
 def quoted(names: Iterable[str]) -> str:
-    """The names as help texts write them: "`a`, `b`"."""
+    """Format names for help texts: "`a`, `b`"."""
     return ", ".join(f"`{name}`" for name in names)

@@ -1,24 +1,24 @@
-"""What a run leaves behind."""
+"""Output of a run: checkpoints, metrics and transcripts."""
 
-from vlmrl.config.base import Every, PositiveInt, Section, Text, Unread
+from vlmrl.config.base import PositiveInt, Section, StepInterval, Text, Unread
 
 
 class Ckpt(Section):
     """Output folder and checkpoints."""
 
     output_dir: Text = "./ckpt"
-    """Folder that everything of the run is written to."""
-    save_steps: Every = -1
-    """Checkpoint every so many steps; -1 means never."""
+    """Folder for all files of the run."""
+    save_steps: StepInterval = -1
+    """Steps between checkpoints; -1 means never."""
     max_num: PositiveInt = 3
     """Checkpoints kept; older ones are deleted."""
     save_on_stop: bool | None = None
-    """Save a checkpoint when SIGTERM, SIGHUP or Ctrl-C stops the run; by default where `save_steps` asks for some."""
+    """Save a checkpoint when SIGTERM, SIGHUP or Ctrl-C stops the run; by default if `save_steps` is above 0."""
     load_enable: bool = False
-    """Continue from the newest whole checkpoint in `output_dir`; a damaged one is named, and set aside."""
+    """Resume from the newest complete checkpoint in `output_dir`; a damaged one is reported and moved aside."""
     best_metric_key: str | None = None
-    """Metric of the evaluation, such as `eval/visual_math/pass@1`: the model that is best by it stays in best/ in
-    `output_dir`, whatever becomes of the checkpoints. None keeps none."""
+    """Evaluation metric, such as `eval/visual_math/pass@1`, by which the best model is kept in best/ in `output_dir`,
+    independently of checkpoints. None keeps none."""
 
     @property
     def saves_on_stop(self) -> bool:
@@ -42,7 +42,7 @@ class Logger(Section):
     """Metrics and transcripts."""
 
     logging_steps: PositiveInt = 1
-    """Write metrics every so many steps."""
+    """Steps between lines of metrics."""
     rollouts: bool = True
     """Write every prompt, response and reward under `rollouts/`."""
     tensorboard_dir: str | None = None

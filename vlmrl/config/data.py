@@ -1,4 +1,4 @@
-"""Where prompts and images come from."""
+"""The training data, and how their rows become prompts and images."""
 
 from typing import Annotated, Self
 
@@ -8,54 +8,54 @@ from vlmrl.config.base import ConflictError, Fraction, PositiveInt, Section, Tex
 
 
 class Columns(Section):
-    """How rows become prompts; the same for training and evaluation."""
+    """Columns, and conversion of rows to prompts, for training and evaluation."""
 
     input_key: str = "input"
-    """Column of the question: a string, or a list of chat messages (ShareGPT's as well). Where there is no column
-    `input`, the one of `prompt`, `messages` and `conversations` that there is."""
+    """Column of the question: a string, or a list of chat messages (also ShareGPT's). Without a column `input`, the one
+    of `prompt`, `messages` and `conversations` that exists."""
     label_key: str = "label"
-    """Column of the expected response; `reward_model.ground_truth` is a place inside of a column. A row whose label no
-    response can match (`reward.functions`) is dropped and counted."""
+    """Column of the expected response; dots select a field inside a column, as in `reward_model.ground_truth`. A row
+    whose label no response can match (`reward.functions`) is dropped and counted."""
     output_key: str = "answer"
-    """Column of what the model should say, read by `vlmrl sft` alone; where there is none, `completion`, else the
-    label. Messages that end with one of the assistant's say it themselves."""
+    """Column of the response to learn, read by `vlmrl sft` only; without it `completion`, else the label. In messages
+    that end with the assistant's, the last one is the response."""
     image_key: str | None = "images"
-    """Column of the images; a row may have none. `none`: no column is read, and `<image>` is text like any other."""
+    """Column of the images; a row may have none. `none`: no column is read, and `<image>` is plain text."""
     input_template: str | None = None
-    """Wraps the question where no chat template is applied; `{}` stands for it."""
+    """Template around the question if no chat template is applied; `{}` is the question."""
     apply_chat_template: bool = True
     """Render the question with the model's chat template."""
     system_prompt: str | None = None
-    """System message in front of every question that has none."""
+    """System message for questions without one."""
     max_len: PositiveInt = 2048
     """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For `serve-rm`, of prompt
     and response together."""
     max_images_per_prompt: PositiveInt = 8
-    """Most images in one prompt; a row with more is dropped and counted."""
+    """Maximum number of images in one prompt; a row with more is dropped and counted."""
     min_pixels: PositiveInt = 3136
     """Smaller images are enlarged to this many pixels, for trainer and engine alike."""
     max_pixels: PositiveInt = 1003520
     """Larger images are shrunk to this many pixels, for trainer and engine alike."""
     max_image_pixels: PositiveInt = 89_478_485
-    """An image file that decodes to more pixels than this is refused as a decompression bomb."""
+    """Maximum decoded pixels of an image file; more is refused as a decompression bomb."""
     max_row_pixels: PositiveInt = 268_435_456
-    """Most pixels that the image files of one row decode to together; a row with more is dropped and counted."""
+    """Maximum total of decoded pixels of the images of one row; a row with more is dropped and counted."""
     max_image_mib: PositiveInt = 64
-    """Largest image file, in MiB; also of one in base64, in parquet or on the web."""
+    """Largest image file in MiB, also in base64, in Parquet or on the web."""
     image_root: str | None = None
-    """Folder that relative image paths start from; by default the dataset file's own."""
+    """Base folder of relative image paths; by default that of the dataset file."""
     image_roots: tuple[Text, ...] = ()
-    """Further folders whose images a dataset may name. Others are out of its reach: images lie below the dataset's own
-    folder or `data.image_root`, once symbolic links are followed."""
+    """Further folders whose images a dataset may name. Others are refused: after following symbolic links, images must
+    lie below the dataset's own folder or `data.image_root`."""
     allow_image_urls: bool = False
     """Download images that a dataset names by http(s) URL. Private addresses are refused, also after a redirect."""
     max_dropped_fraction: Fraction = 0.05
-    """The run stops when more than this share of the rows cannot be used."""
+    """The run stops when more than this fraction of the rows is unusable."""
 
     @field_validator("image_key")
     @classmethod
     def read_none(cls, key: str | None) -> str | None:
-        """In YAML `none` is a text."""
+        """Read `none`, which YAML takes for a string."""
         return None if key == "none" else key
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class Columns(Section):
 COLUMN_KEYS: dict[str, str] = {
     name: Columns.model_fields[name].default for name in ("input_key", "label_key", "output_key", "image_key")
 }
-"""The settings that name a column -> the name by default."""
+"""Settings that name a column -> their defaults."""
 
 
 class Data(Columns):
@@ -76,23 +76,23 @@ class Data(Columns):
 
     prompt_dataset: Text
     """Dataset: a name in `datasets/` (`visual_math?families=count+clock&size=2000`), a .jsonl/.json/.parquet/.csv/.tsv
-    file, a `save_to_disk` folder, a folder of images or a Hub id. Several are separated by commas; columns of one alone
-    follow its name, `my.jsonl:input_key=problem:label_key=solution`."""
+    file, a `save_to_disk` folder, a folder of images or a Hub id. Several are separated by commas; the columns of
+    a single one follow its name, `my.jsonl:input_key=problem:label_key=solution`."""
     prompt_probs: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
-    """Shares in which several datasets are mixed; by default in proportion to their rows."""
+    """Proportions in which several datasets are mixed; by default their numbers of rows."""
     prompt_split: str = "train"
     """Split of the dataset."""
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each dataset."""
     eval_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the rows of each dataset that is held out of training, chosen by `train.seed`, and evaluated like
+    """Fraction of each dataset's rows that is held out of training, chosen by `train.seed`, and evaluated like
     `eval.dataset`."""
 
 
 def unread_of_columns(columns: Columns) -> Unread:
     if not columns.apply_chat_template:
         return {}
-    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template takes its place"}
+    return {"data.input_template": "data.apply_chat_template is on, and the model's chat template replaces it"}
 
 
 def conflicts_of_data(data: Data) -> list[str]:
@@ -101,4 +101,6 @@ def conflicts_of_data(data: Data) -> list[str]:
     num_datasets = sum(bool(part.strip()) for part in data.prompt_dataset.split(","))
     if len(data.prompt_probs) == num_datasets:
         return []
-    return [f"data.prompt_probs has {len(data.prompt_probs)} shares for the {num_datasets} of data.prompt_dataset"]
+    return [
+        f"data.prompt_probs has {len(data.prompt_probs)} values for the {num_datasets} datasets of data.prompt_dataset"
+    ]

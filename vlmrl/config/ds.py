@@ -1,4 +1,4 @@
-"""DeepSpeed and numerics."""
+"""DeepSpeed ZeRO, precision, adapters and kernels."""
 
 from typing import Literal, Self
 
@@ -7,34 +7,34 @@ from pydantic import model_validator
 from vlmrl.config.base import Section, Unread
 from vlmrl.config.lora import Lora
 from vlmrl.config.names import is_given
-from vlmrl.config.optimizer import Optimized
+from vlmrl.config.optimizer import OptimizerSettings
 from vlmrl.config.train import Layout, Loop
 from vlmrl.startup.driver import shows_gpu
 
 
 class Ds(Section):
-    """DeepSpeed ZeRO and numerics."""
+    """DeepSpeed ZeRO, precision, adapters and kernels."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What is sharded over ranks: 1 optimizer state, 2 and gradients, 3 and weights."""
+    """Sharded over ranks: 1 optimizer state, 2 also gradients, 3 also weights."""
     param_dtype: Literal["auto", "bf16", "fp32"] = "bf16"
-    """Precision of weights and activations; auto is bf16 where an NVIDIA GPU is there and visible, else fp32."""
+    """Precision of weights and activations; auto is bf16 if an NVIDIA GPU is visible, else fp32."""
     lora: Lora = Lora()
     """Low-rank adapters."""
     load_in_4bit: bool = False
     """Hold the base in 4 bits (NF4 with double quantisation, arXiv:2305.14314) and train adapters: needs
-    `ds.lora.rank`. Vision tower, projector and output layer stay as they are."""
+    `ds.lora.rank`. Vision tower, projector and output layer are not quantised."""
     quant_storage: Literal["auto", "uint8", "bf16", "fp32"] = "auto"
-    """How a 4-bit weight is stored: bytes, but for ZeRO-3, which shards `ds.param_dtype` alone. auto knows."""
+    """Storage type of 4-bit weights. auto chooses: uint8, or `ds.param_dtype` with ZeRO-3, which shards only that."""
     adam_offload: bool = False
     """Keep the optimizer state in CPU memory."""
     enable_sleep: bool = False
-    """Keep the optimizer's state in CPU memory but for updates, while engines on the same GPUs (`train.colocate_all`)
-    generate: 12 bytes for each number that trains, over the ranks. Needs CUDA and `ds.zero_stage` 2."""
+    """Keep the optimizer state in CPU memory except during updates, while engines on the same GPUs
+    (`train.colocate_all`) generate: 12 bytes per trained parameter over all ranks. Needs CUDA and `ds.zero_stage` 2."""
     attn_implementation: Literal["auto", "sdpa", "eager", "varlen"] = "auto"
     """Attention kernel: `varlen` is PyTorch's own on CUDA; auto chooses by device."""
     use_liger_kernel: bool = False
-    """Fused norms and feed-forward layers by Liger, on CUDA. Log-probs never hold the logits of all tokens anyway."""
+    """Fused norms and feed-forward layers by Liger, on CUDA. The logits of all tokens are never held at once anyway."""
     packing_samples: bool | None = None
     """OpenRLHF's name for `train.layout`: true is shared, false is padded."""
     overlap_comm: bool = False
@@ -42,9 +42,9 @@ class Ds(Section):
 
     @model_validator(mode="after")
     def resolve_dtype(self) -> Self:
-        """Let nobody who reads the settings meet auto."""
+        """Resolve auto."""
         if self.param_dtype == "auto":
-            # Frozen is for those who read the settings; here they are still being made.
+            # The section is frozen, and this validator is still constructing it.
             self.__dict__["param_dtype"] = "bf16" if shows_gpu() else "fp32"
         return self
 
@@ -61,27 +61,27 @@ def conflicts_of_ds(ds: Ds, train: Loop) -> list[str]:
     if is_given(train, "layout") and ds.packing_samples not in (None, packs):
         flag, meant = str(ds.packing_samples).lower(), layout(not packs)
         conflicts.append(
-            f"ds.packing_samples {flag} means train.layout {meant}, and it is {train.layout}: give one of them"
+            f"ds.packing_samples {flag} means train.layout {meant}, but it is {train.layout}: give one of them"
         )
     if train.layout == "shared" and ds.packing_samples is not False and ds.attn_implementation in ("sdpa", "eager"):
         conflicts.append(
-            f"ds.attn_implementation {ds.attn_implementation} does not know of prompts that responses share: set "
+            f"ds.attn_implementation {ds.attn_implementation} does not support prompts that responses share: set "
             "train.layout packed or padded, or ds.attn_implementation auto"
         )
     return conflicts
 
 
-def conflicts_of_optimizer(role: str, optimized: Optimized, ds: Ds) -> list[str]:
-    """Of the actor's or of the critic's."""
+def conflicts_of_optimizer(role: str, optimizer: OptimizerSettings, ds: Ds) -> list[str]:
+    """`role` is `actor` or `critic`."""
     conflicts = []
-    if ds.adam_offload and optimized.optim != "adam":
+    if ds.adam_offload and optimizer.optim != "adam":
         conflicts.append(
-            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimized.optim} has "
-            "one of its own: leave one of them out"
+            f"ds.adam_offload moves the state of PyTorch's AdamW to CPU memory, and {role}.optim {optimizer.optim} has "
+            "its own: leave one of them out"
         )
     return conflicts
 
 
 def layout(packing_samples: bool) -> Layout:
-    """What OpenRLHF's `ds.packing_samples` says in `train.layout`."""
+    """The `train.layout` that OpenRLHF's `ds.packing_samples` means."""
     return "shared" if packing_samples else "padded"

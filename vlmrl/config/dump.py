@@ -1,4 +1,4 @@
-"""The resolved settings as a YAML file that repeats the run."""
+"""Write the resolved settings as a YAML file that repeats the run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,23 +8,23 @@ import yaml
 
 from vlmrl.config.base import Section
 from vlmrl.config.run import RlConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 HEADER = "# Written by vlmrl: "
 """The beginning of the file. Recipes begin with their command, `# vlmrl rl --config ...`."""
 
 
-def dump_yaml(config: Run, path: Path) -> None:
+def dump_yaml(config: VerbConfig, path: Path) -> None:
     """Write every setting with its value; `vlmrl VERB --config PATH` repeats the run.
 
-    A setting that the run does not read is a comment, with the reason: given back as a setting, it would be refused.
-    What follows from other settings is left to follow from them (`null`), and a comment tells what it is now.
+    A setting that the run does not read is a comment with the reason, because the run would refuse it as a setting.
+    A value that follows from other settings stays `null`, with the current value as a comment.
     """
     lines = [f"{HEADER}vlmrl {config.verb} --config {path.name} repeats the run", *_lines(config, config, "", depth=0)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _lines(config: Run, section: Section, prefix: str, *, depth: int) -> Iterator[str]:
+def _lines(config: VerbConfig, section: Section, prefix: str, *, depth: int) -> Iterator[str]:
     unread = config.unread()
     indent = "  " * depth
     for name in type(section).model_fields:
@@ -43,20 +43,20 @@ def _lines(config: Run, section: Section, prefix: str, *, depth: int) -> Iterato
 
 
 def _inline(value: Any) -> str:
-    """One line of YAML."""
+    """Format a value as one line of YAML."""
     plain = list(value) if isinstance(value, tuple) else value
-    # Quoted once, a line break would be one in the file too, and end a comment.
+    # In single quotes a line break would be one in the file, too, and end a comment.
     style = '"' if isinstance(value, str) and "\n" in value else None
     text = yaml.safe_dump(plain, default_flow_style=True, default_style=style, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _resolved(config: Run, name: str) -> object:
-    """What a setting that was left open means in this run."""
+def _resolved(config: VerbConfig, name: str) -> object:
+    """The value of an unset setting in this run; None if there is no default to show."""
     if not isinstance(config, RlConfig):
         return None
     meanings = {
-        **{f"critic.{name}": held for name, held in config.whole_critic},
+        **{f"critic.{name}": value for name, value in config.resolved_critic},
         "algo.loss_agg": config.aggregation,
         "rollout.max_tokens_per_gpu": config.train.max_tokens_per_gpu,
         "ref.model_name_or_path": "the actor, adapters off"

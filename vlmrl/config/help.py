@@ -1,4 +1,4 @@
-"""The help of a verb: every setting with what it takes, its default and its docstring."""
+"""The help of a verb: each setting with its type, default and docstring."""
 
 import shutil
 import textwrap
@@ -9,13 +9,13 @@ from pydantic.fields import FieldInfo
 
 from vlmrl.config.names import subsection
 from vlmrl.config.sources import choices, without_none
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
 
 
-def help_text(kind: type[Run], *, has_dry_run: bool) -> str:
-    """What `vlmrl VERB --help` prints."""
+def help_text(kind: type[VerbConfig], *, has_dry_run: bool) -> str:
+    """Format the output of `vlmrl VERB --help`."""
     width = min(shutil.get_terminal_size().columns, 110)
     dry_run = " [--dry-run]" if has_dry_run else ""
     lines = [
@@ -25,7 +25,7 @@ def help_text(kind: type[Run], *, has_dry_run: bool) -> str:
         "",
     ]
     lines += [
-        "Settings come from YAML files, a later one over an earlier one, and from flags, which override them.",
+        "Settings come from YAML files, where later files override earlier ones, and from flags, which override files.",
         "",
     ]
     lines += [
@@ -45,12 +45,12 @@ def help_text(kind: type[Run], *, has_dry_run: bool) -> str:
     return "\n".join(lines)
 
 
-def _settings(kind: type[Run], prefix: str, width: int) -> Iterator[str]:
+def _settings(kind: type[VerbConfig], prefix: str, width: int) -> Iterator[str]:
     required_first = sorted(kind.settings().items(), key=lambda item: not item[1].is_required())
     for name, field in required_first:
         if not name.startswith(prefix):
             continue
-        yield f"  --{name} {_takes(field.annotation)}{_default(field)}"
+        yield f"  --{name} {_format_type(field.annotation)}{_format_default(field)}"
         yield from textwrap.wrap(_one_line(field.description), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
@@ -58,7 +58,7 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "  (required)"
     default = default_of(field)
@@ -66,7 +66,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A setting's default as it is written on a command line; empty for one that has none, or None."""
+    """A setting's default as on the command line; empty if there is none, or if it is None."""
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True)
@@ -79,20 +79,20 @@ def default_of(field: FieldInfo) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _takes(kind: Any) -> str:
+def _format_type(kind: Any) -> str:
     kind = without_none(kind)
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     if len(choices(kind)) > 1:
-        # One word or several, as of `str | tuple[str, ...]`; what takes several shows it.
-        return max((_takes(choice) for choice in choices(kind)), key=len)
+        # `str | tuple[str, ...]` takes one word or several: show the longer form.
+        return max((_format_type(choice) for choice in choices(kind)), key=len)
     if kind is bool:
         return "[true|false]"
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
-        each = [_takes(part) for part in get_args(kind) if part is not Ellipsis]
-        return f"{each[0]} ..." if Ellipsis in get_args(kind) else " ".join(each)
+        parts = [_format_type(part) for part in get_args(kind) if part is not Ellipsis]
+        return f"{parts[0]} ..." if Ellipsis in get_args(kind) else " ".join(parts)
     if get_origin(kind) is dict:
         return "JSON"
     return _PLAIN[kind]

@@ -1,7 +1,7 @@
-"""From YAML files and flags to settings: every mistake in one go, with where it came from and what to write instead.
+"""Load settings from YAML files and flags, and report all mistakes at once, each with its origin and a fix.
 
-The command line is parsed here and not by tyro: tyro stops at the first kind of mistake, does not know where a value of
-a YAML file came from, and takes no explicit value for a switch, as `--train.colocate_all false`.
+The command line is not parsed by tyro, which stops at the first kind of mistake, does not know the origin of a value
+from a YAML file, and takes no explicit value for a switch, such as `--train.colocate_all false`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,35 +11,35 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vlmrl.config.aliases import alias_of, answer
+from vlmrl.config.aliases import alias_of, explain
 from vlmrl.config.base import ConflictError
 from vlmrl.config.help import default_of
-from vlmrl.config.names import named_in, nearest
+from vlmrl.config.names import nearest, settings_named_in
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
 from vlmrl.config.run import VERBS
-from vlmrl.config.sources import Given, Unknown, Written, read, without_none
-from vlmrl.config.verb import Run
+from vlmrl.config.sources import GivenValue, UnknownName, UserInput, read, without_none
+from vlmrl.config.verb import VerbConfig
 from vlmrl.errors import ConfigError
 
-Config = TypeVar("Config", bound=Run)
+Config = TypeVar("Config", bound=VerbConfig)
 
 
 def load(kind: type[Config], argv: Sequence[str]) -> Config:
-    """The settings of a verb, from the words that follow it on the command line.
+    """Load the settings of a verb from the words that follow it on the command line.
 
     `--config FILE.yaml` may be given several times; a later file overrides an earlier one and flags override files,
     setting by setting.
 
     Raises:
-        ConfigError: one line for each mistake there is.
+        ConfigError: there are mistakes; the message has one line for each.
     """
     known = kind.settings()
-    written = read(argv, known, kind.sections())
-    meant = [_explain(unknown, kind, written) for unknown in written.unknown]
-    config = _Validator(kind, known, written, doubtful={*written.spoilt, *filter(None, meant)}).config()
-    if written.mistakes:
-        raise ConfigError(_report(written.mistakes))
-    assert config is not None, "nothing could be made of the settings, and no mistake was found in them"
+    user_input = read(argv, known, kind.sections())
+    intended = [_report_unknown(unknown, kind, user_input) for unknown in user_input.unknown]
+    config = _Validator(kind, known, user_input, doubtful={*user_input.unreadable, *filter(None, intended)}).config()
+    if user_input.mistakes:
+        raise ConfigError(_report(user_input.mistakes))
+    assert config is not None, "the settings are invalid, and no mistake was reported"
     return config
 
 
@@ -49,52 +49,52 @@ def _report(mistakes: Sequence[str]) -> str:
     return "\n  ".join([f"{len(mistakes)} mistakes in the settings", *mistakes])
 
 
-def _explain(unknown: Unknown, kind: type[Run], written: Written) -> str | None:
-    """Say what is wrong with an unknown name; returns the setting that was meant, when there is one."""
+def _report_unknown(unknown: UnknownName, kind: type[VerbConfig], user_input: UserInput) -> str | None:
+    """Add the mistake of an unknown name; return the setting that was probably intended, if there is one."""
     dashes = "--" if unknown.origin.startswith("--") else ""
     here = unknown.origin if dashes else f"{unknown.origin}: {unknown.name}"
     refused = REFUSED.get(unknown.name)
     if refused is not None:
-        written.mistakes.append(f"{here}: {refused}")
+        user_input.mistakes.append(f"{here}: {refused}")
         return None
-    what, names = "setting", list(kind.settings())
+    noun, names = "setting", list(kind.settings())
     if unknown.is_section or unknown.name in kind.sections():
-        what, names = "section", kind.sections()
+        noun, names = "section", kind.sections()
     if unknown.name in names:
-        written.mistakes.append(f"{here}: is a section: give its settings, {dashes}{unknown.name}.NAME value")
+        user_input.mistakes.append(f"{here}: is a section: give its settings, {dashes}{unknown.name}.NAME value")
         return None
-    found = nearest(unknown.name, names)
+    suggestion = nearest(unknown.name, names)
     elsewhere = [other.verb for other in VERBS if unknown.name in (*other.settings(), *other.sections())]
     alias = alias_of(unknown.name, kind.settings())
     if elsewhere:
-        written.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
+        user_input.mistakes.append(f"{here}: vlmrl {kind.verb} does not have it; vlmrl {elsewhere[0]} does")
     elif alias is not None:
         has = {other.verb: other.settings().keys() for other in VERBS}
-        said, found = answer(alias, verb=kind.verb, dashes=dashes, has=has)
-        written.mistakes.append(f"{here}: {said}")
-    elif found is not None:
-        written.mistakes.append(f"{here}: no such {what}; did you mean {dashes}{found}?")
+        reason, suggestion = explain(alias, verb=kind.verb, dashes=dashes, has=has)
+        user_input.mistakes.append(f"{here}: {reason}")
+    elif suggestion is not None:
+        user_input.mistakes.append(f"{here}: no such {noun}; did you mean {dashes}{suggestion}?")
     else:
-        written.mistakes.append(f"{here}: no such {what}, and none like it; `vlmrl {kind.verb} --help` lists them")
-    return found
+        user_input.mistakes.append(f"{here}: no such {noun}, and none like it; `vlmrl {kind.verb} --help` lists them")
+    return suggestion
 
 
 class _Validator:
-    """Validates the settings, repeatedly, each time without those already known to be wrong.
+    """Validator that reports all mistakes, by validating again without the settings already known to be wrong.
 
-    pydantic does not run the checks that cross settings while one of these is wrong by itself. So a wrong setting is
-    reported, taken out, and the rest is validated again; a check that speaks of a setting which is already in doubt is
-    not repeated to the user.
+    pydantic does not run checks of several settings while one of them is wrong by itself. So a wrong setting is
+    reported and removed, and the rest is validated again. A failed check is not reported if it names a setting that is
+    already in doubt.
     """
 
     def __init__(
-        self, kind: type[Run], known: Mapping[str, FieldInfo], written: Written, *, doubtful: set[str]
+        self, kind: type[VerbConfig], known: Mapping[str, FieldInfo], user_input: UserInput, *, doubtful: set[str]
     ) -> None:
-        self._kind, self._known, self._written, self._doubtful = kind, known, written, doubtful
-        self._values = {name: given.value for name, given in written.given.items()}
+        self._kind, self._known, self._user_input, self._doubtful = kind, known, user_input, doubtful
+        self._values = {name: given.value for name, given in user_input.given.items()}
 
     def config(self) -> Any:
-        """The settings, or what is left of them; None when nothing could be made."""
+        """The valid settings, perhaps without the wrong ones; None if none remain valid."""
         while True:
             try:
                 return self._kind.model_validate(_nest(self._values, self._kind.sections()))
@@ -111,61 +111,63 @@ class _Validator:
             self._reject_conflict(detail)
         elif name not in values:
             self._reject_missing(name)
-        elif name in self._values:  # one complaint about a value is enough
-            self._written.mistakes.append(_wrong_value(name, self._known[name], self._written.given[name], detail))
+        elif name in self._values:  # report each value once
+            self._user_input.mistakes.append(
+                _wrong_value(name, self._known[name], self._user_input.given[name], detail)
+            )
             self._doubtful.add(name)
             del self._values[name]
 
     def _reject_missing(self, name: str) -> None:
         if name not in self._doubtful:
-            about = " ".join((self._known[name].description or "").split())
-            self._written.mistakes.append(f"--{name} is missing: {about}")
+            description = " ".join((self._known[name].description or "").split())
+            self._user_input.mistakes.append(f"--{name} is missing: {description}")
         self._doubtful.add(name)
-        self._values[name] = "?"  # every required setting is text: it stands in, so that the rest can be validated
+        self._values[name] = "?"  # a placeholder, so that the rest can be validated: every required setting is text
 
     def _reject_conflict(self, detail: ErrorDetails) -> None:
         error = detail.get("ctx", {}).get("error")
         for line in error.lines if isinstance(error, ConflictError) else [detail["msg"]]:
-            names = named_in(line, self._known)
+            names = settings_named_in(line, self._known)
             if not self._doubtful.intersection(names):
-                origins = [self._written.given[name].origin for name in names if name in self._written.given]
-                self._written.mistakes.append(line + (f" ({', '.join(dict.fromkeys(origins))})" if origins else ""))
-            # A check inside a section keeps those that cross sections from being made: without its settings, they are.
+                origins = [self._user_input.given[name].origin for name in names if name in self._user_input.given]
+                self._user_input.mistakes.append(line + (f" ({', '.join(dict.fromkeys(origins))})" if origins else ""))
+            # A failed check in a section prevents the checks across sections: without its settings, those run.
             if detail["loc"]:
                 self._doubtful.update(names)
                 for name in names:
                     self._values.pop(name, None)
 
     def _setting(self, loc: tuple[int | str, ...]) -> str | None:
-        """The setting that an error is about; None when it is about a section or about several of them."""
+        """The setting that an error is about; None if it is about a section or several settings."""
         names = (".".join(map(str, loc[:length])) for length in range(1, len(loc) + 1))
         return next((name for name in names if name in self._known), None)
 
 
-def _wrong_value(name: str, field: FieldInfo, given: Given, detail: ErrorDetails) -> str:
-    what = (
+def _wrong_value(name: str, field: FieldInfo, given: GivenValue, detail: ErrorDetails) -> str:
+    place = (
         f"{given.origin} {given.shown}" if given.origin.startswith("--") else f"{given.origin}: {name}: {given.shown}"
     )
     refused = REFUSED_VALUES.get(name, {}).get(str(given.value))
-    return f"{what}: {refused or _reason(field, given.value, detail)}"
+    return f"{place}: {refused or _reason(field, given.value, detail)}"
 
 
 def _reason(field: FieldInfo, given: Any, detail: ErrorDetails) -> str:
-    """Why a value is none for this setting."""
+    """Why a value is invalid for this setting."""
     kind = without_none(field.annotation)
     if given is None or str(given).lower() in ("none", "null"):
         default = default_of(field)
-        return "wants a value" + (f": leave it out for its default, {default}" if default else "")
+        return "needs a value" + (f": leave it out for its default, {default}" if default else "")
     if get_origin(kind) is dict and detail["type"] == "dict_type":
         return "should be names, or names and their numbers: '{\"name\": 1}'"
-    wanted = [part for part in get_args(kind) if get_origin(kind) is tuple]
-    if wanted and Ellipsis not in wanted and isinstance(given, Sequence) and len(given) != len(wanted):
-        return f"wants {len(wanted)} values, not {len(given)}"
+    parts = [part for part in get_args(kind) if get_origin(kind) is tuple]
+    if parts and Ellipsis not in parts and isinstance(given, Sequence) and len(given) != len(parts):
+        return f"takes {len(parts)} values, not {len(given)}"
     return detail["msg"].removeprefix("Value error, ").removeprefix("Input ").split(", unable to ")[0]
 
 
 def _nest(values: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
-    """`{"train.seed": 1}` -> `{"train": {"seed": 1}}`. Every section is there: what is missing is then a setting."""
+    """`{"train.seed": 1}` -> `{"train": {"seed": 1}}`. All sections exist, so that errors name missing settings."""
     root: dict[str, Any] = {}
     for path in [*(f"{section}." for section in sections), *values]:
         node = root

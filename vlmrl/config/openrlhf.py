@@ -1,11 +1,11 @@
-"""OpenRLHF's flags. One that vlmrl carries has the same name here; every other one is refused with a reason."""
+"""OpenRLHF's flags that vlmrl refuses, each with the reason. All others have the same name here."""
 
 _ASYNC = "not built yet: asynchronous rollouts; engines and trainer take turns"
 _RING = "not built yet: ring attention; a sequence stays on one rank"
 _EXPERTS = "not built yet: settings for mixtures of experts"
 
 REFUSED: dict[str, str] = {
-    "ds.value_head_prefix": "never: a value head is called score, where Transformers' classifiers have theirs",
+    "ds.value_head_prefix": "never: a value head is called score, as in Transformers' classifiers",
     **{
         f"{role}.muon.{name}": "never: DeepSpeed's Muon takes five Newton-Schulz steps with Nesterov momentum"
         for role in ("actor", "critic")
@@ -28,20 +28,20 @@ REFUSED: dict[str, str] = {
     "ds.grad_accum_dtype": "never: gradients are accumulated in fp32, whatever ds.param_dtype is",
     "ds.use_universal_ckpt": "not built yet: resuming with another number of ranks",
     "ref.offload": "not built yet: a reference in CPU memory; give it devices of its own with ref.num_gpus_per_node",
-    "vllm.sync_with_ray": "never: weights do not travel through Ray's collectives; vllm.sync_backend says how they do",
+    "vllm.sync_with_ray": "never: weights do not go through Ray's collectives; vllm.sync_backend is how they are sent",
     "ckpt.path": "replaced by ckpt.output_dir: checkpoints lie in its folder checkpoints/",
     "ckpt.save_hf": "never: the final model is always written in Hugging Face's format, to model/ in ckpt.output_dir",
     "ckpt.disable_ds": "replaced by ckpt.save_steps -1: a checkpoint is what a run resumes from",
     "ckpt.max_mem": "replaced by ckpt.max_num: the number of checkpoints that are kept bounds their size",
     "data.disable_fast_tokenizer": "never: Transformers 5 has one tokenizer for each model",
-    "data.dataloader_num_workers": "never: prompts are read by a process of their own, not by a data loader",
+    "data.dataloader_num_workers": "never: prompts are read by a separate process, not by a data loader",
     "logger.wandb.key": "never: a key on a command line ends up in logs; set the environment variable WANDB_API_KEY",
     "local_rank": "never: there is no outside launcher; vlmrl starts actor.num_nodes x actor.num_gpus_per_node ranks",
     "use_ms": "never: download from ModelScope first, and give the folder as actor.model_name_or_path",
 }
 """OpenRLHF's name -> why it is refused."""
 
-_KERNELS = "replaced by varlen on CUDA, which needs no flash-attn package, and by auto, which chooses"
+_KERNELS = "replaced by varlen on CUDA, which needs no flash-attn package, or by auto, which chooses"
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "ds.attn_implementation": {"flash_attention_2": _KERNELS, "flash_attention_3": _KERNELS},

@@ -1,4 +1,4 @@
-"""How a model's weights are moved: the optimizer and its schedule."""
+"""The optimizer and the schedule of its learning rate."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ class Adam(Section):
     """AdamW (arXiv:1711.05101)."""
 
     lr: PositiveFloat = 1e-6
-    """Peak learning rate; of adapters (`ds.lora.rank`) 1e-5 unless given."""
+    """Peak learning rate; for adapters (`ds.lora.rank`) the default is 1e-5."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moments."""
     eps: PositiveFloat = 1e-8
@@ -33,35 +33,35 @@ class Muon(Section):
     """Decay rate of the momentum."""
 
 
-class Optimized(Section):
-    """The settings that every trained model has."""
+class OptimizerSettings(Section):
+    """The optimizer of a trained model."""
 
     optim: Literal["adam", "adam_8bit", "adam_paged", "adam_8bit_paged", "muon"] = "adam"
     """Optimizer: AdamW; bitsandbytes' AdamW with a state of 8 bits, paged to CPU memory, or both (CUDA); or Muon."""
     adam: Adam = Adam()
-    """AdamW's settings; with `muon`, those of what Muon does not move."""
+    """Settings of AdamW; with `muon`, for the weights that Muon does not update."""
     muon: Muon = Muon()
-    """Muon's settings."""
+    """Settings of Muon."""
     lr_scheduler: Literal["cosine_with_min_lr", "linear", "constant", "constant_with_warmup"] = "cosine_with_min_lr"
     """Shape of the learning rate over the run."""
     lr_warmup_ratio: Fraction = 0.03
-    """Share of the optimizer steps spent rising to the peak learning rate."""
+    """Fraction of the optimizer steps spent rising to the peak learning rate."""
     min_lr_ratio: Fraction = 0.1
-    """Floor of the cosine schedule, as a share of the peak."""
+    """Floor of the cosine schedule, as a fraction of the peak."""
     max_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this norm; 0 turns clipping off."""
 
 
-def unread_of_optimized(role: str, optimized: Optimized) -> Unread:
-    """Of the optimizer of the actor or of the critic."""
+def unread_of_optimizer(role: str, optimizer: OptimizerSettings) -> Unread:
+    """`role` is `actor` or `critic`."""
     unread: Unread = {}
-    if optimized.lr_scheduler != "cosine_with_min_lr":
-        unread[f"{role}.min_lr_ratio"] = f"{role}.lr_scheduler cosine_with_min_lr alone has a floor"
-    if optimized.lr_scheduler == "constant":
+    if optimizer.lr_scheduler != "cosine_with_min_lr":
+        unread[f"{role}.min_lr_ratio"] = f"only {role}.lr_scheduler cosine_with_min_lr has a floor"
+    if optimizer.lr_scheduler == "constant":
         reason = f"{role}.lr_scheduler constant does not warm up (constant_with_warmup does)"
         unread[f"{role}.lr_warmup_ratio"] = reason
-    if optimized.optim != "muon":
-        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimized.optim}")
+    if optimizer.optim != "muon":
+        unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimizer.optim}")
     else:
-        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of one size, whatever the gradient's norm"
+        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of a fixed size, whatever the gradient's norm"
     return unread

@@ -1,4 +1,4 @@
-"""Checks that cross roles: critic, reward models, moving average, best model, and which roles share devices."""
+"""Checks across roles: critic, reward models, moving average, best model, and shared devices."""
 
 from collections.abc import Mapping
 
@@ -9,17 +9,17 @@ from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.critic import Critic
 from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
-from vlmrl.config.optimizer import unread_of_optimized
+from vlmrl.config.optimizer import unread_of_optimizer
 from vlmrl.config.rollout import Eval
 from vlmrl.config.train import TrainRl
 from vlmrl.config.vllm import Vllm
 
 REWARD_MODELS = ("reward_model", "process_model")
-"""The roles that `reward.num_gpus_per_node` speaks of: they share their devices."""
+"""The roles that `reward.num_gpus_per_node` applies to; they share their devices."""
 
 
 def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]:
-    """Roles that have the same devices. A critic in the actor's processes is none."""
+    """Sets of roles that share devices. A critic in the actor's processes is not a separate role."""
     if train.colocate_all:
         return [frozenset({"actor", "ref", "vllm", *REWARD_MODELS})]
     trained = {"actor", "ref"} if train.colocate_actor_ref else {"actor"}
@@ -33,11 +33,11 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
 def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:
     if not exists:
         names = (*settings(Critic, "critic."), "train.colocate_actor_critic", "train.colocate_critic_reward")
-        has = "unless critic.model_name_or_path says what it starts from"
+        exception = "unless critic.model_name_or_path gives its initial model"
         if estimator in ESTIMATORS:
-            has = f"{', '.join(CRITIC_ESTIMATORS)} has"
-        return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {has}")
-    unread = unread_of_optimized("critic", critic)
+            exception = f"{', '.join(CRITIC_ESTIMATORS)} has"
+        return dict.fromkeys(names, f"algo.advantage.estimator {estimator} has no critic, {exception}")
+    unread = unread_of_optimizer("critic", critic)
     if is_with_actor:
         reason = "the critic lives in the actor's processes (train.colocate_actor_critic, train.colocate_all)"
         unread |= {"critic.num_nodes": reason, "critic.num_gpus_per_node": reason}
@@ -73,7 +73,7 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
     conflicts = []
     if train.max_steps is not None and critic.freezing_steps >= train.max_steps:
         conflicts.append(
-            f"critic.freezing_steps {critic.freezing_steps} leaves the actor nothing of train.max_steps "
+            f"critic.freezing_steps {critic.freezing_steps} leaves the actor none of train.max_steps "
             f"{train.max_steps}: lower it"
         )
     if ds.adam_offload and critic.zero_stage == 0:
@@ -81,7 +81,7 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
     if ds.lora.rank and "vision" in ds.lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(critic, flag)]
         conflicts += [
-            f"ds.lora.target_modules vision would change what critic.{flag} keeps as it is: leave one of them out"
+            f"ds.lora.target_modules vision would change what critic.{flag} freezes: leave one of them out"
             for flag in frozen
         ]
     if critic.zero_stage not in (None, ds.zero_stage):
@@ -90,7 +90,7 @@ def conflicts_of_critic(critic: Critic, train: TrainRl, ds: Ds) -> list[str]:
 
 
 def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int | None, str]]) -> list[str]:
-    """`trained`: the setting of each trained model's ZeRO stage -> that stage, and its optimizer."""
+    """`trained`: for each trained model, the setting of its ZeRO stage -> that stage, and the optimizer."""
     if not ds.enable_sleep:
         return []
     conflicts = []
@@ -98,16 +98,14 @@ def conflicts_of_sleep(ds: Ds, train: TrainRl, trained: Mapping[str, tuple[int |
         conflicts.append("ds.enable_sleep frees memory for engines on the same GPUs: it needs train.colocate_all")
     if ds.adam_offload:
         conflicts.append(
-            "ds.adam_offload keeps the optimizer's state in CPU memory always: leave it or ds.enable_sleep out"
+            "ds.adam_offload always keeps the optimizer's state in CPU memory: leave it or ds.enable_sleep out"
         )
     for flag, (stage, optim) in trained.items():
         if stage != 2:
-            conflicts.append(
-                f"ds.enable_sleep moves the optimizer with DeepSpeed, which cannot with {flag} {stage}: set it to 2"
-            )
+            conflicts.append(f"ds.enable_sleep: DeepSpeed cannot move the optimizer with {flag} {stage}: set it to 2")
         if "paged" in optim:
             conflicts.append(
-                f"ds.enable_sleep cannot move {optim}, whose pages CUDA moves by itself: leave one of them out"
+                f"ds.enable_sleep cannot move {optim}, whose pages CUDA moves itself: leave one of them out"
             )
     return conflicts
 
@@ -118,11 +116,11 @@ def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:
         conflicts.append("vllm.enable_sleep frees memory for a trainer on the same GPUs: it needs train.colocate_all")
     if vllm.sync_backend == "ipc" and not train.colocate_all:
         conflicts.append(
-            "vllm.sync_backend ipc hands weights over within a GPU: it needs train.colocate_all (or use nccl, or shm)"
+            "vllm.sync_backend ipc sends weights within a GPU: it needs train.colocate_all (or use nccl, or shm)"
         )
     if vllm.sync_backend == "nccl" and train.colocate_all:
         conflicts.append(
-            "vllm.sync_backend nccl cannot join trainer and engines on the same GPU, where train.colocate_all puts "
-            "them: use ipc or shm"
+            "vllm.sync_backend nccl cannot connect trainer and engines on the same GPU, where train.colocate_all "
+            "places them: use ipc or shm"
         )
     return conflicts

@@ -1,8 +1,8 @@
-"""How responses are sampled."""
+"""Sampling of responses, for training and for evaluation."""
 
 from pydantic import Field
 
-from vlmrl.config.base import Every, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, Unread
+from vlmrl.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, StepInterval, Text, Unread
 from vlmrl.config.names import settings
 
 
@@ -16,15 +16,15 @@ class Rollout(Section):
     max_new_tokens: PositiveInt = 1024
     """Longest response, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer's log-probs are of the same tempered distribution."""
+    """Sampling temperature, also applied to the trainer's log-probs."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 it needs temperature 1."""
+    """Nucleus sampling; a value below 1 needs temperature 1."""
     max_tokens_per_gpu: PositiveInt | None = None
-    """Token budget of one forward pass that needs no gradient; by default `train.max_tokens_per_gpu`."""
+    """Token budget of one forward pass without gradients; by default `train.max_tokens_per_gpu`."""
 
 
-class Held(Section):
-    """Held-out prompts, and how they are answered."""
+class EvalBase(Section):
+    """Held-out prompts, and the sampling of their responses."""
 
     dataset: Text | None = None
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas. None turns evaluation off."""
@@ -37,25 +37,25 @@ class Held(Section):
     max_samples: PositiveInt = 100_000_000
     """Use at most this many rows of each evaluation set."""
     breakdown_key: str | None = "family"
-    """Column of the evaluation data by whose values the accuracy is told apart, where a set has it. None does not."""
+    """Column of the evaluation data by whose values accuracy is also reported, if a set has it; None: no breakdown."""
 
 
-class Eval(Held):
+class Eval(EvalBase):
     """Evaluation on held-out prompts, before, during and after training."""
 
-    steps: Every = -1
-    """Evaluate every so many steps; -1 means before and after training only."""
+    steps: StepInterval = -1
+    """Steps between evaluations; -1 means before and after training only."""
 
 
-class HeldOut(Held):
-    """Evaluation on held-out prompts."""
+class EvalOnly(EvalBase):
+    """Evaluation on held-out prompts, without training."""
 
     dataset: Text
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas."""
 
 
 def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
-    """`holds_out`: rows of the training data are evaluated."""
+    """`holds_out`: held-out rows of the training data are evaluated."""
     if evaluation.dataset is not None:
         return {}
     if holds_out:
@@ -64,8 +64,8 @@ def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
     return dict.fromkeys(names, "nothing is evaluated without eval.dataset or data.eval_fraction")
 
 
-def conflicts_of_eval(evaluation: Held, *, evaluates: bool = True) -> list[str]:
+def conflicts_of_eval(evaluation: EvalBase, *, evaluates: bool = True) -> list[str]:
     n = evaluation.n_samples_per_prompt
     if not evaluates or evaluation.temperature > 0 or n == 1:
         return []
-    return [f"eval.temperature 0 gives {n} times the same response: set eval.n_samples_per_prompt to 1, or raise it"]
+    return [f"eval.temperature 0 gives the same response {n} times: set eval.n_samples_per_prompt to 1, or raise it"]

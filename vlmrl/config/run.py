@@ -1,4 +1,4 @@
-"""The settings of each verb, put together from sections, and the checks that cross sections."""
+"""The settings of each verb, composed of sections, and the checks that cross sections."""
 
 from typing import Any, ClassVar, Self
 
@@ -8,7 +8,7 @@ from vlmrl.config import actor, adapters, algo, ckpt, data, ds, optimizer, rewar
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
-from vlmrl.config.bench import Head, OneStep, Repeats, Samples, Widths
+from vlmrl.config.bench import OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
 from vlmrl.config.built_in import Aggregation
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
@@ -18,22 +18,22 @@ from vlmrl.config.lora import ADAPTER_RATE
 from vlmrl.config.merge import Merge
 from vlmrl.config.names import all_but, is_given
 from vlmrl.config.reward import Reward, Scoring
-from vlmrl.config.rollout import Eval, HeldOut, Rollout
+from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
 from vlmrl.config.train import Loop, TrainRl
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
-_EVERY_RUN = ("seed", "timeout_s", "stop_grace_s")
+_COMMON = ("seed", "timeout_s", "stop_grace_s")
 _SYNC = ("bucket_mib", "sync_backend")
-_TRAINER_BESIDE = ("max_logprob_diff", "enable_sleep")
+_WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
 
 
-class Training(Run):
-    """What the settings of every training verb have."""
+class TrainingConfig(VerbConfig):
+    """The settings that all training verbs have."""
 
     actor: Model
     data: Data
@@ -53,14 +53,14 @@ class Training(Run):
             | adapters.unread_of_adapters(self.ds)
             | vision.unread_of_vision(
                 self.actor,
-                reached_by_adapters=adapters.reaches_vision(self.actor, lora) if lora.rank else None,
-                has_frozen_tower_beside=self.has_frozen_tower_beside,
+                is_adapted=adapters.reaches_vision(self.actor, lora) if lora.rank else None,
+                has_other_frozen_tower=self.has_other_frozen_tower,
             )
         )
 
     @property
-    def has_frozen_tower_beside(self) -> bool:
-        """A vision tower other than the actor's stays as it is."""
+    def has_other_frozen_tower(self) -> bool:
+        """Another model than the actor has a frozen vision tower."""
         return False
 
     def conflicts(self) -> list[str]:
@@ -72,22 +72,22 @@ class Training(Run):
 
     @model_validator(mode="after")
     def resolve_layout(self) -> Self:
-        """Let `train.layout` alone say what `ds.packing_samples` may have said."""
+        """Apply `ds.packing_samples` to `train.layout`."""
         if self.ds.packing_samples is not None and not is_given(self.train, "layout"):
-            # Frozen is for those who read the settings; here they are still being made.
+            # The settings are frozen, and this validator is still constructing them.
             self.__dict__["train"] = self.train.model_copy(update={"layout": ds.layout(self.ds.packing_samples)})
         return self
 
     @model_validator(mode="after")
     def resolve_rate(self) -> Self:
-        """Adapters, which begin at zero and are few, take larger steps than weights."""
+        """Set the default learning rate of adapters, which is higher than that of full weights."""
         if self.ds.lora.rank and not is_given(self.actor, "adam.lr"):
             adam = self.actor.adam.model_copy(update={"lr": ADAPTER_RATE})
             self.__dict__["actor"] = self.actor.model_copy(update={"adam": adam})
         return self
 
 
-class RlConfig(Training):
+class RlConfig(TrainingConfig):
     """Reinforcement learning: sample responses, score them, learn from the better ones."""
 
     verb: ClassVar[str] = "rl"
@@ -131,19 +131,19 @@ class RlConfig(Training):
 
     @property
     def evaluates(self) -> bool:
-        """There are held-out prompts."""
+        """The run has held-out prompts."""
         return self.eval.dataset is not None or self.data.eval_fraction > 0
 
     @property
     def aggregation(self) -> Aggregation:
-        """`algo.loss_agg`, or that of the loss's paper, or that of the estimator's."""
+        """`algo.loss_agg`, by default that of the loss's paper, else that of the estimator's."""
         loss, estimator = self.actor.built_in_loss, self.algo.advantage.built_in
-        of_loss = None if loss is None else loss.aggregation
-        return self.algo.loss_agg or of_loss or ("token" if estimator is None else estimator.aggregation)
+        loss_default = None if loss is None else loss.aggregation
+        return self.algo.loss_agg or loss_default or ("token" if estimator is None else estimator.aggregation)
 
     @property
     def has_critic(self) -> bool:
-        """A critic is trained beside the actor: the estimator needs one, or is the user's own and is given one."""
+        """The run trains a critic: the estimator needs one, or it is the user's and the user gives a critic."""
         estimator = self.algo.advantage.built_in
         return self.critic.model_name_or_path is not None if estimator is None else estimator.needs_critic
 
@@ -153,13 +153,13 @@ class RlConfig(Training):
         return self.has_critic and (self.train.colocate_actor_critic or self.train.colocate_all)
 
     @property
-    def whole_critic(self) -> Critic:
-        """The critic's settings, with what was left open filled in."""
+    def resolved_critic(self) -> Critic:
+        """The critic's settings with all defaults filled in."""
         actor, critic = self.actor, self.critic
-        start = critic.model_name_or_path or self.reward.model_name_or_path or actor.model_name_or_path
-        same = ("gradient_checkpointing_enable", "freeze_visual_encoder", "freeze_projector")
-        filled: dict[str, Any] = {name: getattr(actor, name) for name in same if getattr(critic, name) is None}
-        filled |= {"model_name_or_path": start}
+        initial = critic.model_name_or_path or self.reward.model_name_or_path or actor.model_name_or_path
+        shared = ("gradient_checkpointing_enable", "freeze_visual_encoder", "freeze_projector")
+        filled: dict[str, Any] = {name: getattr(actor, name) for name in shared if getattr(critic, name) is None}
+        filled |= {"model_name_or_path": initial}
         if critic.zero_stage is None:
             filled |= {"zero_stage": self.ds.zero_stage}
         if self.critic_is_with_actor:
@@ -167,31 +167,31 @@ class RlConfig(Training):
         return critic.model_copy(update=filled)
 
     @property
-    def has_frozen_tower_beside(self) -> bool:
-        critic_keeps = self.has_critic and adapters.keeps_tower(self.whole_critic.as_model, self.ds.lora)
-        return self.has_reference or self.reward.has_model or critic_keeps
+    def has_other_frozen_tower(self) -> bool:
+        critic_is_frozen = self.has_critic and adapters.freezes_vision(self.resolved_critic.as_model, self.ds.lora)
+        return self.has_reference or self.reward.has_model or critic_is_frozen
 
     @property
     def has_reference(self) -> bool:
-        """A frozen model of its own is asked for log-probs too."""
+        """The run has a separate reference model."""
         return self.algo.kl.init_coef > 0 and not self.reference_is_base
 
     @property
     def reference_is_base(self) -> bool:
-        """The reference is the actor with its adapters off: the same weights, and no model of its own."""
+        """The reference is the actor with its adapters off, not a separate model."""
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     @property
-    def _stages(self) -> dict[str, tuple[int | None, str]]:
-        """Of what trains: the setting of its ZeRO stage -> that stage, and its optimizer."""
+    def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
+        """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
         stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
         if self.has_critic:
-            stages["critic.zero_stage"] = (self.whole_critic.zero_stage, self.critic.optim)
+            stages["critic.zero_stage"] = (self.resolved_critic.zero_stage, self.critic.optim)
         return stages
 
     @property
     def pools(self) -> list[frozenset[str]]:
-        """Roles that have the same devices, and use them one after the other."""
+        """Sets of roles that share devices and use them in turn."""
         return roles.pools(self.train, critic_is_with_actor=self.critic_is_with_actor)
 
     def conflicts(self) -> list[str]:
@@ -202,7 +202,7 @@ class RlConfig(Training):
             *reward.conflicts_of_sources(self.reward),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
             *roles.conflicts_of_devices(self.vllm, self.train),
-            *roles.conflicts_of_sleep(self.ds, self.train, self._stages),
+            *roles.conflicts_of_sleep(self.ds, self.train, self._zero_stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
             *(roles.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
             *adapters.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
@@ -210,7 +210,7 @@ class RlConfig(Training):
         ]
 
 
-class SftConfig(Training):
+class SftConfig(TrainingConfig):
     """Supervised fine-tuning on the responses of a dataset."""
 
     verb: ClassVar[str] = "sft"
@@ -219,22 +219,22 @@ class SftConfig(Training):
     )
 
 
-class EvalConfig(Run):
-    """Evaluation: responses to held-out prompts, scored by the reward functions."""
+class EvalConfig(VerbConfig):
+    """Evaluation: sample responses to held-out prompts and score them with the reward functions."""
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_TRAINER_BESIDE, "qlora_base"))
-        | all_but(Loop, "train", *_EVERY_RUN)
+        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_WITH_TRAINER, "qlora_base"))
+        | all_but(Loop, "train", *_COMMON)
         | all_but(Ds, "ds", "param_dtype")
         | all_but(Ckpt, "ckpt", "output_dir")
     )
 
     actor: Model
-    eval: HeldOut
+    eval: EvalOnly
     data: Columns = Columns()
     reward: Scoring = Scoring()
     rollout: Rollout = Rollout()
@@ -250,13 +250,13 @@ class EvalConfig(Run):
         return rollout.conflicts_of_eval(self.eval)
 
 
-class SyncBench(Run):
-    """How long weights take from the trainer to the engines. Prints JSON lines."""
+class SyncBench(VerbConfig):
+    """Measure the time of a weight sync from trainer to engines. Prints JSON lines."""
 
     verb: ClassVar[str] = "bench sync"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
-        | frozenset(f"vllm.{name}" for name in _TRAINER_BESIDE)
+        | frozenset(f"vllm.{name}" for name in _WITH_TRAINER)
         | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
     )
 
@@ -272,16 +272,16 @@ class SyncBench(Run):
         return adapters.conflicts_of_adapters(self.actor, self.ds)
 
 
-class RolloutBench(Run):
-    """How fast the engines answer and how many bytes move, for several numbers of responses. Prints JSON lines."""
+class RolloutBench(VerbConfig):
+    """Measure rollout speed and transferred bytes for several numbers of responses. Prints JSON lines."""
 
     verb: ClassVar[str] = "bench rollout"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT)
         | frozenset({"data.output_key", "data.eval_fraction"})
         | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
-        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_TRAINER_BESIDE, "qlora_base"))
-        | all_but(Loop, "train", *_EVERY_RUN)
+        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_WITH_TRAINER, "qlora_base"))
+        | all_but(Loop, "train", *_COMMON)
         | all_but(Ds, "ds", "param_dtype")
     )
 
@@ -291,7 +291,7 @@ class RolloutBench(Run):
     vllm: Vllm = Vllm()
     train: Loop = Loop()
     ds: Ds = Ds()
-    bench: Widths = Widths()
+    bench: ResponseCounts = ResponseCounts()
 
     def unread(self) -> Unread:
         return data.unread_of_columns(self.data)
@@ -300,8 +300,8 @@ class RolloutBench(Run):
         return data.conflicts_of_data(self.data)
 
 
-class StepBench(Run):
-    """What one optimizer step costs in each layout: seconds, memory, equality. Prints JSON lines, and a table."""
+class StepBench(VerbConfig):
+    """Measure an optimizer step in each layout: time, memory, equality. Prints JSON lines, and a table."""
 
     verb: ClassVar[str] = "bench step"
     omits: ClassVar[frozenset[str]] = (
@@ -312,39 +312,39 @@ class StepBench(Run):
     )
 
     actor: Model
-    bench: Samples = Samples()
+    bench: SyntheticBatch = SyntheticBatch()
     train: OneStep = OneStep()
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        found = optimizer.unread_of_optimized("actor", self.actor) | adapters.unread_of_adapters(self.ds)
+        unread = optimizer.unread_of_optimizer("actor", self.actor) | adapters.unread_of_adapters(self.ds)
         if not self.bench.image_size:
-            found["bench.images_per_prompt"] = "bench.image_size 0 means no images"
-        return found
+            unread["bench.images_per_prompt"] = "bench.image_size 0 means no images"
+        return unread
 
     def conflicts(self) -> list[str]:
-        found = []
+        conflicts = []
         if self.ds.zero_stage == 3:
-            found.append("ds.zero_stage 3 shards weights over ranks, and bench step runs in one process: use 0, 1 or 2")
+            conflicts.append("ds.zero_stage 3 shards weights over ranks, and bench step is one process: use 0, 1 or 2")
         if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
-            found.append(
-                f"ds.attn_implementation {self.ds.attn_implementation} does not know of prompts that responses share: "
+            conflicts.append(
+                f"ds.attn_implementation {self.ds.attn_implementation} does not support prompts that responses share: "
                 "use auto, or leave shared out of bench.layouts"
             )
         if len(set(self.bench.layouts)) < len(self.bench.layouts):
-            found.append(f"bench.layouts {' '.join(self.bench.layouts)} names one twice")
+            conflicts.append(f"bench.layouts {' '.join(self.bench.layouts)} names a layout twice")
         if self.ds.lora.dropout:
-            found.append("ds.lora.dropout draws anew in every pass, and bench step compares passes: leave it out")
+            conflicts.append("ds.lora.dropout differs in every pass, and bench step compares passes: leave it out")
         loop = self.train.model_copy(update={"layout": "padded"})
         return [
-            *found,
+            *conflicts,
             *ds.conflicts_of_ds(self.ds, loop),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
 
 
-class ServeConfig(Run):
-    """Reward server: scores responses over HTTP, by a reward model or by your own function."""
+class ServeConfig(VerbConfig):
+    """Reward server: score responses over HTTP, with a reward model or with functions."""
 
     verb: ClassVar[str] = "serve-rm"
     omits: ClassVar[frozenset[str]] = (
@@ -364,14 +364,14 @@ class ServeConfig(Run):
     ds: Ds = Ds()
 
     def unread(self) -> Unread:
-        return reward.unread_of_served(self.reward)
+        return reward.unread_of_serve(self.reward)
 
     def conflicts(self) -> list[str]:
-        return reward.conflicts_of_served(self.reward)
+        return reward.conflicts_of_serve(self.reward)
 
 
-class MergeConfig(Run):
-    """Adapter and base to a model that loads by itself."""
+class MergeConfig(VerbConfig):
+    """Merge an adapter into its base model."""
 
     verb: ClassVar[str] = "merge"
     omits: ClassVar[frozenset[str]] = all_but(Ds, "ds", "param_dtype", "load_in_4bit")
@@ -380,15 +380,15 @@ class MergeConfig(Run):
     ds: Ds = Ds()
 
 
-class LogprobsBench(Run):
-    """What scoring tokens costs with and without [T, V] logits: seconds, memory, equality. Prints JSON lines."""
+class LogprobsBench(VerbConfig):
+    """Measure log-probs with and without [T, V] logits: time, memory, equality. Prints JSON lines."""
 
     verb: ClassVar[str] = "bench logprobs"
 
-    bench: Head = Head()
+    bench: OutputLayer = OutputLayer()
 
 
-VERBS: tuple[type[Run], ...] = (
+VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
     *(SyncBench, RolloutBench, StepBench, LogprobsBench),
 )

@@ -1,4 +1,4 @@
-"""Steps of a run: how many its data make, how many optimizer steps that is, and how far a run is."""
+"""The number of steps and of optimizer steps of a run, and its progress."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from vlmrl.errors import ConfigError
 
 
 def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
-    """`last_step`, where there is also something to learn until then.
+    """`last_step`, after checking that the actor is trained before it.
 
     Raises:
-        ConfigError: the data are not enough for one step, or the critic has all steps for itself.
+        ConfigError: the data do not fill one step, or only the critic would be trained.
     """
     frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
     optimizer_steps(config, num_rows, frozen=frozen)
@@ -18,11 +18,11 @@ def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
-    """Optimizer steps of the whole run: what the learning rate's schedule is laid over. In the first `frozen` steps of
-    the run none is taken.
+    """Optimizer steps of the whole run, the length of the learning rate's schedule. The first `frozen` steps of the run
+    take none.
 
     Raises:
-        ConfigError: there are no other steps.
+        ConfigError: the run has no more than `frozen` steps.
     """
     steps = last_step(config, num_rows)
     if isinstance(config, SftConfig):
@@ -38,7 +38,7 @@ def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
     """Steps of the whole run.
 
     Raises:
-        ConfigError: the data are not enough for one step.
+        ConfigError: the data do not fill one step.
     """
     size, passes, flag = _batches(config)
     steps = num_rows * passes // size
@@ -48,9 +48,9 @@ def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
 
 
 def last_step_from(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> int:
-    """`last_step` of a run that goes on after `done` steps and `drawn` rows, whose batches may have had another size.
+    """`last_step` of a run resumed after `done` steps and `drawn` rows, whose batches may have had another size.
 
-    With dynamic filtering, where a step draws as many as it needs, the most that it can be.
+    With dynamic filtering, where a step draws as many rows as it needs, this is an upper bound.
     """
     size, passes, _ = _batches(config)
     steps = done + max(num_rows * passes - drawn, 0) // size
@@ -59,15 +59,15 @@ def last_step_from(config: RlConfig | SftConfig, num_rows: int, *, done: int, dr
     return min(steps, config.train.max_steps or steps)
 
 
-def share_done(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> float:
-    """How far a run is after `done` steps and `drawn` rows, from 0 to 1: by its rows or by `train.max_steps`, whichever
-    ends it."""
+def fraction_done(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> float:
+    """Progress after `done` steps and `drawn` rows, from 0 to 1: by rows or by `train.max_steps`, whichever ends the
+    run."""
     by_steps = done / config.train.max_steps if config.train.max_steps else 0.0
     return min(max(drawn / (num_rows * _batches(config)[1]), by_steps), 1.0)
 
 
 def _batches(config: RlConfig | SftConfig) -> tuple[int, int, str]:
-    """Rows of a step, passes over all rows, and the flag of the former."""
+    """Rows per step, passes over all rows, and the flag of the rows per step."""
     if isinstance(config, RlConfig):
         return config.rollout.batch_size, config.train.num_episodes, "--rollout.batch_size"
     return config.train.batch_size, config.train.max_epochs, "--train.batch_size"

@@ -1,4 +1,4 @@
-"""What the user wrote, before it is validated: settings from YAML files and flags, each with where it came from."""
+"""Read settings from YAML files and flags, each with its origin, before validation."""
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ _TRUE_OR_FALSE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenValue:
     """A setting that the user gave."""
 
     value: Any
@@ -34,39 +34,39 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
-    """A name that the user gave, of a setting that does not exist."""
+class UnknownName:
+    """A name in the user's input that is no setting."""
 
     name: str
     origin: str
     is_section: bool = False
-    """It holds settings: a misspelt section, not a misspelt setting."""
+    """The name has settings below it: probably a misspelt section."""
 
 
 @dataclass(slots=True)
-class Written:
-    """All that the user wrote. Later sources override earlier ones, setting by setting."""
+class UserInput:
+    """All settings that the user gave. Later sources override earlier ones, setting by setting."""
 
-    given: dict[str, Given]
-    unknown: list[Unknown]
+    given: dict[str, GivenValue]
+    unknown: list[UnknownName]
     mistakes: list[str]
-    spoilt: set[str]
-    """Settings that were tried, but whose value could not be read."""
+    unreadable: set[str]
+    """Settings whose value could not be read."""
 
 
-def read(argv: Sequence[str], known: Mapping[str, FieldInfo], sections: Iterable[str]) -> Written:
-    """Read `--config` files in their order, then the other flags. Mistakes are collected, not raised."""
-    written = Written({}, [], [], set())
-    files, flags = _split(argv, written)
+def read(argv: Sequence[str], known: Mapping[str, FieldInfo], sections: Iterable[str]) -> UserInput:
+    """Read `--config` files in order, then the other flags. Mistakes are collected, not raised."""
+    user_input = UserInput({}, [], [], set())
+    files, flags = _split(argv, user_input)
     for file in files:
-        _read_yaml(Path(file), known, frozenset(sections), written)
+        _read_yaml(Path(file), known, frozenset(sections), user_input)
     for flag, words in flags:
-        _read_flag(flag, words, known, written)
-    return written
+        _read_flag(flag, words, known, user_input)
+    return user_input
 
 
-def _split(argv: Sequence[str], written: Written) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The YAML files, and each flag with the words that follow it."""
+def _split(argv: Sequence[str], user_input: UserInput) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Split the command line into YAML files, and flags with the words that follow them."""
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -75,48 +75,50 @@ def _split(argv: Sequence[str], written: Written) -> tuple[list[str], list[tuple
         elif flags:
             flags[-1][1].append(word)
         else:
-            written.mistakes.append(f"{word}: a setting is given as --section.name value")
+            user_input.mistakes.append(f"{word}: a setting is given as --section.name value")
     files = []
     for flag, words in flags:
         if flag == "--config" and len(words) == 1:
             files += words
         elif flag == "--config":
-            written.mistakes.append(f"--config: wants one YAML file, not {len(words)}; give it again for another one")
+            user_input.mistakes.append(
+                f"--config: takes one YAML file, not {len(words)}; give it again for another one"
+            )
     return files, [(flag, words) for flag, words in flags if flag != "--config"]
 
 
-def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], written: Written) -> None:
+def _read_flag(flag: str, words: list[str], known: Mapping[str, FieldInfo], user_input: UserInput) -> None:
     name = flag.removeprefix("--")
     field = known.get(name)
     if field is None:
-        written.unknown.append(Unknown(name, flag))
+        user_input.unknown.append(UnknownName(name, flag))
         return
     kind = without_none(field.annotation)
     if kind is bool and not words:
         words = ["true"]
-    several = any(get_origin(choice) in (tuple, list, dict) for choice in choices(kind))
+    takes_several = any(get_origin(choice) in (tuple, list, dict) for choice in choices(kind))
     if not words:
-        written.mistakes.append(f"{flag}: wants a value")
-        written.spoilt.add(name)
-    elif len(words) > 1 and not several:
-        written.spoilt.add(name)
-        written.mistakes.append(
-            f"{flag} {words[0]}: takes one value, but {' '.join(words[1:])!r} follows; quote what belongs together"
+        user_input.mistakes.append(f"{flag}: needs a value")
+        user_input.unreadable.add(name)
+    elif len(words) > 1 and not takes_several:
+        user_input.unreadable.add(name)
+        user_input.mistakes.append(
+            f"{flag} {words[0]}: takes one value, but {' '.join(words[1:])!r} follows; quote a value with spaces"
         )
     else:
         optional = kind is not field.annotation
-        written.given[name] = Given(_from_words(words, kind, optional=optional), flag, " ".join(words))
+        user_input.given[name] = GivenValue(_from_words(words, kind, optional=optional), flag, " ".join(words))
 
 
 def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
-    """Words of the command line as a value of this kind; what does not fit is left as it is, for pydantic to refuse."""
+    """Parse words of the command line as this type. Words that do not fit are returned for pydantic to refuse."""
     text = words[0]
     if optional and text.lower() in ("none", "null"):
         return None
     if kind is bool:
         return _TRUE_OR_FALSE.get(text.lower(), text)
     if get_origin(kind) in (tuple, list):
-        # `0.9 0.95` as OpenRLHF takes it, or one word: `0.9,0.95`, `[0.9, 0.95]`, `(0.9, 0.95)`.
+        # `0.9 0.95` as in OpenRLHF, or one word: `0.9,0.95`, `[0.9, 0.95]`, `(0.9, 0.95)`.
         return words if len(words) > 1 else [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
     if get_origin(kind) is dict:
         try:
@@ -131,48 +133,48 @@ def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
 
 
 def choices(kind: Any) -> tuple[Any, ...]:
-    """`(str, int)` of `str | int`; any other type by itself."""
+    """`(str, int)` for `str | int`; a tuple of the type for any other."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def without_none(kind: Any) -> Any:
-    """`int` of `int | None`; any other type as it is."""
+    """`int` for `int | None`; any other type unchanged."""
     rest = [choice for choice in choices(kind) if choice is not NoneType]
     if len(rest) == len(choices(kind)):
         return kind
     if len(rest) > 1:
-        return Union[tuple(rest)]  # noqa: UP007, the choices are not known here
+        return Union[tuple(rest)]  # noqa: UP007, a union of runtime values
     return get_args(rest[0])[0] if hasattr(rest[0], "__metadata__") else rest[0]
 
 
-def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], written: Written) -> None:
+def _read_yaml(file: Path, known: Mapping[str, FieldInfo], sections: frozenset[str], user_input: UserInput) -> None:
     try:
         loader = yaml.SafeLoader(_text(file))
         root = loader.get_single_node()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        written.mistakes.append(f"--config {file}: cannot be read: {reason}")
+        user_input.mistakes.append(f"--config {file}: cannot be read: {reason}")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
-        written.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
+        user_input.mistakes.append(f"{file}{line}: not YAML: {getattr(error, 'problem', None) or error}")
     else:
         if root is not None:
-            _Tree(file, loader, known, sections, written).read(root)
+            _Tree(file, loader, known, sections, user_input).read(root)
         return
-    # Nobody knows what it holds, so that nothing is missed or compared with a default.
-    written.spoilt.update(known)
+    # The file may contain any setting: report none as missing, and compare none with its default.
+    user_input.unreadable.update(known)
 
 
 def _text(file: Path) -> str:
-    """A file's text. Windows writes UTF-16 from its shell and a mark before UTF-8: the first bytes say which."""
+    """Decode a file. Windows writes UTF-16 from its shell, and UTF-8 with a byte order mark: the first bytes tell."""
     content = file.read_bytes()
     is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return content.decode("utf-16" if is_wide else "utf-8-sig")
 
 
 class _Tree:
-    """One YAML file: walks its nodes, because they know their lines."""
+    """Reader of one YAML file. It walks the nodes, because they have line numbers."""
 
     def __init__(
         self,
@@ -180,18 +182,26 @@ class _Tree:
         loader: yaml.SafeLoader,
         known: Mapping[str, FieldInfo],
         sections: frozenset[str],
-        written: Written,
+        user_input: UserInput,
     ) -> None:
-        self._file, self._loader, self._known, self._sections, self._written = file, loader, known, sections, written
+        self._file, self._loader, self._known, self._sections, self._user_input = (
+            file,
+            loader,
+            known,
+            sections,
+            user_input,
+        )
         self._lines: dict[str, int] = {}
 
     def read(self, node: yaml.Node, prefix: str = "") -> None:
-        """Take up the settings of a mapping, nested (`train: {seed: 1}`) or with full names (`train.seed: 1`)."""
+        """Read the settings of a mapping, nested (`train: {seed: 1}`) or with full names (`train.seed: 1`)."""
         if not isinstance(node, yaml.MappingNode):
-            # A section whose lines are all commented out is an empty one.
+            # A section with all lines commented out is empty.
             if not (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
-                what = f"{prefix.rstrip('.')}: is a section" if prefix else "the file is to hold sections"
-                self._written.mistakes.append(f"{self._at(node)}: {what}: give its settings below it, `name: value`")
+                subject = f"{prefix.rstrip('.')}: is a section" if prefix else "the file must contain sections"
+                self._user_input.mistakes.append(
+                    f"{self._at(node)}: {subject}: give its settings below it, `name: value`"
+                )
             return
         self._loader.flatten_mapping(node)  # resolves `<<`
         for key, value in node.value:
@@ -199,26 +209,26 @@ class _Tree:
 
     def _read_entry(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
         if name in self._known:
-            self._take(name, key, node)
+            self._read_setting(name, key, node)
         elif name in self._sections:
             self.read(node, f"{name}.")
         else:
-            self._written.unknown.append(Unknown(name, self._at(key), is_section=isinstance(node, yaml.MappingNode)))
-
-    def _take(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
-        if name in self._lines:
-            self._written.mistakes.append(
-                f"{self._at(key)}: {name}: given a second time, after line {self._lines[name]}"
+            self._user_input.unknown.append(
+                UnknownName(name, self._at(key), is_section=isinstance(node, yaml.MappingNode))
             )
+
+    def _read_setting(self, name: str, key: yaml.Node, node: yaml.Node) -> None:
+        if name in self._lines:
+            self._user_input.mistakes.append(f"{self._at(key)}: {name}: given twice, first in line {self._lines[name]}")
         self._lines[name] = key.start_mark.line + 1
         try:
             value = self._loader.construct_object(node, deep=True)
         except yaml.YAMLError as error:
-            self._written.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
-            self._written.spoilt.add(name)
+            self._user_input.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
+            self._user_input.unreadable.add(name)
             return
         shown = node.value if isinstance(node, yaml.ScalarNode) else str(value)
-        self._written.given[name] = Given(value, self._at(key), shown)
+        self._user_input.given[name] = GivenValue(value, self._at(key), shown)
 
     def _at(self, node: yaml.Node) -> str:
         return f"{self._file}:{node.start_mark.line + 1}"

@@ -10,30 +10,30 @@ Layout = Literal["shared", "packed", "padded"]
 
 
 class Loop(Section):
-    """The loop, and what every run has."""
+    """The loop, and settings of every run."""
 
     seed: int = 42
-    """Seed of everything that is drawn at random."""
+    """Seed of all random choices."""
     batch_size: PositiveInt = 128
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Most samples in one forward pass; by default only `max_tokens_per_gpu` bounds it."""
+    """Maximum number of samples in one forward pass; by default only `max_tokens_per_gpu` limits it."""
     max_tokens_per_gpu: PositiveInt = 16192
     """Token budget of one forward-backward pass on one rank."""
     layout: Layout = "shared"
-    """`shared`: samples end to end, the prompt of a group once. `packed`: each sample with its own copy of the prompt.
-    `padded`: one row per sample, the yardstick."""
+    """`shared`: packed samples, with the prompt of a group stored once. `packed`: packed samples, each with its own
+    prompt. `padded`: one row per sample, the baseline for comparisons."""
     max_epochs: PositiveInt = 1
     """Passes over the data (sft), or over each batch of experience (rl)."""
     max_steps: PositiveInt | None = None
-    """Stop after this many steps, whatever the epochs say."""
+    """Stop after this many steps, even within an epoch."""
     full_determinism_enable: bool = False
-    """Ask PyTorch for deterministic kernels, at some cost in speed."""
+    """Use PyTorch's deterministic kernels, which may be slower."""
     timeout_s: PositiveInt = 3600
-    """A role that does not answer for so many seconds is an error."""
+    """Seconds after which a role that does not reply is an error."""
     stop_grace_s: PositiveInt = 60
-    """Seconds from a signal that stops the run (SIGTERM, SIGHUP, Ctrl-C) to its end: finishing the update, saving a
-    checkpoint, ending every process. What is left then is killed."""
+    """Time limit from a signal that stops the run (SIGTERM, SIGHUP, Ctrl-C) to its end: finishing the update, saving a
+    checkpoint, ending all processes. Remaining processes are then killed."""
 
 
 class TrainRl(Loop):
@@ -42,18 +42,18 @@ class TrainRl(Loop):
     num_episodes: PositiveInt = 1
     """Passes over the prompts."""
     colocate_all: bool = False
-    """All models share the same devices."""
+    """All models share devices."""
     colocate_actor_ref: bool = False
-    """Actor and reference share the same devices."""
+    """Actor and reference share devices."""
     colocate_actor_critic: bool = False
-    """The critic lives in the actor's processes, and has the features of a frozen vision tower from it."""
+    """The critic lives in the actor's processes, and uses the actor's features of a frozen vision tower."""
     colocate_critic_reward: bool = False
-    """Critic and reward model share the same devices."""
+    """Critic and reward model share devices."""
     enable_ema: bool = False
-    """Keep a moving average of the actor's weights, and write it too: model_ema/ in `ckpt.output_dir`, or adapter_ema/
+    """Keep a moving average of the actor's weights, and write it to model_ema/ in `ckpt.output_dir`, or to adapter_ema/
     with adapters."""
     ema_beta: float = Field(default=0.992, gt=0.0, lt=1.0)
-    """How much of the average stays at each optimizer step."""
+    """Decay of the average per optimizer step."""
     image_check_steps: int = Field(default=0, ge=-1)
-    """Make sure, before the first update and before every so many steps' one, that engine and trainer see the images: a
-    path whose log-probs do not follow them stops the run. 0 means before the first update only; -1 means never."""
+    """Steps between checks that engine and trainer see the images; the first is before the first update. A path whose
+    log-probs do not depend on the images stops the run. 0: only the first check; -1: none."""

@@ -1,4 +1,4 @@
-"""What the settings of every verb have: which there are, and the checks that cross sections."""
+"""Base class of the settings of a verb: their full names, and the checks that cross sections."""
 
 from collections.abc import Iterable
 from typing import ClassVar, Literal, Self, get_origin
@@ -7,16 +7,16 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from vlmrl.config.base import ConflictError, Section, Unread
-from vlmrl.config.names import is_given, named_in, settings, value
+from vlmrl.config.names import is_given, setting_value, settings, settings_named_in
 
 
-class Run(Section):
-    """What every verb's settings have."""
+class VerbConfig(Section):
+    """The settings of one verb."""
 
     verb: ClassVar[str]
-    """How the command line calls it."""
+    """The verb on the command line."""
     omits: ClassVar[frozenset[str]] = frozenset()
-    """Full names of what its sections hold for other verbs: to this verb they do not exist."""
+    """Full names of the settings in its sections that this verb does not have."""
 
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
@@ -26,15 +26,16 @@ class Run(Section):
     @classmethod
     def sections(cls) -> list[str]:
         """Full names of the sections that hold them."""
-        found = {name.rsplit(".", depth)[0] for name in cls.settings() for depth in range(1, name.count(".") + 1)}
-        return sorted(found)
+        return sorted(
+            {name.rsplit(".", depth)[0] for name in cls.settings() for depth in range(1, name.count(".") + 1)}
+        )
 
     def unread(self) -> Unread:
-        """Settings that this run does not read, because of what others say: full name -> reason."""
+        """Settings that have no effect because of others: full name -> reason."""
         return {}
 
     def conflicts(self) -> list[str]:
-        """Settings that contradict each other, one line for each contradiction."""
+        """Contradictions between settings, one line each."""
         return []
 
     @model_validator(mode="after")
@@ -45,28 +46,30 @@ class Run(Section):
 
 
 def _refuse(config: Section, *, conflicts: Iterable[str], unread: Unread) -> None:
-    """Raise all of it at once: contradictions, and settings that were given but would not be read.
+    """Raise one error for all contradictions and all given settings that would not be read.
 
-    A value that means "off" (`eval.steps -1`) is what the run does anyway, and what the user has switched off by hand
-    (`algo.kl.init_coef 0`) may keep its settings (`ref.num_gpus_per_node 8`): neither is a mistake.
+    Two cases are no mistake: a value that means "off" (`eval.steps -1`), and the settings (`ref.num_gpus_per_node 8`)
+    of something that the user has switched off explicitly (`algo.kl.init_coef 0`).
     """
-    dead = [
+    unused = [
         f"{name} would not be read: {reason}"
         for name, reason in unread.items()
         if is_given(config, name) and not _is_off(config, name) and not _is_switched_off(config, reason)
     ]
-    lines = [*conflicts, *dead]
+    lines = [*conflicts, *unused]
     if lines:
         raise ConflictError(lines)
 
 
 def _is_off(config: Section, name: str) -> bool:
-    """Whether a setting says no to what it is about: false, none, 0, or -1 as a number of steps."""
-    given, kind = value(config, name), settings(type(config))[name].annotation
-    # The 0 of `ds.zero_stage` is a choice like its others.
+    """Whether a setting's value switches its feature off: false, none, 0, or -1 as a number of steps."""
+    given, kind = setting_value(config, name), settings(type(config))[name].annotation
+    # A 0 among named choices, as in `ds.zero_stage`, does not mean off.
     return given is None or (get_origin(kind) is not Literal and isinstance(given, int | float) and given in (0, -1))
 
 
 def _is_switched_off(config: Section, reason: str) -> bool:
-    """Whether the reason names a setting that the user has switched off, and not only left at its default."""
-    return any(is_given(config, name) and _is_off(config, name) for name in named_in(reason, settings(type(config))))
+    """Whether the reason names a setting that the user has switched off explicitly."""
+    return any(
+        is_given(config, name) and _is_off(config, name) for name in settings_named_in(reason, settings(type(config)))
+    )

@@ -1,24 +1,24 @@
-"""Images in the training pass."""
+"""The cache of image features in the training pass."""
 
 from vlmrl.config.actor import Model
 from vlmrl.config.base import NonNegativeFloat, Section, Unread
 
 
 class Vision(Section):
-    """Images in the training pass."""
+    """The cache of image features in the training pass."""
 
     cache_gib: NonNegativeFloat = 2.0
-    """GiB of CPU memory per rank for what a frozen vision tower made of images, so that each goes through it once in a
-    run; 0 keeps nothing. Off by itself when tower or projector trains."""
+    """CPU memory per rank, in GiB, for the image features of a frozen vision tower, which then processes each image
+    once per run; 0 turns the cache off. Not used when tower or projector is trained."""
 
 
-def unread_of_vision(model: Model, *, reached_by_adapters: bool | None, has_frozen_tower_beside: bool) -> Unread:
-    """`reached_by_adapters` is None where there are none, and the model itself trains."""
-    if has_frozen_tower_beside or reached_by_adapters is False:
+def unread_of_vision(model: Model, *, is_adapted: bool | None, has_other_frozen_tower: bool) -> Unread:
+    """`is_adapted`: adapters change the tower or projector; None without adapters."""
+    if has_other_frozen_tower or is_adapted is False:
         return {}
-    if reached_by_adapters:
-        return {"vision.cache_gib": "ds.lora.target_modules reach the tower, so what it makes changes"}
+    if is_adapted:
+        return {"vision.cache_gib": "ds.lora.target_modules include the tower or projector, so image features change"}
     if model.freeze_visual_encoder and model.freeze_projector:
         return {}
-    reason = "actor.freeze_visual_encoder and actor.freeze_projector are not both on, so what the tower makes changes"
+    reason = "actor.freeze_visual_encoder and actor.freeze_projector are not both on, so image features change"
     return {"vision.cache_gib": reason}

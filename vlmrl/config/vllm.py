@@ -4,58 +4,59 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from vlmrl.config.base import ConflictError, Every, PositiveFloat, PositiveInt, Section
+from vlmrl.config.base import ConflictError, PositiveFloat, PositiveInt, Section, StepInterval
 
 
 class Vllm(Section):
     """The rollout engines."""
 
     num_engines: PositiveInt = 1
-    """Engines; each holds a copy of the model."""
+    """Number of engines; each holds a copy of the model."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs of one engine."""
+    """GPUs per engine."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of shared prompt prefixes (reset on every publish)."""
+    """Reuse the KV cache of shared prompt prefixes (reset on every weight sync)."""
     max_num_seqs: PositiveInt | None = None
-    """Responses that an engine decodes together; by default as many as the run asks of it at once, up to what vLLM
-    takes offline on that device."""
+    """Maximum number of responses that an engine decodes together; by default the concurrent requests of the run, up to
+    vLLM's default for offline use on that device."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens of one step of an engine, prefilled and decoded; by default enough for all prompts that it has at once, up
-    to what vLLM takes offline on that device."""
+    """Maximum number of prefilled and decoded tokens in one engine step; by default enough for all concurrent prompts,
+    up to vLLM's default for offline use on that device."""
     enforce_eager: bool = False
-    """Do not capture CUDA graphs. Always on where there is no GPU."""
+    """Do not capture CUDA graphs. Always on without a GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of the GPU's memory that an engine may take."""
+    """Fraction of GPU memory that an engine may use."""
     cpu_kv_cache_gib: PositiveFloat = 1.0
     """KV cache of an engine that runs on CPU, in GiB."""
     start_timeout_s: PositiveFloat = 600.0
-    """An engine that has not started after so many seconds is an error."""
+    """Time limit for an engine to start."""
     generate_timeout_s: PositiveFloat = 3600.0
-    """A batch of responses that takes longer than this is an error."""
+    """Time limit for a batch of responses."""
     sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
-    """How weights reach the engines: shared memory (shm) is proven on CPU; nccl, between GPUs, and ipc, within a GPU
-    (train.colocate_all), need CUDA and have not run on a GPU yet."""
+    """Transport of weights to the engines: shared memory (shm) is tested on CPU; nccl, between GPUs, and ipc, within a
+    GPU (train.colocate_all), need CUDA and have not run on a GPU yet."""
     qlora_base: Literal["dequantized", "original", "bitsandbytes"] = "dequantized"
-    """What the engines hold under the adapters when the trainer holds 4 bits (`ds.load_in_4bit`). `dequantized`: the
-    4-bit values written out, so that rollouts and training are the same function. `original`: the model's own files.
+    """Base weights of the engines when the trainer's are in 4 bits (`ds.load_in_4bit`). `dequantized`: the values of
+    the 4-bit weights, so that engines and trainer compute the same function. `original`: the model's own files.
     `bitsandbytes`: 4 bits in the engine too, on CUDA."""
     bucket_mib: PositiveFloat | None = None
-    """Weights are published in messages of this size, in MiB; by default 64 through shared memory, where several are
-    under way at a time, and 512 between GPUs (`vllm.sync_backend`)."""
-    readback_steps: Every = 50
-    """After a publish the engines' layers are read back and compared with what was sent: one layer in eight, and all of
-    them with the first publish of a process and every so many steps; -1 means never. Adapters that are published alone
-    are always read back whole."""
+    """Bucket size of a weight sync in MiB; by default 64 through shared memory, where several buckets are in flight,
+    and 512 between GPUs (`vllm.sync_backend`)."""
+    readback_steps: StepInterval = 50
+    """Steps between full readbacks. After a weight sync one engine layer in eight is read back and compared with what
+    was sent, and all of them after the first sync of a process and at this interval; -1 reads none back. Adapters sent
+    without the base are always read back completely."""
     max_logprob_diff: PositiveFloat | None = None
     """The run stops when the log-probs of engine and trainer differ by more than this, averaged over the sampled tokens
-    of a step; by default 0.001 in fp32, 0.1 in bf16, and no bound where `vllm.qlora_base` is original. Where it is not
-    set, 20 times the measured noise (`verify/noise/level`) stops the run too; where it is, that only warns."""
+    of a step; by default 0.001 in fp32, 0.1 in bf16, and no limit if `vllm.qlora_base` is original. Unless this is set,
+    a difference of 20 times the measured noise (`verify/noise/level`) also stops the run; if it is set, that only
+    warns."""
     enable_sleep: bool = False
     """Free the engine's GPU memory while the trainer works; needs `train.colocate_all` and CUDA."""
 
     @property
     def bucket_bytes(self) -> int:
-        """Most bytes of a message, larger tensors apart."""
+        """Maximum size of a bucket, except for single larger tensors."""
         return int((self.bucket_mib or (64.0 if self.sync_backend == "shm" else 512.0)) * 2**20)
 
     @model_validator(mode="after")

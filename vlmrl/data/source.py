@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from PIL import Image
 
 from vlmrl.config.data import Columns, Data
-from vlmrl.config.rollout import Held
+from vlmrl.config.rollout import EvalBase
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
@@ -86,7 +86,7 @@ class Source:
         model: str,
         trust_remote_code: bool,
         data: Columns,
-        evaluation: Held | None,
+        evaluation: EvalBase | None,
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
         label_problems: TimedLabelProblems | None = None,

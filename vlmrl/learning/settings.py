@@ -74,7 +74,7 @@ class CriticSettings:
     """Settings of `Critic`."""
 
     critic: CriticSection
-    """`RlConfig.whole_critic`."""
+    """`RlConfig.resolved_critic`."""
     ds: Ds
     """Those of the policy; the ZeRO stage is `critic.zero_stage`."""
     loop: Loop

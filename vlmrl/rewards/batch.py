@@ -20,38 +20,38 @@ from vlmrl.system.user_function import Parameters
 
 Style = Literal["trl", "openrlhf"]
 
-_OWN: Mapping[Style, frozenset[str]] = {
+_NOT_COLUMNS: Mapping[Style, frozenset[str]] = {
     "trl": frozenset({"prompts", "completions", "images"}),
     "openrlhf": frozenset({"queries", "prompts", "labels", "images"}),
 }
 """The arguments of each style that are not columns of the row."""
 LABELS = frozenset({"label", "labels", "answer", "answers", "solution", "ground_truth", "target"})
 """Usual names of the label, unless the row has another column of that name."""
-ELSEWHERE = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
-"""Arguments beside columns that only TRL's trainer can pass."""
+TRL_ONLY = frozenset({"completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric"})
+"""Arguments that only TRL's trainer can pass."""
 
 
 class Signature(NamedTuple):
-    """What a function of another library asks for."""
+    """The arguments of a function with another library's signature."""
 
     style: Style
     names: frozenset[str]
-    """Arguments that it declares."""
+    """Declared arguments."""
     required: frozenset[str]
-    """Those of them that are columns of the row and have no default."""
+    """Declared arguments that are columns of the row and have no default."""
     takes_all: bool
-    """It has `**kwargs`, which are for all other columns."""
+    """It has `**kwargs`, which receive all other columns."""
 
     def missing(self, *, label_keys: Collection[str], metadata: Mapping[str, Any]) -> str | None:
-        """A column that it asks for and the row has not."""
+        """A required column that the row does not have, or None."""
         item = {"label_keys": label_keys, "metadata": metadata}
         return next((name for name in sorted(self.required) if not _has(name, item)), None)
 
 
 def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signature | None:
-    """How another library would call a function with these parameters; None where it takes one response.
+    """The signature of a function of TRL or OpenRLHF with these parameters; None if it takes one response.
 
-    Raises ConfigError when it asks for what nobody but that library's trainer has.
+    Raises ConfigError if it requires arguments that only that library's trainer has.
     """
     if "completions" in parameters.names:
         style: Style = "trl"
@@ -59,12 +59,12 @@ def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signatur
         style = "openrlhf"
     else:
         return None
-    required = frozenset(parameters.required) - _OWN[style]
-    unknown = sorted(required if style == "openrlhf" else required & ELSEWHERE)
+    required = frozenset(parameters.required) - _NOT_COLUMNS[style]
+    unknown = sorted(required if style == "openrlhf" else required & TRL_ONLY)
     if unknown:
         library = "TRL" if style == "trl" else "OpenRLHF"
         raise ConfigError(
-            f"{setting}: {spec} has {library}'s signature and asks for {', '.join(unknown)}, unknown here"
+            f"{setting}: {spec} has {library}'s signature and requires {', '.join(unknown)}, which vlmrl does not pass"
         )
     return Signature(style, parameters.names, required, parameters.takes_all)
 
@@ -99,14 +99,14 @@ def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: 
     for name in columns - known.keys():
         if any(_has(name, item) for item in items):
             known[name] = [_column(name, item) for item in items]
-    wanted = known.keys() if signature.takes_all else known.keys() & signature.names
-    return {name: known[name] for name in wanted}
+    names = known.keys() if signature.takes_all else known.keys() & signature.names
+    return {name: known[name] for name in names}
 
 
-def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
-    """Split what the function returned by response: a number, or a dict of numbers with one named `total`.
+def split_by_response(returned: Any, count: int, *, style: Style) -> list[Any]:
+    """Split the returned rewards by response: a number, or a dict of numbers with one named `total`.
 
-    TRL's None, a reward that does not apply, counts 0 as it does in TRL. Raises ValueError unless there is one reward
+    None, TRL's reward that does not apply, counts as 0, as in TRL. Raises ValueError unless there is one reward
     per response.
     """
     if not isinstance(returned, Mapping):
@@ -118,9 +118,9 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
     if returned.get("scores") is not None:
         columns["scores"] = _column_of(returned["scores"], count, "scores")
     for name, values in (returned.get("extra_logs") or {}).items():
-        is_one = not hasattr(_plain(values), "__len__")
-        columns[str(name)] = [_plain(values)] * count if is_one else _column_of(values, count, str(name))
-    # A value that is only logged and no number (the mean of nothing is NaN) must not cost the reward.
+        is_scalar = not hasattr(_plain(values), "__len__")
+        columns[str(name)] = [_plain(values)] * count if is_scalar else _column_of(values, count, str(name))
+    # An invalid value that is only logged (the mean of nothing is NaN) must not invalidate the reward.
     rewards = columns.pop("total")
     return [
         {"total": reward} | {name: values[number] for name, values in columns.items() if _is_number(values[number])}
@@ -131,8 +131,8 @@ def one_by_one(returned: Any, count: int, *, style: Style) -> list[Any]:
 def _column_of(values: Any, count: int, name: str) -> list[Any]:
     plain = _plain(values)
     if not isinstance(plain, list | tuple):
-        raise ValueError(f"it returned {type(values).__name__} where a list of {name} is wanted")
-    # A tensor of [B, 1] is one number per response, too.
+        raise ValueError(f"it returned {type(values).__name__} where a list of {name} is expected")
+    # A tensor of [B, 1] also has one number per response.
     column = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in plain]
     if len(column) != count:
         raise ValueError(f"it returned {len(column)} {name} for {count} responses")
@@ -140,7 +140,7 @@ def _column_of(values: Any, count: int, name: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """The value is one finite number."""
+    """Whether the value is a finite number."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several raises the last
@@ -148,7 +148,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(values: Any) -> Any:
-    """Tensors and arrays as lists or numbers."""
+    """Convert tensors and arrays to lists or numbers."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 

@@ -25,7 +25,7 @@ TOKEN = "VLMRL_RM_TOKEN"
 """The environment variable that holds the token of reward servers and their clients."""
 
 _REQUESTS_AT_ONCE = 4
-"""Per server, so that it does not idle until the next request arrives."""
+"""Number per server, so that it does not idle until the next request arrives."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _CHECK_LIMIT_S = 10.0
@@ -49,7 +49,7 @@ class _Pending(NamedTuple):
 
 
 class _RequestError(Exception):
-    """An HTTP request that brought no scores."""
+    """An HTTP request without scores."""
 
     def __init__(self, reason: str, *, status: int | None = None) -> None:
         """`status` is the HTTP status, if there was a reply."""
@@ -58,7 +58,7 @@ class _RequestError(Exception):
 
     @property
     def is_final(self) -> bool:
-        """The same request would fail again."""
+        """Whether the same request would fail again."""
         return self.status is not None and self.status < 500 and self.status not in _TRY_AGAIN
 
 
@@ -71,9 +71,9 @@ class _Server:
     url: str
     num_requests: int = 0
     num_under_way: int = 0
-    """Requests that it is working on."""
+    """Requests in progress."""
     rests_until: float = 0.0
-    """It failed: other servers are preferred until then."""
+    """Time until which other servers are preferred, after a failure."""
 
     @property
     def name(self) -> str:
@@ -94,9 +94,9 @@ class Servers:
 
     Args:
         timeout_s: limit on one HTTP request.
-        retries: how often a request is sent again, beside one try for every server.
-        batch_size: most responses in one HTTP request.
-        images: how images are sent, see `protocol.py`.
+        retries: number of repetitions of a request, beside one try per server.
+        batch_size: maximum number of responses in one HTTP request.
+        images: form of sent images, see `protocol.py`.
         token: sent to all servers; none when empty.
     """
 
@@ -136,9 +136,9 @@ class Servers:
         """Queue the requests, and return a future per request."""
         loop = asyncio.get_running_loop()
         pending = [_Pending(request, loop.create_future()) for request in requests]
-        for one in pending:
-            self._queue.put_nowait(one)
-        return [one.result for one in pending]
+        for item in pending:
+            self._queue.put_nowait(item)
+        return [item.result for item in pending]
 
     async def close(self) -> None:
         """Close the connections; requests under way fail. Idempotent."""
@@ -155,19 +155,19 @@ class Servers:
         while True:
             batch = await self._next_batch()
             try:
-                results = await self._results(client, [one.request for one in batch])
+                results = await self._results(client, [item.request for item in batch])
             except asyncio.CancelledError:
                 _fail(batch, _closed())
                 raise
             except Exception as error:  # a bug of ours, which must reach the caller of `submit`
                 _fail(batch, error)
                 continue
-            for one, result in zip(batch, results, strict=True):
-                if not one.result.done():  # else it was cancelled meanwhile
-                    one.result.set_result(result)
+            for item, result in zip(batch, results, strict=True):
+                if not item.result.done():  # else it was cancelled meanwhile
+                    item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
-        """One server's share of the queue: no request waits for a batch to fill up, and batches are full when all
+        """Take one server's share of the queue: requests do not wait for a full batch, and batches are full when all
         servers are busy."""
         batch: list[_Pending] = []
         while not batch:
@@ -175,7 +175,7 @@ class Servers:
             share = math.ceil((1 + self._queue.qsize()) / len(self._servers))
             while len(pending) < min(share, self._batch_size):
                 pending.append(self._queue.get_nowait())
-            batch = [one for one in pending if not one.result.done()]
+            batch = [item for item in pending if not item.result.done()]
         return batch
 
     async def _results(self, client: httpx.AsyncClient, requests: Sequence[RewardRequest]) -> list[RewardResult]:
@@ -199,7 +199,7 @@ class Servers:
             # A slow server rests for as long as its failure took, so that it does not hold every batch while others
             # work.
             server.rests_until = now + max(pause, now - start)
-            soonest = min(one.rests_until for one in willing) - now
+            soonest = min(server.rests_until for server in willing) - now
             if soonest > 0 and number + 1 < self._most_tries:
                 await asyncio.sleep(min(pause, soonest))
         tries = "" if number == 0 else f" (the last of {number + 1} tries)"
@@ -223,7 +223,7 @@ class Servers:
             raise _RequestError(f"{server.name} {error}") from error
 
     async def _check(self, client: httpx.AsyncClient) -> None:
-        refusals = [one for one in await asyncio.gather(*(_refusal(client, s) for s in self._servers)) if one]
+        refusals = [error for error in await asyncio.gather(*(_refusal(client, s) for s in self._servers)) if error]
         for refusal in refusals:
             if refusal.status is not None:
                 raise ConfigError(f"{SETTING}: {refusal}")
@@ -236,14 +236,15 @@ def _closed() -> RewardError:
 
 
 def _fail(pending: Sequence[_Pending], error: Exception) -> None:
-    for one in pending:
-        if not one.result.done():
-            one.result.set_exception(error)
-            one.result.exception()  # asyncio would report an exception that nobody reads
+    for item in pending:
+        if not item.result.done():
+            item.result.set_exception(error)
+            item.result.exception()  # asyncio would report an exception that nobody reads
 
 
 async def _refusal(client: httpx.AsyncClient, server: _Server) -> _RequestError | None:
-    """Why the server is of no use; None if it is. One that takes POST only replies with an error, which is enough."""
+    """Check whether the server is reachable and accepts the token; return the error if not. Any other error reply, as
+    from a server that takes only POST, is fine."""
     try:
         await _request(client, server, "GET", None, limit_s=_CHECK_LIMIT_S)
     except _RequestError as failure:
@@ -277,7 +278,9 @@ async def _request(
 def _best(servers: Sequence[_Server]) -> _Server:
     """The least busy server that does not rest; if all rest, the one whose rest ends first."""
     now = time.monotonic()
-    return min(servers, key=lambda one: (max(one.rests_until - now, 0.0), one.num_under_way, one.num_requests))
+    return min(
+        servers, key=lambda server: (max(server.rests_until - now, 0.0), server.num_under_way, server.num_requests)
+    )
 
 
 def checked(url: str) -> str:

@@ -28,12 +28,12 @@ def unusable(label: str) -> str | None:
     return None if any(spellings(label)) else "it is empty"
 
 
-def same(one: str, other: str) -> bool:
+def same(first: str, second: str) -> bool:
     """Equal as numbers if both are numbers, else equal as text. Empty texts are not equal."""
-    numbers = number(one), number(other)
+    numbers = number(first), number(second)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return one == other and one != ""
+    return first == second and first != ""
 
 
 def number(text: str) -> Fraction | None:

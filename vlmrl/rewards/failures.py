@@ -37,9 +37,9 @@ class TooHardError(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Whose failure an error is: `infrastructure` for network and operating system errors, also as the cause (`raise
-    ... from`) of another error, and `response` for all others. Errors that refuse their input are the response's: it
-    must not be left out of the loss for being too long for its reward source."""
+    """The cause of an error: `infrastructure` for network and operating system errors, also as the cause (`raise
+    ... from`) of another error, and `response` for all others. Errors about the request's content are of kind
+    `response`: a response must not escape the loss by being too long for its reward source."""
     seen: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if seen is None:
@@ -90,7 +90,7 @@ def _is_about_content(error: BaseException) -> bool:
         return True
     # The names of the status in requests, httpx, openai and anthropic (with or without a response), aiohttp and urllib.
     reply = getattr(error, "response", None)
-    statuses = [getattr(one, name, None) for one in (reply, error) for name in ("status_code", "status", "code")]
+    statuses = [getattr(source, name, None) for source in (reply, error) for name in ("status_code", "status", "code")]
     return next((status for status in statuses if isinstance(status, int)), None) in _REFUSALS
 
 

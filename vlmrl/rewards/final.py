@@ -14,7 +14,7 @@ class Final(NamedTuple):
     text: str
     """Stripped and normalized (`same_characters`)."""
     place: Literal["box", "tags", "whole"]
-    """Where it was found; `whole`: there is neither box nor tags, and the whole text is the final answer."""
+    """Its origin; `whole`: without box or tags the whole text is the final answer."""
 
 
 def final_answer(text: str) -> Final:

@@ -12,50 +12,51 @@ from pebble import ProcessFuture, ProcessPool
 
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.reward import Scoring
-from vlmrl.rewards import exact
-from vlmrl.rewards import local_worker as worker
-from vlmrl.rewards.batch import ELSEWHERE, LABELS
+from vlmrl.rewards import exact, local_worker
+from vlmrl.rewards.batch import LABELS, TRL_ONLY
 from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 
 _TIME_LIMIT_S = 5.0
-"""For one label. math-verify stops itself sooner, unless it is inside one long multiplication."""
+"""Time limit per label. math-verify stops itself sooner, unless it is inside one long multiplication."""
 _MOST_TRIES = 2
 _MOST_KEPT = 65_536
-_WANT_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.wants_label)
+_NEED_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.needs_label)
 
 
-def who_needs_labels(reward: Scoring) -> str | None:
+def functions_that_need_labels(reward: Scoring) -> str | None:
     """The reward functions that need a label, for messages; None if none does.
 
     A user's function needs one if its parameter `label` has no default; a function with TRL's signature, if a parameter
     with a usual name of the label (`answer`) has none. Its file is parsed, not run.
     """
-    names = [name for name in reward.functions if name in _WANT_LABELS]
+    names = [name for name in reward.functions if name in _NEED_LABELS]
     needing = [f"reward.functions {' and '.join(names)}"] * bool(names)
     if demanded := _demanded_labels(reward):
-        what = f"parameter {demanded[0]}" if len(demanded) == 1 else f"parameters {' and '.join(demanded)}"
-        needing.append(f"reward.remote_url {reward.user_function} (its {what} has no default)")
+        parameters = f"parameter {demanded[0]}" if len(demanded) == 1 else f"parameters {' and '.join(demanded)}"
+        needing.append(f"reward.remote_url {reward.user_function} (its {parameters} has no default)")
     return " and ".join(needing) or None
 
 
-def read_instead_of_labels(reward: Scoring) -> frozenset[str]:
-    """Columns that stand in for the label of the only function that needs one: a dataset with them needs no label."""
+def label_substitutes(reward: Scoring) -> frozenset[str]:
+    """Columns that replace the label of the only function that needs one: a dataset with them needs no label."""
     demanded = frozenset(_demanded_labels(reward))
-    is_only_one = not any(name in _WANT_LABELS for name in reward.functions)
+    is_only_one = not any(name in _NEED_LABELS for name in reward.functions)
     return demanded if is_only_one and _is_of_trl(reward) else frozenset()
 
 
 def other_columns(reward: Scoring) -> frozenset[str]:
-    """What a function of TRL's demands of every row beside prompts, completions and the label; what no row has is
-    refused by whoever loads the function."""
-    own = {"prompts", "completions", "images"} | ELSEWHERE | LABELS
-    return frozenset(_demanded(reward)) - own if _is_of_trl(reward) else frozenset()
+    """Columns that a function with TRL's signature requires of every row, beside prompts, completions and the label.
+    Arguments that no row can have are refused when the function is loaded."""
+    not_columns = {"prompts", "completions", "images"} | TRL_ONLY | LABELS
+    return frozenset(_demanded(reward)) - not_columns if _is_of_trl(reward) else frozenset()
 
 
 def _is_of_trl(reward: Scoring) -> bool:
     arguments = _arguments_of(reward)
-    return arguments is not None and any(one.arg == "completions" for one in (*arguments.args, *arguments.kwonlyargs))
+    if arguments is None:
+        return False
+    return any(argument.arg == "completions" for argument in (*arguments.args, *arguments.kwonlyargs))
 
 
 def _demanded_labels(reward: Scoring) -> list[str]:
@@ -124,7 +125,7 @@ class LabelCheck:
 
     def _settle(self, label: str) -> bool:
         """Record whether the label can be used, if no parser is needed to know. Return False if one is."""
-        problem = exact.unusable(label) if self._names.intersection(_WANT_LABELS) else None
+        problem = exact.unusable(label) if self._names.intersection(_NEED_LABELS) else None
         if problem is None and "math" in self._names and not needs_no_parser(label):
             return False
         self._known[label] = problem
@@ -138,7 +139,7 @@ class LabelCheck:
             self.close()
             self._pool = start_pool(("math",), None, num_workers=1)
         scheduled = [
-            (label, self._pool.schedule(worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
+            (label, self._pool.schedule(local_worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
             for label in labels
         ]
         failed = []

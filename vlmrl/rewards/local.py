@@ -1,19 +1,19 @@
-"""Reward functions in processes of their own, so that one that hangs cannot hang the run.
+"""Reward functions in separate processes, so that a hanging function cannot hang the run.
 
-A user's reward function lives in any Python file and is named by `reward.remote_url`, as `path/to/file.py:function`:
+A user's reward function is in any Python file; `reward.remote_url` names it as `path/to/file.py:function`:
 
     def my_reward(response, label):
         return float(label in response)
 
-It is called once per response with those of these keyword arguments that it declares: `prompt` (the rendered text),
+It is called once per response with the keyword arguments that it declares among these: `prompt` (the rendered text),
 `response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's other
 columns). It returns one number, or a dict of numbers with one named `total` and others for the metrics. Functions with
 the signatures of TRL and OpenRLHF get a batch (`batch.py`).
 
 A network or operating system error that it raises, TimeoutError included, counts as a failure of the infrastructure and
-leaves the response without a reward. Any other error counts as the response's, and so do a server's refusal of what it
-was sent (status 400, 413, 422) and a call that twice runs too long or ends its process. A model or a connection that
-the function needs is loaded at the top of the file: that happens once per process and outside the time limit.
+leaves the response without a reward. Any other error counts as the response's, and so does a server's refusal of its
+content (status 400, 413, 422) and a call that twice runs too long or ends its process. Load models and connections at
+the top of the file, which runs once per process and outside the time limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from pebble import ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards import local_worker as worker
+from vlmrl.rewards import local_worker
 from vlmrl.rewards.batch import Signature
 from vlmrl.rewards.environment import check_passed
 from vlmrl.rewards.local_worker import SETTING, Declared, RewardResult
@@ -41,9 +41,9 @@ from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, out
 from vlmrl.rewards.protocol import RewardRequest
 
 _MOST_RESTARTS = 3
-_MOST_IN_VAIN = 16
-"""Failed second tries in a row, after which the cause is not the machine and no more are made. For a function that has
-not returned even once, one is enough."""
+_MAX_FAILED_RETRIES = 16
+"""Failed second tries in a row, after which the machine is not the cause and no more are made. For a function that has
+never returned, one is enough."""
 
 
 class _Call(NamedTuple):
@@ -52,27 +52,27 @@ class _Call(NamedTuple):
     responses: tuple[int, ...]
     function: str
     arguments: tuple[Mapping[str, Any], ...]
-    """Of each response."""
+    """The arguments of each response."""
     images: tuple[tuple[str, ...], ...]
 
     def singles(self) -> list[_Call]:
-        """The same call for each of its responses."""
+        """Split into one call per response."""
         parts = zip(self.responses, self.arguments, self.images, strict=True)
         return [_Call((response,), self.function, (given,), (files,)) for response, given, files in parts]
 
 
 class Calls:
-    """The calls for some responses, under way or done. Made by `Functions.begin`, read by `Functions.collect`."""
+    """The calls for some responses, pending or done. Made by `Functions.begin`, read by `Functions.collect`."""
 
     def __init__(self, calls: Sequence[_Call], folder: tempfile.TemporaryDirectory[str] | None) -> None:
         """`folder` holds the images while the calls need them."""
         self.all = calls
         self.folder = folder
         self.futures: dict[int, tuple[asyncio.Future[tuple[RewardResult, ...]], ProcessPool]] = {}
-        """Index of a call -> its results to come, and the pool that makes it."""
+        """Index of a call -> future of its results, and the pool that makes it."""
 
     def end(self) -> None:
-        """Cancel what nobody waits for any more."""
+        """Cancel the pending calls, and remove the images."""
         for future, _ in self.futures.values():
             future.cancel()
         if self.folder is not None:
@@ -84,10 +84,10 @@ class Functions:
 
     Args:
         user_function: `path/to/file.py:function`.
-        time_limit_s: for one response.
+        time_limit_s: time limit per response.
         pass_env: environment variables with secrets that the functions see.
-        log: where the functions print to; None: where this process prints.
-        label_key: the column of the label, by which a function may ask for it, beside that of the row's own dataset.
+        log: file for the functions' output; None: the output of this process.
+        label_key: the label's column, by which a function may declare the label, beside that of the row's dataset.
     """
 
     def __init__(
@@ -109,21 +109,21 @@ class Functions:
         self._user_name = None if user_function is None else user_function.rpartition(":")[2]
         if self._user_name in names:
             raise ConfigError(
-                f"{SETTING}: your function is called {self._user_name}, as one in reward.functions is: rename yours"
+                f"{SETTING}: your function is called {self._user_name}, like one in reward.functions: rename yours"
             )
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._log, self._label_key = log, label_key
         self._longest_s = time_limit_s
-        """The most that a call may take: a batch has the time of all its responses."""
+        """Time limit of the longest call: that of a batch is the sum over its responses."""
         self._last_end = 0.0
         self._is_closed = False
         self._pool: ProcessPool | None = None
         self._single: ProcessPool | None = None
         """One process, for second tries."""
-        self._num_in_vain = 0
+        self._num_failed_retries = 0
         self._have_returned: set[str] = set()
-        """The functions that have returned by themselves for at least one response."""
+        """The functions that have returned for at least one response."""
         self._declared: dict[str, Declared] = {}
 
     @property
@@ -133,20 +133,20 @@ class Functions:
 
     @property
     def wants_images(self) -> bool:
-        """A function asks for the images. Known after `start`."""
+        """Whether a function declares the images. Known after `start`."""
         return any("images" in declared.arguments for declared in self._declared.values())
 
     async def start(self) -> None:
         """Start the processes and load the functions in them.
 
-        Raises ConfigError if the user's function cannot be loaded or wants arguments that do not exist.
+        Raises ConfigError if the user's function cannot be loaded or requires unknown arguments.
         """
         self._pool = self._start_pool(self._num_workers)
         for name in self.names:
             self._declared[name] = await self._describe(name, self._pool)
 
     async def close(self) -> None:
-        """End all scoring processes; a `collect` under way raises RewardError. Idempotent."""
+        """End all scoring processes; a running `collect` raises RewardError. Idempotent."""
         self._is_closed = True
         pools, self._pool, self._single = (self._pool, self._single), None, None
         for pool in pools:
@@ -164,7 +164,7 @@ class Functions:
                     f"{request.source} has no column {column}, for which {name} asks (it has {columns}; the question "
                     "goes by prompts)"
                 )
-        with_label = [name for name, declared in self._declared.items() if declared.wants_label]
+        with_label = [name for name, declared in self._declared.items() if declared.needs_label]
         if not with_label or request.label is not None:
             return None
         return f"{request.source} has no label, and the reward function {with_label[0]} compares with one"
@@ -176,7 +176,7 @@ class Functions:
         return (self._label_key,) if request.label_key is None else (self._label_key, request.label_key)
 
     async def begin(self, requests: Sequence[RewardRequest]) -> Calls:
-        """Hand the calls to the processes, and return before they are made."""
+        """Send the calls to the processes, and return before they are made."""
         folder = None
         images: list[tuple[str, ...]] = [()] * len(requests)
         if self.wants_images and any(request.media for request in requests):
@@ -187,7 +187,7 @@ class Functions:
         return calls
 
     async def collect(self, begun: Sequence[Calls]) -> AsyncGenerator[tuple[int, int, str, RewardResult], None]:
-        """(index of the `begin`, index of the response in it, function, result), each as soon as it is there.
+        """(index of the `begin`, index of the response in it, function, result), each as soon as it is available.
 
         A call that ran too long or ended its process is made once more, alone in a fresh process. If the second try
         fails too, or if too many second tries have failed in a row, it is the response's failure. Calls that still
@@ -196,7 +196,7 @@ class Functions:
 
         Raises RewardError when processes keep dying.
         """
-        self._num_in_vain = 0
+        self._num_failed_retries = 0
         left = {(i, j) for i, calls in enumerate(begun) for j in range(len(calls.all))}
         try:
             for _ in range(_MOST_RESTARTS):
@@ -256,8 +256,8 @@ class Functions:
         deadline = time.monotonic() + START_LIMIT_S
         declared: Declared | Trouble | None = None
         with suppress(RuntimeError):  # the pool broke before
-            future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(worker.describe, args=(name,)))
-            # Here and below: a pool that breaks forgets its queue, and nobody would ever complete the future.
+            future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(local_worker.describe, args=(name,)))
+            # Here and below: a broken pool drops its queue, and the future would never complete.
             while not future.done() and pool.active:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"{SETTING}: {self._spec} takes over {START_LIMIT_S:g} s to import")
@@ -292,8 +292,7 @@ class Functions:
                 yield _Call(responses, name, items, tuple(call.images[0] for call in singles))
 
     def _schedule(self, calls: Calls) -> None:
-        """Start the calls that are not under way, a task each: a task costs 0.1 ms, and one that hangs takes no other
-        with it."""
+        """Start the pending calls, each as a task: a task costs 0.1 ms, and a hanging one does not affect others."""
         pool = self._open_pool()
         with suppress(RuntimeError):  # the pool broke just now: `collect` schedules the missing calls again
             for i, call in enumerate(calls.all):
@@ -304,7 +303,7 @@ class Functions:
 
     def _start_call(self, pool: ProcessPool, call: _Call, limit_s: float) -> asyncio.Future[tuple[RewardResult, ...]]:
         arguments = (call.function, call.arguments, call.images)
-        future = asyncio.wrap_future(pool.schedule(worker.call_all, args=arguments, timeout=limit_s))
+        future = asyncio.wrap_future(pool.schedule(local_worker.call_all, args=arguments, timeout=limit_s))
         future.add_done_callback(partial(self._note_end, call.function))
         return future
 
@@ -314,7 +313,7 @@ class Functions:
             self._have_returned.add(function)
 
     async def _results(self, calls: Calls, index: int) -> tuple[RewardResult, ...] | Trouble | None:
-        """One result per response of the call; None if its pool broke before it was made: it is not under way then."""
+        """One result per response of the call; None if its pool broke before the call was made."""
         self._open_pool()
         if index not in calls.futures:
             return None
@@ -329,7 +328,7 @@ class Functions:
         """The result of a second try for one response: the machine may have stalled, or other calls may have used its
         memory."""
         never = call.function not in self._have_returned
-        if self._num_in_vain >= (1 if never else _MOST_IN_VAIN):
+        if self._num_failed_retries >= (1 if never else _MAX_FAILED_RETRIES):
             return RewardResult(problem=trouble.problem, never_returned=never)
         if self._single is None or not self._single.active:
             await self._end_single()
@@ -338,7 +337,7 @@ class Functions:
         future = self._start_call(self._single, call, self._time_limit_s)
         await self._wait(future, self._single, call.function)
         results = outcome(future, call.function, self._time_limit_s)
-        self._num_in_vain = self._num_in_vain + 1 if isinstance(results, Trouble) else 0
+        self._num_failed_retries = self._num_failed_retries + 1 if isinstance(results, Trouble) else 0
         if results is None:
             problem = f"{trouble.problem}, and no process could be started to try again"
             return RewardResult(problem=problem, blame="infrastructure", retried=trouble.kind)
@@ -351,7 +350,7 @@ class Functions:
         """Return when the call is done or its pool broke."""
         start = time.monotonic()
         while not future.done() and pool.active:
-            # Calls of other groups may stand before this one, for as long as they take.
+            # Calls of other groups may be queued before this one.
             if time.monotonic() - max(start, self._last_end) > self._longest_s + START_LIMIT_S + PATIENCE_S:
                 raise RewardError(
                     f"the processes that score responses are stuck in front of {function}; if it is yours, does "
@@ -361,7 +360,7 @@ class Functions:
 
 
 def _write_images(requests: Sequence[RewardRequest], folder: Path) -> list[tuple[str, ...]]:
-    """A .npy file per image and not a copy per response: what crosses processes does not depend on G."""
+    """Save images as one .npy file each, not one copy per response: traffic between processes does not grow with G."""
     images = []
     for request in requests:
         files = []

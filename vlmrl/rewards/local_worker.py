@@ -1,7 +1,7 @@
-"""The code of a scoring process: loads the reward functions once, and calls one of them for one response at a time.
+"""The code of a scoring process: load the reward functions once, and call one of them for one response at a time.
 
-The outcome of a call is a `RewardResult` of plain values: a user's exceptions and objects never travel to the process
-that trains.
+The outcome of a call is a `RewardResult` of plain values: a user's exceptions and objects are never sent to the
+training process.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The signature of a reward function that another process has loaded."""
+    """The signature of a reward function loaded in another process."""
 
     arguments: frozenset[str]
-    """Those of `ARGUMENTS` that it takes."""
-    wants_label: bool
+    """The `ARGUMENTS` that it takes."""
+    needs_label: bool
     """It cannot score a prompt without a label."""
     batch: batch.Signature | None = None
     """Its arguments if it takes a batch of responses; None: it takes one response."""
@@ -60,7 +60,7 @@ class RewardResult:
     problem: str | None = None
     """Why there is no value, in one line; then `value` is 0."""
     blame: Failure = "response"
-    """Whose failure the problem is, if there is one."""
+    """The cause of the problem, if there is one."""
     retried: Retry | None = None
     """Why the call was made twice, if it was."""
     never_returned: bool = False
@@ -98,7 +98,7 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
     for name in names:
         module = import_module(f"vlmrl.rewards.{name}")
         arguments = frozenset(inspect.signature(module.score).parameters)
-        declared = Declared(arguments, REWARD_FUNCTIONS[name].wants_label)
+        declared = Declared(arguments, REWARD_FUNCTIONS[name].needs_label)
         _loaded[name] = _Loaded(module.score, str(module.__file__), declared)
     if spec is not None:
         name = spec.rpartition(":")[2]
@@ -111,7 +111,7 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
 
 
 def describe(name: str) -> Declared:
-    """What the function takes. Raises ConfigError when it could not be loaded."""
+    """The signature of a loaded function. Raises ConfigError if it could not be loaded."""
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError):
         raise loaded
@@ -168,9 +168,9 @@ def call_all(
 
 def _results(returned: Any, count: int, signature: batch.Signature) -> tuple[RewardResult, ...]:
     """The results of `count` responses from what a batch returned. If that is malformed, all fail; they are not scored
-    one by one, where a list of one value would pass whatever it means."""
+    one by one, because a malformed list of one value could pass as a reward."""
     try:
-        return tuple(to_result(value) for value in batch.one_by_one(returned, count, style=signature.style))
+        return tuple(to_result(value) for value in batch.split_by_response(returned, count, style=signature.style))
     except Exception as error:
         return (RewardResult(problem=f"{type(error).__name__}: {one_line(error)}"),) * count
 
@@ -182,24 +182,24 @@ def unusable(name: str, label: str) -> str | None:
 
 
 def declare(function: Callable[..., Any], spec: str) -> Declared:
-    """Read what a user's function takes; `**kwargs` takes all but the images.
+    """Read the arguments of a user's function; `**kwargs` takes all but the images.
 
-    Raises ConfigError when it demands what nobody gives it, or does not look at the response.
+    Raises ConfigError if it requires unknown arguments, or does not take the response.
     """
     parameters = parameters_of(function, flag=SETTING, name=spec)
     signature = batch.signature_of(parameters, spec, setting=SETTING)
     images, others = parameters.names & {"images"}, frozenset(ARGUMENTS) - {"images"}
     if signature is not None:
-        return Declared(others | images, wants_label=False, batch=signature)
+        return Declared(others | images, needs_label=False, batch=signature)
     names = parameters.taken(others) | images
     unmet = parameters.unmet(ARGUMENTS)
     if unmet or "response" not in names:
-        what = f"asks for {', '.join(unmet)}" if unmet else "does not ask for response"
+        problem = f"requires {', '.join(unmet)}" if unmet else "does not take response"
         raise ConfigError(
-            f"{SETTING}: {spec} {what}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
+            f"{SETTING}: {spec} {problem}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
             "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
         )
-    return Declared(names, wants_label=False)
+    return Declared(names, needs_label=False)
 
 
 def to_result(returned: Any) -> RewardResult:
@@ -217,12 +217,12 @@ def to_result(returned: Any) -> RewardResult:
 def _finite(values: Mapping[Any, Any], total: str) -> RewardResult:
     plain = {}
     for key, value in values.items():
-        what = "it returned" if key == "it" else f"it returned {key!r} ="
+        subject = "it returned" if key == "it" else f"it returned {key!r} ="
         converted = _number(value)
         if converted is None:
-            return RewardResult(problem=f"{what} {_describe(value)} where one number per response is wanted")
+            return RewardResult(problem=f"{subject} {_describe(value)} where one number per response is expected")
         if not math.isfinite(converted):
-            return RewardResult(problem=f"{what} {converted}, which is not a finite number")
+            return RewardResult(problem=f"{subject} {converted}, which is not a finite number")
         plain[key] = converted
     # Part names become metric names.
     parts = {re.sub(r"[^A-Za-z0-9_.-]", "_", str(k)) or "_": v for k, v in plain.items() if k != total}

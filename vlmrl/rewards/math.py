@@ -113,9 +113,9 @@ def _equal_in_algebra(text: str, wanted: str) -> bool:
         return False
     readings = _parse(text, limit)
     is_too_hard = False
-    for one, other in product(expected, readings):
+    for expected_reading, reading in product(expected, readings):
         try:
-            if verify(one, other, timeout_seconds=limit, raise_on_error=True):
+            if verify(expected_reading, reading, timeout_seconds=limit, raise_on_error=True):
                 return True
         except TimeoutException:
             is_too_hard = True
@@ -138,7 +138,7 @@ def _unusable(wanted: str) -> str | None:
         readings = _parse_label(value)
     except _UnreadableError:
         readings = []
-    return "it cannot be parsed" if all(isinstance(one, str) for one in readings) else None
+    return "it cannot be parsed" if all(isinstance(reading, str) for reading in readings) else None
 
 
 @lru_cache(maxsize=4096)

@@ -70,10 +70,10 @@ def is_words(text: str) -> bool:
     return (_WORDS.fullmatch(text) or _IDENTIFIER.fullmatch(text)) is not None and number(text) is None
 
 
-def same_words(one: str, other: str) -> bool:
+def same_words(first: str, second: str) -> bool:
     """Equal except for case, white space, and product signs between the letters of one word."""
-    one, other = (" ".join(text.casefold().split()) for text in (one, other))
-    return one == other or (" " not in other and _BETWEEN_LETTERS.sub("", one) == other)
+    first, second = (" ".join(text.casefold().split()) for text in (first, second))
+    return first == second or (" " not in second and _BETWEEN_LETTERS.sub("", first) == second)
 
 
 def is_clock(text: str) -> bool:
@@ -81,9 +81,9 @@ def is_clock(text: str) -> bool:
     return _CLOCK.fullmatch(text) is not None
 
 
-def same_clock(one: str, other: str) -> bool:
+def same_clock(first: str, second: str) -> bool:
     """Equal except for leading zeros."""
-    return is_clock(one) and list(map(int, one.split(":"))) == list(map(int, other.split(":")))
+    return is_clock(first) and list(map(int, first.split(":"))) == list(map(int, second.split(":")))
 
 
 def needs_no_parser(label: str) -> bool:

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from vlmrl.rewards import local_worker as worker
+from vlmrl.rewards import local_worker
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
 START_LIMIT_S = 120.0
-"""Limit on importing the user's file, with whatever it loads."""
+"""Time limit for importing the user's file, including what it loads."""
 PATIENCE_S = 30.0
 """Time beyond all limits for killing a process that ignores signals and starting the next, before a pool counts as
 stuck."""
@@ -64,7 +64,7 @@ def start_pool(
         max_workers=num_workers,
         max_tasks=max_tasks,
         context=context,
-        initializer=worker.start,
+        initializer=local_worker.start,
         initargs=(names, spec, pass_env, log),
     )
 
@@ -81,7 +81,7 @@ def _make_folder_of_sockets() -> None:
 
 
 def end_pool(pool: ProcessPool) -> None:
-    """End the pool's processes, whatever they are doing."""
+    """End the pool's processes, even if they are busy."""
     pool.stop()  # type: ignore[no-untyped-call]
     pool.join()
 

@@ -44,7 +44,7 @@ from vlmrl.types import Failure, Group, Media
 MAX_PIXELS = Serve().max_request_pixels
 
 Images = Literal["none", "data", "hash"]
-"""How images are sent: not at all, as PNG, or as the hash of their content."""
+"""Form of sent images: none, PNG, or the hash of their content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +62,9 @@ class RewardRequest:
     media: tuple[Media, ...] = ()
     """The images of the prompt."""
     is_chat: bool = False
-    """The row holds the prompt as a list of messages."""
+    """Whether the row's prompt is a list of messages."""
     label_key: str | None = None
-    """The column of the label, where it is known."""
+    """The column of the label, if known."""
 
 
 def reward_requests(group: Group) -> list[RewardRequest]:
@@ -130,7 +130,7 @@ def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PI
         raise ValueError("the request is not JSON") from error
     for number, columns in enumerate(request.metadata or []):
         try:
-            check_depth(columns)  # no process could be told of it, and with it of what others ask
+            check_depth(columns)  # too deep to pickle, for this request and those batched with it
         except DataError as error:
             raise ValueError(f"metadata.{number}: {error}") from error
     media = _open_media(request.media, max_pixels) if wants_images else {}
@@ -189,11 +189,11 @@ def write_request(requests: Sequence[RewardRequest], images: Images) -> bytes:
         "responses": [request.response for request in requests],
         "labels": [request.label for request in requests],
         "metadata": [dict(request.metadata) for request in requests],
-        "images": [[] if images == "none" else [one.hash for one in request.media] for request in requests],
+        "images": [[] if images == "none" else [media.hash for media in request.media] for request in requests],
     }
     if images == "data":
-        unique = {one.hash: one for request in requests for one in request.media}
-        body["media"] = {name: _data_url(one) for name, one in unique.items()}
+        unique = {media.hash: media for request in requests for media in request.media}
+        body["media"] = {name: _data_url(media) for name, media in unique.items()}
     return json.dumps(body).encode()
 
 
@@ -224,7 +224,7 @@ def read_results(content: bytes, num_responses: int) -> list[RewardResult]:
     columns = {name: _column(values, num_responses, name) for name, values in logs.items()}
     results = []
     for number, (reward, problem) in enumerate(zip(rewards, problems, strict=True)):
-        # What is only logged (the mean of nothing is NaN) takes no reward with it.
+        # An invalid value that is only logged (the mean of nothing is NaN) must not invalidate the reward.
         parts = {name: values[number] for name, values in columns.items() if _is_number(values[number])}
         if reward is None:
             blame: Failure = "infrastructure" if failures[number] == "infrastructure" else "response"
@@ -248,7 +248,7 @@ def write_results(results: Sequence[RewardResult]) -> bytes:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number."""
+    """Whether the value is a finite number."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 

@@ -25,10 +25,10 @@ REMOTE = "remote"
 """The name of a server's reward in the metrics."""
 
 _MOST_HUNG = 8
-"""Responses that a user's function gets, at least, before the run ends because it hangs or dies on each of them."""
+"""Minimum number of responses before the run ends because a user's function hangs or dies on each of them."""
 
 _MOST_HUNG_EVER = 2
-"""The same for a function that has not returned even once in the run."""
+"""The same for a function that has never returned in the run."""
 
 _Index = tuple[int, int]
 """(index of a group, index of the response in it)"""
@@ -38,12 +38,12 @@ class _Begun(NamedTuple):
     """A group that is being scored."""
 
     calls: Calls | None
-    """Of functions."""
+    """The calls of functions."""
     results: list[asyncio.Future[RewardResult]]
-    """From servers, one per response; none without servers."""
+    """Results from servers, one per response; empty without servers."""
 
     def end(self) -> None:
-        """Cancel what nobody waits for any more."""
+        """Cancel the pending calls and requests."""
         if self.calls is not None:
             self.calls.end()
         for result in self.results:
@@ -59,14 +59,14 @@ class Rewarder:
     def __init__(
         self, reward: Scoring, *, token: str | None = None, log: Path | None = None, label_key: str = "label"
     ) -> None:
-        """Starts nothing yet.
+        """Start nothing yet.
 
         Args:
             token: for the servers; None: the value of the environment variable VLMRL_RM_TOKEN.
-            log: where functions print to.
+            log: file for the output of functions.
             label_key: the column of the label.
 
-        Raises ConfigError for settings that cannot work, such as a URL that is none.
+        Raises ConfigError for invalid settings, such as an invalid URL.
         """
         self._max_failed_fraction = reward.max_failed_fraction
         self._user_source = reward.user_function.rpartition(":")[2] if reward.user_function else REMOTE
@@ -100,7 +100,7 @@ class Rewarder:
     async def start(self) -> None:
         """Start the processes of the functions, and connect to the servers.
 
-        Raises ConfigError if the user's function cannot be loaded or wants arguments that do not exist, if no server
+        Raises ConfigError if the user's function cannot be loaded or requires unknown arguments, if no server
         replies, and if one refuses the token.
         """
         try:
@@ -121,7 +121,7 @@ class Rewarder:
         self._begun[_key(group)].append(begun)
 
     async def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group.
+        """Return one score per response, group by group.
 
         A response gets a failed score of 0 if its function raises, twice runs past `reward.time_limit_s` or ends its
         process, or does not return a finite number, and if no server scored it after `reward.remote_retries`. Network
@@ -140,8 +140,8 @@ class Rewarder:
                     begun.append(await self._take(group))
                 results = await self._collect(groups, begun, failures)
             except BaseException:
-                for one in begun:
-                    one.end()
+                for scoring in begun:
+                    scoring.end()
                 raise
         return [
             [_score(combined(results[i, j], self._weights)) for j in range(len(group.rollouts))]
@@ -189,16 +189,16 @@ class Rewarder:
     async def _collect(
         self, groups: Sequence[Group], begun: Sequence[_Begun], failures: _Failures
     ) -> dict[_Index, dict[str, RewardResult]]:
-        """The result of every response by every source. Raises RewardError as `failures` does."""
+        """Collect the result of each source for each response. Raises RewardError as `failures` does."""
         results: dict[_Index, dict[str, RewardResult]] = defaultdict(dict)
         if self._functions is not None:
-            calls = [one.calls for one in begun if one.calls is not None]
+            calls = [scoring.calls for scoring in begun if scoring.calls is not None]
             async with aclosing(self._functions.collect(calls)) as collected:
                 async for i, j, name, result in collected:
                     results[i, j][name] = result
                     failures.see((i, j), name, result, groups[i].prompt.source)
-        for i, one in enumerate(begun):
-            for j, future in enumerate(one.results):
+        for i, scoring in enumerate(begun):
+            for j, future in enumerate(scoring.results):
                 result = results[i, j][REMOTE] = await future
                 failures.see((i, j), REMOTE, result, groups[i].prompt.source)
         return results
@@ -207,13 +207,13 @@ class Rewarder:
 class _Failures:
     """Failures of a step. Stops the run at too many of the infrastructure, and at a user's source that scores nothing.
 
-    Failures of the responses stop nothing else: a policy may write text that is too hard for `math`, or that a function
-    cannot read, until it learns not to.
+    Other failures of responses do not stop the run: a policy may write text that is too hard for `math`, or unreadable
+    for a function, until it learns not to.
     """
 
     def __init__(self, num_responses: int, most: float, *, before: int, user_source: str) -> None:
-        """`most` is the fraction that the infrastructure may fail, of which it failed `before` already; `user_source`
-        is the name of the user's source."""
+        """`most`: fraction of responses for which the infrastructure may fail, of which `before` have failed already.
+        `user_source`: name of the user's source."""
         self._before = before
         self._num_responses = num_responses
         self._most = most
@@ -228,7 +228,7 @@ class _Failures:
         self._num_never = 0
 
     def see(self, response: _Index, name: str, result: RewardResult, source: str) -> None:
-        """Raises RewardError as soon as it is clear, without waiting for the other responses."""
+        """Raise RewardError as soon as a limit is exceeded, without waiting for the other responses."""
         self._seen.add(response)
         if result.problem is None:
             self._user_source_scored |= name == self._user_source
@@ -255,7 +255,7 @@ class _Failures:
     def _check_user_source(self) -> None:
         if self._user_source_scored or self._most >= 1:
             return
-        # Each that hangs takes twice the time limit: nobody waits for all of them.
+        # Each hanging call takes twice the time limit: do not wait for all of them.
         hangs = self._num_retried > _MOST_HUNG and len(self._broken) > self._most * self._num_responses
         hangs = hangs or self._num_never >= _MOST_HUNG_EVER
         if hangs or len(self._broken) == self._num_responses:
@@ -270,7 +270,7 @@ def combined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) 
     """The weighted sum over the sources of reward; its parts are their values, unweighted.
 
     If a source failed, the sum has its problem and the value 0. The first failure of the response comes before any of
-    the infrastructure: it decides what the response is worth, whatever the other sources would have returned.
+    the infrastructure: it decides the response's score, whatever the other sources would return.
     """
     parts: dict[str, float] = {}
     failed = sorted((r for r in results.values() if r.failure), key=lambda result: result.failure != "response")
@@ -299,7 +299,7 @@ def _score(result: RewardResult) -> Score:
 def check_functions(reward: Scoring, *, asks_servers: bool = True) -> None:
     """Start the reward sources as a run would, and end them. Raises ConfigError as `Rewarder` does.
 
-    Without `asks_servers` they need not be up yet.
+    Without `asks_servers` servers need not be up yet.
     """
     for url in reward.servers:
         checked(url)
@@ -314,5 +314,5 @@ async def _start_and_end(reward: Scoring) -> None:
 
 
 def _key(group: Group) -> object:
-    """Identifies a group: `begin` and `score` may get different copies of it."""
+    """The identity of a group: `begin` and `score` may get different copies of it."""
     return group.prompt.source, group.prompt.index, tuple(rollout.text for rollout in group.rollouts)

@@ -47,7 +47,7 @@ class Scorer(Protocol):
     """Scores responses."""
 
     wants_images: bool
-    """It reads images. Otherwise they are not opened."""
+    """Whether it reads images. Otherwise they are not opened."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult]:
         """One result per request, in order. One call at a time."""
@@ -113,7 +113,7 @@ class _Pending(NamedTuple):
 
 
 class _FullError(Exception):
-    """No more responses may wait."""
+    """The queue is full."""
 
 
 class _GoneError(Exception):
@@ -138,24 +138,24 @@ class Batches:
             raise _FullError
         loop = asyncio.get_running_loop()
         pending = [_Pending(request, loop.create_future()) for request in requests]
-        for one in pending:
-            self._queue.put_nowait(one)
-        return await asyncio.gather(*(one.result for one in pending))
+        for item in pending:
+            self._queue.put_nowait(item)
+        return await asyncio.gather(*(item.result for item in pending))
 
     async def score_for_ever(self) -> None:
         """Score batch after batch, one at a time: a model must not be called twice at once."""
         while True:
             batch = await self._next_batch()
             try:
-                results = await self._scorer.score([one.request for one in batch])
-            except Exception as error:  # the clients get whatever a scorer raises, and the server goes on
-                for one in batch:
-                    if not one.result.done():
-                        one.result.set_exception(error)
+                results = await self._scorer.score([item.request for item in batch])
+            except Exception as error:  # the clients get any error of the scorer, and the server keeps running
+                for item in batch:
+                    if not item.result.done():
+                        item.result.set_exception(error)
                 continue
-            for one, result in zip(batch, results, strict=True):
-                if not one.result.done():  # else the client has gone
-                    one.result.set_result(result)
+            for item, result in zip(batch, results, strict=True):
+                if not item.result.done():  # else the client has gone
+                    item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
         """Responses that arrive within `serve.max_wait_ms` of the first, up to `serve.max_batch`, without those whose
@@ -167,7 +167,7 @@ class Batches:
                 async with asyncio.timeout(self._serve.max_wait_ms / 1000):
                     while len(pending) < self._serve.max_batch:
                         pending.append(await self._queue.get())
-            batch = [one for one in pending if not one.result.done()]
+            batch = [item for item in pending if not item.result.done()]
         return batch
 
 
@@ -196,8 +196,8 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
 
     @scores.get("/")
     @scores.get("/get_reward")
-    async def knock() -> Response:
-        """A client checks its token before it has anything to score."""
+    async def check_token() -> Response:
+        """Let a client check its token before it has responses to score."""
         raise HTTPException(405, "send POST", headers={"Allow": "POST"})
 
     @scores.post("/")
@@ -289,8 +289,8 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
 
 
 class _Server(uvicorn.Server):
-    """Ends within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the thread of
-    a model that hangs."""
+    """End the process within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the
+    thread of a hanging model."""
 
     def __init__(self, config: uvicorn.Config, *, limit_s: float) -> None:
         super().__init__(config)

@@ -68,7 +68,7 @@ class Measure(NamedTuple):
     """A value and its unit."""
 
     value: str
-    """The text without its unit if the unit is certain: a single letter (`2m`) may be a variable, and stays."""
+    """The text without its unit if the unit is certain: a single letter (`2m`) may be a variable, and is kept."""
     unit: str | None
     """The unit's canonical name; None without a known unit."""
 

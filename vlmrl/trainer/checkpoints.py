@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from rich.text import Text
 
-from vlmrl.config.changes import changes, described, plain_settings
+from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.config.schedule import share_done
+from vlmrl.config.schedule import fraction_done
 from vlmrl.errors import ConfigError, StorageError, VlmrlError
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
 from vlmrl.learning.checksums import has_checksums
@@ -151,9 +151,9 @@ class RunCheckpoints:
         self.prompts.load_state(extra["prompts"])
         self.evaluation_is_pending = bool(extra.get("evaluation_is_pending"))
         step = int(extra["step"])
-        if changed := changes(extra.get("settings", {}), self.config):
+        if changed := changed_settings(extra.get("settings", {}), self.config):
             # Not a plain string: values may look like Rich's markup.
-            self.report.say(Text(f"resuming after step {step} with other settings: {described(changed)}"))
+            self.report.say(Text(f"resuming after step {step} with other settings: {format_changes(changed)}"))
         if changed.keys() & _STEP_SETTINGS:
             self._move_schedules(step)
         return step, self._loop_state(extra)
@@ -165,7 +165,7 @@ class RunCheckpoints:
 
     def _move_schedules(self, step: int) -> None:
         """Move the schedules to the run's progress: they count optimizer steps, whose number has changed."""
-        share = share_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
+        share = fraction_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
         self.policy.set_progress(share)
         if self.critic is not None:
             self.critic.set_progress(share)

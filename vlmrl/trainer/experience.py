@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.kl import kl_to_reference
-from vlmrl.algorithms.shaping import shape, teaches
+from vlmrl.algorithms.shaping import has_signal, shape
 from vlmrl.config.run import RlConfig
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
@@ -168,8 +168,8 @@ def batch_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sh
             "reward/std": float(np.std(earned)),
             "reward/shaped_mean": float(shaped.totals[shaped.has_reward].mean()),
         }
-    has_signal = teaches(shaped.rewards, step_rewards=shaped.token_sums, scored=shaped.has_reward)
-    metrics["group/constant_fraction"] = float((~has_signal).float().mean())
+    with_signal = has_signal(shaped.rewards, step_rewards=shaped.token_sums, scored=shaped.has_reward)
+    metrics["group/constant_fraction"] = float((~with_signal).float().mean())
     for name in sorted({name for score in all_scores for name in score.parts}):
         metrics[f"reward/parts/{name}"] = float(np.mean([s.parts[name] for s in all_scores if name in s.parts]))
     return metrics

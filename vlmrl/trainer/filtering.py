@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vlmrl.algorithms.shaping import is_within, teaches
+from vlmrl.algorithms.shaping import REWARD_ROUNDING, has_signal, is_within
 from vlmrl.config.run import RlConfig
 from vlmrl.trainer.experience import shaped_rewards
 from vlmrl.types import Floats, Group, Score
@@ -17,9 +17,6 @@ from vlmrl.types import Floats, Group, Score
 Outcome = Literal["kept", "constant", "outside", "unscored"]
 """`constant`: all scored responses have the same reward. `outside`: the mean reward is not within
 `algo.dynamic_filtering_range`. `unscored`: fewer than two responses have a reward."""
-
-_SAME = 1e-6
-"""As in `algorithms.shaping`."""
 
 
 class FilteredGroup(NamedTuple):
@@ -53,7 +50,7 @@ class RewardRange(NamedTuple):
 def filter_groups(config: RlConfig, groups: Sequence[Group], scores: Sequence[list[Score]]) -> list[FilteredGroup]:
     """Decide for each group whether it is trained on. Without dynamic filtering all are."""
     shaped = shaped_rewards(config, groups, scores)
-    has_signal = teaches(shaped.rewards, step_rewards=shaped.token_sums, scored=shaped.has_reward).tolist()
+    signals = has_signal(shaped.rewards, step_rewards=shaped.token_sums, scored=shaped.has_reward).tolist()
     filtered = []
     for row, (group, group_scores) in enumerate(zip(groups, scores, strict=True)):
         has_reward = shaped.has_reward[row]
@@ -61,7 +58,7 @@ def filter_groups(config: RlConfig, groups: Sequence[Group], scores: Sequence[li
         outcome: Outcome = "kept"
         if config.algo.dynamic_filtering_enable:
             earned = [score.earned for score in group_scores if score.has_reward]
-            outcome = _outcome(earned, has_signal=has_signal[row], bounds=config.algo.dynamic_filtering_range)
+            outcome = _outcome(earned, has_signal=signals[row], bounds=config.algo.dynamic_filtering_range)
         scored_rewards = shaped.totals[row][has_reward].numpy()
         filtered.append(FilteredGroup(group, group_scores, rewards, scored_rewards, outcome))
     return filtered
@@ -81,7 +78,7 @@ def highest_possible_reward(config: RlConfig) -> float | None:
     The built-in functions give at most 1.
     """
     reward = config.reward
-    if reward.has_own_source:
+    if reward.has_user_source:
         return None
     total = sum(max(weight, 0.0) for weight in reward.functions.values())
     low, high = reward.clip_range
@@ -95,11 +92,11 @@ def is_solved(config: RlConfig, groups: Sequence[FilteredGroup], reward_range: R
     """
     highest = highest_possible_reward(config)
     if highest is None:
-        if not reward_range.highest > reward_range.lowest + _SAME:
+        if not reward_range.highest > reward_range.lowest + REWARD_ROUNDING:
             return False
         highest = reward_range.highest
     constants = [float(group.scored_rewards[0]) for group in groups if group.outcome == "constant"]
-    return 2 * sum(reward >= highest - _SAME for reward in constants) > len(constants)
+    return 2 * sum(reward >= highest - REWARD_ROUNDING for reward in constants) > len(constants)
 
 
 def format_shortage(config: RlConfig, groups: Sequence[FilteredGroup]) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vlmrl.algorithms.kl import KlController
-from vlmrl.config.adapters import is_one_pass
+from vlmrl.config.adapters import needs_one_pass
 from vlmrl.config.run import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.parallel import run_parallel
@@ -92,7 +92,7 @@ def train(
             reference=reference,
             critic=critic,
             report=report,
-            update_finds_old=trains_policy and is_one_pass(config.rollout, config.train, config.algo),
+            update_finds_old=trains_policy and needs_one_pass(config.rollout, config.train, config.algo),
         )
         batch, metrics = make_experience(
             config,

@@ -1,4 +1,4 @@
-"""Our losses and their gradients against those of TRL's GRPOTrainer and DPOTrainer, on random answers with gaps and
+"""Our losses and their gradients against those of TRL's GRPOTrainer and DPOTrainer, on random responses with gaps and
 padding.
 
 TRL is asked for nothing but its `_compute_loss`: the log-probabilities come from the test instead of from a model.
@@ -25,7 +25,7 @@ ANSWERS, TOKENS, LONGEST = 6, 9, 16
 
 
 class Batch:
-    """Random answers. Log-ratios are wide enough for every clip to act; one answer has no token that counts."""
+    """Random responses. Log-ratios are wide enough for every clip to act; one response has no sampled token."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -146,14 +146,14 @@ CASES = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_are_those_of_trl(case: str, seed: int) -> None:
+def test_loss_and_gradient_equal_trls(case: str, seed: int) -> None:
     ours, theirs = CASES[case]
     batch = Batch(seed)
     torch.testing.assert_close(of_ours(batch, **ours), of_trl(batch, **theirs))
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop"])
-def test_a_corrected_loss_is_that_of_trl(kind: str) -> None:
+def test_a_corrected_loss_equals_trls(kind: str) -> None:
     batch = Batch(7)
     weights = (batch.old - batch.rollout).exp()
     outside = (weights < 0.7) | (weights > 1.5)
@@ -167,10 +167,10 @@ def test_a_corrected_loss_is_that_of_trl(kind: str) -> None:
 
 
 def pairs_of_trl(batch: Batch, *, ref: Tensor, num_pairs: int, **settings: Any) -> tuple[Tensor, Tensor]:
-    """TRL's loss of the first answers against the last ones, and its gradient by the log-probabilities [B, T]."""
+    """TRL's loss of the first responses against the last ones, and its gradient by the log-probabilities [B, T]."""
     logprobs = batch.logprobs[: 2 * num_pairs].clone().requires_grad_()
     sampled = batch.sampled[: 2 * num_pairs]
-    said = SimpleNamespace(
+    message = SimpleNamespace(
         log_probs=torch.where(sampled, logprobs, 0.0),
         entropy=torch.zeros_like(sampled, dtype=torch.float),
         mean_logits=torch.zeros_like(sampled, dtype=torch.float),
@@ -194,7 +194,7 @@ def pairs_of_trl(batch: Batch, *, ref: Tensor, num_pairs: int, **settings: Any) 
     }
     for name, value in (defaults | settings).items():
         setattr(trainer, name, value)
-    # Its log-probs begin at the second token.
+    # Its log-probs start at the second token.
     tokens = torch.zeros(2 * num_pairs, TOKENS + 1, dtype=torch.long)
     inputs = {
         "input_ids": tokens,
@@ -203,7 +203,7 @@ def pairs_of_trl(batch: Batch, *, ref: Tensor, num_pairs: int, **settings: Any) 
         "ref_chosen_logps": ref[:num_pairs],
         "ref_rejected_logps": ref[num_pairs:],
     }
-    loss = trainer._compute_loss(lambda **_: said, inputs, return_outputs=False)
+    loss = trainer._compute_loss(lambda **_: message, inputs, return_outputs=False)
     loss.backward()
     assert logprobs.grad is not None
     return loss.detach(), logprobs.grad
@@ -219,23 +219,23 @@ PAIRS = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", PAIRS)
-def test_the_loss_of_pairs_and_its_gradient_are_those_of_trl(case: str, seed: int) -> None:
+def test_the_preference_loss_and_its_gradient_equal_trls(case: str, seed: int) -> None:
     loss, combine, knobs, settings = PAIRS[case]
     batch, num_pairs = Batch(seed), 1 if case == "cdpo" else ANSWERS // 2
-    # One row may hold several answers: here all of them lie in one.
+    # One row may hold several responses: here all of them are in one.
     shape = (1, 2 * num_pairs * TOKENS)
     owner = torch.arange(2 * num_pairs).repeat_interleave(TOKENS)[None]
     sampled = batch.sampled[: 2 * num_pairs].reshape(shape)
 
     def of_answers(values: Tensor) -> tuple[Tensor, Tensor]:
-        found = combine(values[: 2 * num_pairs].reshape(shape), sampled, owner, num_responses=2 * num_pairs)
-        return found[:num_pairs], found[num_pairs:]
+        result = combine(values[: 2 * num_pairs].reshape(shape), sampled, owner, num_responses=2 * num_pairs)
+        return result[:num_pairs], result[num_pairs:]
 
     logprobs = batch.logprobs[: 2 * num_pairs].clone().requires_grad_()
     (chosen, rejected), (ref_chosen, ref_rejected) = of_answers(logprobs), of_answers(batch.reference)
     ours = loss(chosen, rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, beta=0.3, **knobs).mean()
     ours.backward()
-    # TRL is given sums in every case, and averages them itself.
+    # TRL gets sums in all cases, and averages them itself.
     ref = response_sums(batch.reference[: 2 * num_pairs].reshape(shape), sampled, owner, num_responses=2 * num_pairs)
     theirs = pairs_of_trl(batch, ref=ref, num_pairs=num_pairs, **settings)
     torch.testing.assert_close((ours.detach(), logprobs.grad), theirs)

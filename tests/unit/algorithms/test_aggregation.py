@@ -6,27 +6,27 @@ from vlmrl.types import Totals
 
 F, T = False, True
 INF, NAN = float("inf"), float("nan")
-# Three answers: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
+# Three responses: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
 LOSSES = torch.tensor([[INF, 1.0, 3.0, NAN, 8.0], [NAN, 2.0, INF, 4.0, 6.0]])
 SAMPLED = torch.tensor([[F, T, T, F, T], [F, T, F, T, T]])
 TOTALS = Totals(num_tokens=6, num_samples=3)
 OWNER = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]])
 
 
-def test_tokens_weigh_the_same() -> None:
+def test_token_mean_weights_tokens_equally() -> None:
     assert token_mean(LOSSES, SAMPLED, num_tokens=6).item() == 4.0
 
 
-def test_answers_weigh_the_same() -> None:
+def test_sequence_mean_weights_responses_equally() -> None:
     assert sequence_mean(LOSSES, SAMPLED, OWNER, num_samples=3).item() == pytest.approx((2 + 8 + 4) / 3)
 
 
-def test_constant_divides_by_the_longest_answer() -> None:
+def test_constant_mean_divides_by_the_longest_response() -> None:
     assert constant_mean(LOSSES, SAMPLED, num_samples=3, max_new_tokens=10).item() == pytest.approx(24 / 30)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_shares_of_micro_batches_add_up_to_the_step(aggregation) -> None:  # type: ignore[no-untyped-def]
+def test_losses_of_micro_batches_add_up_to_the_step(aggregation) -> None:  # type: ignore[no-untyped-def]
     totals = {"totals": TOTALS, "max_new_tokens": 10, "aggregation": aggregation}
     whole = reduce(LOSSES, SAMPLED, owner=OWNER, **totals)
     shares = [
@@ -61,13 +61,13 @@ def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggrega
 
 
 @pytest.mark.parametrize(("aggregation", "expected"), [("token", 24 / 6), ("sequence", 14 / 4), ("constant", 24 / 40)])
-def test_an_answer_without_a_token_counts_as_an_answer(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
+def test_a_response_without_tokens_counts_as_a_response(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
     totals = Totals(num_tokens=6, num_samples=4)
-    found = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
-    assert found.item() == pytest.approx(expected)
+    result = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
+    assert result.item() == pytest.approx(expected)
 
 
-def test_the_mean_of_a_response_lies_on_its_tokens_and_nowhere_else() -> None:
+def test_the_mean_of_a_response_is_at_its_sampled_tokens_only() -> None:
     sampled = torch.tensor([[F, T, T, F, T], [T, F, F, T, F]])
     # Response 7 has a gap; response 3 is alone in its row; owner numbers need not be dense.
     owner = torch.tensor([[7, 7, 7, 7, 7], [0, 0, 0, 3, 3]])
@@ -77,5 +77,5 @@ def test_the_mean_of_a_response_lies_on_its_tokens_and_nowhere_else() -> None:
 
 def test_the_mean_where_nothing_is_sampled_is_zero() -> None:
     nothing = torch.zeros(1, 2, dtype=torch.bool)
-    found = response_mean(torch.full((1, 2), float("nan")), nothing, torch.zeros(1, 2, dtype=torch.long))
-    assert found.tolist() == [[0.0, 0.0]]
+    result = response_mean(torch.full((1, 2), float("nan")), nothing, torch.zeros(1, 2, dtype=torch.long))
+    assert result.tolist() == [[0.0, 0.0]]

@@ -1,4 +1,4 @@
-"""Every estimator with every loss on a bandit: a policy of a few logits has to find the one rewarded token per place.
+"""Every estimator with every loss on a bandit: a policy of a few logits must find the one rewarded token per place.
 
 Answers have up to three tokens and one prompt token in front; two optimizer steps are made per experience, so that the
 ratios leave 1 and the clips act. All that is learnt goes through the same functions as in a run.
@@ -35,7 +35,7 @@ def learnt(
     kl_in_loss: float = 0.0,
     **knobs: Any,
 ) -> float:
-    """How likely the policy finds the rewarded token in the end, on average over the places; 0.2 when it starts."""
+    """Mean final probability of the rewarded token over the places; initially 0.2."""
     torch.manual_seed(0)
     logits = torch.zeros(PLACES, VOCABULARY, requires_grad=True)
     expected = torch.zeros(PLACES, requires_grad=True)
@@ -44,19 +44,19 @@ def learnt(
     aggregation = DEFAULT_AGGREGATION.get(str(kind)) or DEFAULT_AGGREGATION.get(str(estimator), "token")
     settings = {"aggregation": aggregation, "max_new_tokens": PLACES, "clip_low": low, "clip_high": high}
     loss = PolicyLoss(kind=kind, **(settings | knobs))
-    answers = PROMPTS * GROUP
-    owner = torch.arange(answers)[:, None].expand(-1, PLACES + 1)
+    responses = PROMPTS * GROUP
+    owner = torch.arange(responses)[:, None].expand(-1, PLACES + 1)
     for _ in range(steps):
-        lengths = torch.randint(1, PLACES + 1, (answers, 1))
+        lengths = torch.randint(1, PLACES + 1, (responses, 1))
         sampled = (torch.arange(PLACES + 1) > 0) & (torch.arange(PLACES + 1) <= lengths)
-        totals = Totals(num_tokens=int(sampled.sum()), num_samples=answers)
+        totals = Totals(num_tokens=int(sampled.sum()), num_samples=responses)
         with torch.no_grad():
-            tokens = torch.multinomial(logits.softmax(1).repeat(answers, 1), 1).reshape(answers, PLACES)
+            tokens = torch.multinomial(logits.softmax(1).repeat(responses, 1), 1).reshape(responses, PLACES)
             old, _ = scored(logits, tokens)
         rewards = ((tokens == REWARDED) & sampled[:, 1:]).sum(1) / lengths[:, 0]
-        values = shifted(expected.detach().expand(answers, -1))
+        values = shifted(expected.detach().expand(responses, -1))
         uniform = torch.full_like(old, 1 / VOCABULARY).log()
-        found = advantages(
+        result = advantages(
             rewards.reshape(PROMPTS, GROUP),
             sampled,
             estimator=estimator,
@@ -71,7 +71,7 @@ def learnt(
                 logprobs=logprobs,
                 old=old,
                 rollout=old + 0.02 * torch.randn_like(old),
-                advantages=sign * found.advantages,
+                advantages=sign * result.advantages,
                 sampled=sampled,
                 owner=owner,
                 entropy=entropy,
@@ -86,10 +86,10 @@ def learnt(
                 totals=totals,
                 max_new_tokens=PLACES,
             )
-            if found.returns is not None:
-                now = shifted(expected.expand(answers, -1))
+            if result.returns is not None:
+                now = shifted(expected.expand(responses, -1))
                 share = share + token_mean(
-                    value_loss(now, values, found.returns, clip=0.5).losses, sampled, num_tokens=totals.num_tokens
+                    value_loss(now, values, result.returns, clip=0.5).losses, sampled, num_tokens=totals.num_tokens
                 )
             optimizer.zero_grad()
             share.backward()
@@ -105,8 +105,8 @@ def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return shifted(chosen), shifted(entropy)
 
 
-def shifted(answers: Tensor) -> Tensor:
-    return torch.nn.functional.pad(answers, (1, 0))
+def shifted(responses: Tensor) -> Tensor:
+    return torch.nn.functional.pad(responses, (1, 0))
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
@@ -116,7 +116,7 @@ def test_the_policy_finds_the_rewarded_tokens(estimator: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
-def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
+def test_a_policy_with_reversed_rewards_avoids_the_rewarded_tokens(kind: str) -> None:
     assert learnt("group_norm", kind, sign=-1.0) < 0.1
 
 
@@ -135,16 +135,16 @@ def test_a_policy_that_learns_backwards_loses_them(kind: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_added_to_ppo_does_not_keep_it_from_learning(knobs: dict[str, Any]) -> None:
+def test_options_of_ppo_keep_it_learning(knobs: dict[str, Any]) -> None:
     assert learnt("group_norm", "ppo", **knobs) > 0.9
 
 
 @pytest.mark.parametrize("knobs", [{"entropy_coef": 1.0}, {"kl_in_reward": 2.0}, {"kl_in_loss": 2.0}], ids=str)
-def test_entropy_and_kl_hold_the_policy_back_when_they_weigh_much(knobs: dict[str, Any]) -> None:
+def test_large_entropy_and_kl_terms_hold_the_policy_back(knobs: dict[str, Any]) -> None:
     assert learnt("dr_grpo", "ppo", **knobs) < 0.6
 
 
-def test_a_users_own_estimator_and_loss_learn_too() -> None:
+def test_a_users_estimator_and_loss_learn() -> None:
     def above_average(rewards: Tensor) -> Tensor:
         return rewards - rewards.mean()
 

@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 TOTALS = Totals(num_tokens=6, num_samples=3)
 
 
-# Two packs' worth: answers 0 and 1 in the first row with a gap inside 0, answer 2 behind its prompt in the second.
+# Two packs' worth: responses 0 and 1 in the first row with a gap inside 0, response 2 behind its prompt in the second.
 SAMPLED = torch.tensor([[T, F, T, T, T], [F, T, T, F, F]])
 OWNER = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 0, 0]])
 OLD = torch.tensor([[-1.0, NAN, -2.0, -0.5, -3.0], [NAN, -1.5, -2.5, INF, -INF]])
@@ -32,37 +32,37 @@ def terms(knobs: dict[str, Any], *, logprobs: Tensor | None = None, **given: Any
 
 
 def kept(values: Tensor) -> list[float]:
-    """The sampled ones, row by row."""
+    """The values at sampled tokens, row by row."""
     return values[SAMPLED].tolist()
 
 
 def test_ppo_clips_each_token() -> None:
-    found = terms({})
+    result = terms({})
     # -min(2, 1.3), -min(8, 1.3); 2 max(1, 1), 2 max(1/4, 0.8); -0.5 min(3, 1.3), -0.5 min(1/3, 0.8)
-    assert kept(found.losses) == pytest.approx([-1.3, -1.3, 2.0, 1.6, -0.65, -1 / 6])
-    assert kept(found.clipped) == [T, T, F, T, T, F]
-    assert kept(found.ratio) == pytest.approx([2.0, 8.0, 1.0, 0.25, 3.0, 1 / 3])
-    assert found.weights.tolist() == SAMPLED.float().tolist()
-    assert found.kl.tolist() == [[0.0] * 5] * 2
-    assert not found.clipped[~SAMPLED].any()
-    assert found.losses[~SAMPLED].abs().sum() == 0
+    assert kept(result.losses) == pytest.approx([-1.3, -1.3, 2.0, 1.6, -0.65, -1 / 6])
+    assert kept(result.clipped) == [T, T, F, T, T, F]
+    assert kept(result.ratio) == pytest.approx([2.0, 8.0, 1.0, 0.25, 3.0, 1 / 3])
+    assert result.weights.tolist() == SAMPLED.float().tolist()
+    assert result.kl.tolist() == [[0.0] * 5] * 2
+    assert not result.clipped[~SAMPLED].any()
+    assert result.losses[~SAMPLED].abs().sum() == 0
 
 
-def test_gspo_has_one_ratio_per_answer() -> None:
-    found = terms({"kind": "gspo"})
+def test_gspo_has_one_ratio_per_response() -> None:
+    result = terms({"kind": "gspo"})
     # -min(4, 1.3) twice; 2 max(1/2, 0.8) twice; -0.5 twice.
-    assert kept(found.losses) == pytest.approx([-1.3, -1.3, 1.6, 1.6, -0.5, -0.5])
-    assert kept(found.clipped) == [T, T, T, T, F, F]
-    assert kept(found.ratio) == pytest.approx([4.0, 4.0, 0.5, 0.5, 1.0, 1.0])
+    assert kept(result.losses) == pytest.approx([-1.3, -1.3, 1.6, 1.6, -0.5, -0.5])
+    assert kept(result.clipped) == [T, T, T, T, F, F]
+    assert kept(result.ratio) == pytest.approx([4.0, 4.0, 0.5, 0.5, 1.0, 1.0])
 
 
-def test_gspo_has_the_gradient_of_the_answers_ratio() -> None:
+def test_gspo_has_the_gradient_of_the_response_ratio() -> None:
     shift = torch.zeros(2, 5, requires_grad=True)
     logprobs = torch.where(SAMPLED, OLD + LOG_RATIOS, 0.0) + shift
-    found = terms({"kind": "gspo", "clip_low": 0.9, "clip_high": 9.0}, logprobs=logprobs)
-    reduce(found.losses, SAMPLED, aggregation="sequence", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    result = terms({"kind": "gspo", "clip_low": 0.9, "clip_high": 9.0}, logprobs=logprobs)
+    reduce(result.losses, SAMPLED, aggregation="sequence", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
     assert shift.grad is not None
-    # d/dx of -s A with s = exp(mean): -s A / 2 for each of an answer's two tokens, a third of it in the mean of three.
+    # d/dx of -s A with s = exp(mean): -s A / 2 for each of a response's two tokens, a third of it in the mean of three.
     expected = [-4 / 6, -4 / 6, 2 * 0.5 / 6, 2 * 0.5 / 6, -0.5 / 6, -0.5 / 6]
     assert kept(shift.grad) == pytest.approx(expected)
     assert shift.grad[~SAMPLED].tolist() == [0.0] * 4
@@ -70,7 +70,7 @@ def test_gspo_has_the_gradient_of_the_answers_ratio() -> None:
 
 def test_gspo_lets_each_token_learn_from_its_own_advantage() -> None:
     shift = torch.zeros(1, 2, requires_grad=True)
-    found = policy_loss(
+    result = policy_loss(
         PolicyLoss(aggregation="sequence", max_new_tokens=8, kind="gspo"),
         logprobs=torch.tensor([[-1.0, -2.0]]) + shift,
         old=torch.tensor([[-1.0, -2.0]]),
@@ -79,19 +79,19 @@ def test_gspo_lets_each_token_learn_from_its_own_advantage() -> None:
         sampled=torch.tensor([[T, T]]),
         owner=torch.zeros(1, 2, dtype=torch.long),
     )
-    found.losses.sum().backward()
+    result.losses.sum().backward()
     assert shift.grad is not None
     assert shift.grad.tolist() == [[-3.0, 1.0]]
 
 
-def test_cispo_weighs_the_likelihood_and_keeps_every_gradient() -> None:
+def test_cispo_weights_log_probs_and_keeps_every_gradient() -> None:
     logprobs = (OLD + LOG_RATIOS).requires_grad_()
-    found = terms({"kind": "cispo"}, logprobs=logprobs)
+    result = terms({"kind": "cispo"}, logprobs=logprobs)
     weights = torch.tensor([1.3, 1.3, 1.0, 0.25, 1.3, 1 / 3])
     expected = -weights * SIGNS[SAMPLED] * (OLD + LOG_RATIOS)[SAMPLED]
-    torch.testing.assert_close(found.losses[SAMPLED], expected)
-    assert kept(found.clipped) == [T, T, F, F, T, F]
-    reduce(found.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    torch.testing.assert_close(result.losses[SAMPLED], expected)
+    assert kept(result.clipped) == [T, T, F, F, T, F]
+    reduce(result.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad[SAMPLED], -weights * SIGNS[SAMPLED] / 6)
     assert logprobs.grad[~SAMPLED].tolist() == [0.0] * 4
@@ -101,69 +101,69 @@ def test_the_kl_is_added_with_its_weight_and_its_gradient() -> None:
     logprobs = (OLD + LOG_RATIOS).requires_grad_()
     reference = (OLD + LOG_RATIOS).detach() - torch.tensor([[0.5, 1, -1.0, 0.0, 2.0], [1, 0.25, 0.0, 1, 1]])
     plain = terms({})
-    found = terms({"kl_estimator": "k2"}, logprobs=logprobs, reference=reference, kl_coef=0.1)
+    result = terms({"kl_estimator": "k2"}, logprobs=logprobs, reference=reference, kl_coef=0.1)
     gap = [0.125, 0.5, 0.0, 2.0, 0.03125, 0.0]
-    assert kept(found.kl) == pytest.approx(gap)
-    assert kept(found.losses.detach()) == pytest.approx(
+    assert kept(result.kl) == pytest.approx(gap)
+    assert kept(result.losses.detach()) == pytest.approx(
         [p + 0.1 * k for p, k in zip(kept(plain.losses), gap, strict=True)]
     )
-    assert found.kl[~SAMPLED].tolist() == [0.0] * 4
-    found.losses[SAMPLED].sum().backward()
+    assert result.kl[~SAMPLED].tolist() == [0.0] * 4
+    result.losses[SAMPLED].sum().backward()
     assert logprobs.grad is not None
-    # k2's gradient is the log-ratio to the reference; the clipped tokens have no other one.
+    # k2's gradient is the log-ratio to the reference, the only gradient of clipped tokens.
     assert kept(logprobs.grad)[:2] == pytest.approx([0.05, -0.1])
 
 
-def test_the_entropy_is_taken_off_with_its_gradient() -> None:
+def test_the_entropy_is_subtracted_with_its_gradient() -> None:
     entropy = torch.tensor([[1.0, NAN, 2.0, 3.0, 4.0], [INF, 5.0, 6.0, NAN, NAN]], requires_grad=True)
-    found = terms({"entropy_coef": 0.5}, logprobs=(OLD + LOG_RATIOS).requires_grad_(), entropy=entropy)
+    result = terms({"entropy_coef": 0.5}, logprobs=(OLD + LOG_RATIOS).requires_grad_(), entropy=entropy)
     expected = [p - 0.5 * h for p, h in zip(kept(terms({}).losses), [1, 2, 3, 4, 5, 6], strict=True)]
-    assert kept(found.losses.detach()) == pytest.approx(expected)
-    assert found.losses[~SAMPLED].tolist() == [0.0] * 4
-    reduce(found.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    assert kept(result.losses.detach()) == pytest.approx(expected)
+    assert result.losses[~SAMPLED].tolist() == [0.0] * 4
+    reduce(result.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, -0.5 / 6 * SAMPLED)
 
 
-def test_a_correction_weighs_the_policys_own_loss_and_neither_kl_nor_entropy() -> None:
-    # The trainer thinks the first token twice as likely as the engine did, the last 8 times; else they agree.
+def test_a_correction_weights_the_surrogate_but_not_kl_or_entropy() -> None:
+    # Probabilities in the trainer are 2 times the engine's at the first token, 8 times at the last; else equal.
     rollout = OLD - torch.tensor([[2.0, 1, 1, 1, 1], [1, 1, 8.0, 1, 1]]).log()
     knobs = {"correction": Correction("tis", 0.5, 5.0), "entropy_coef": 0.5, "kl_estimator": "k2"}
     given = {"reference": OLD + LOG_RATIOS - 1.0, "entropy": torch.ones(2, 5), "kl_coef": 0.1}
-    found = terms(knobs, rollout=rollout, **given)
+    result = terms(knobs, rollout=rollout, **given)
     weights = [2.0, 1, 1, 1, 1, 5.0]
-    assert kept(found.weights) == pytest.approx(weights)
+    assert kept(result.weights) == pytest.approx(weights)
     expected = [w * p + 0.1 * 0.5 - 0.5 for w, p in zip(weights, kept(terms({}).losses), strict=True)]
-    assert kept(found.losses) == pytest.approx(expected)
+    assert kept(result.losses) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("gap", [400.0, -400.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_an_extreme_ratio_neither_overflows_nor_makes_a_gradient_that_is_no_number(kind, gap, sign) -> None:  # type: ignore[no-untyped-def]
+def test_an_extreme_ratio_neither_overflows_nor_gives_nan_gradients(kind, gap, sign) -> None:  # type: ignore[no-untyped-def]
     logprobs = (torch.where(SAMPLED, OLD, 0.0) + gap).requires_grad_()
-    found = terms({"kind": kind}, logprobs=logprobs, advantages=torch.full((2, 5), sign))
-    assert bool(found.losses.isfinite().all())
-    assert bool(found.ratio.isfinite().all())
-    found.losses.sum().backward()
+    result = terms({"kind": kind}, logprobs=logprobs, advantages=torch.full((2, 5), sign))
+    assert bool(result.losses.isfinite().all())
+    assert bool(result.ratio.isfinite().all())
+    result.losses.sum().backward()
     assert logprobs.grad is not None
     assert bool(logprobs.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_a_pack_without_a_sampled_token_has_no_loss_and_a_backward(kind: str) -> None:
+def test_a_pack_without_sampled_tokens_has_zero_loss_and_a_backward(kind: str) -> None:
     logprobs = torch.full((2, 5), NAN, requires_grad=True)
     nothing = torch.zeros(2, 5, dtype=torch.bool)
     correction = Correction("seq-mask-tis", 0.5, 5.0)
-    found = terms({"kind": kind, "correction": correction}, logprobs=logprobs, sampled=nothing, rollout=OLD)
-    reduce(found.losses, nothing, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
-    assert found.losses.tolist() == [[0.0] * 5] * 2
+    result = terms({"kind": kind, "correction": correction}, logprobs=logprobs, sampled=nothing, rollout=OLD)
+    reduce(result.losses, nothing, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    assert result.losses.tolist() == [[0.0] * 5] * 2
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[0.0] * 5] * 2
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
-def test_the_loss_of_an_answer_does_not_depend_on_the_pack_it_is_in(kind: str) -> None:
+def test_the_loss_of_a_response_does_not_depend_on_its_pack(kind: str) -> None:
     whole = terms({"kind": kind})
     first = terms(
         {"kind": kind},
@@ -176,7 +176,7 @@ def test_the_loss_of_an_answer_does_not_depend_on_the_pack_it_is_in(kind: str) -
     torch.testing.assert_close(first.losses, whole.losses[:1, 3:])
 
 
-def test_what_a_knob_needs_must_be_there() -> None:
+def test_an_input_that_a_knob_needs_is_required() -> None:
     with pytest.raises(ValueError, match="engine's log-probs"):
         terms({"correction": Correction("tis", 0.5, 5.0)})
     with pytest.raises(ValueError, match="reference's log-probs"):
@@ -190,44 +190,44 @@ def test_what_a_knob_needs_must_be_there() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"dual_clip": 1.0}, "bound above 1"),
-        ({"clip_low": -0.1}, "cannot be clipped"),
+        ({"dual_clip": 1.0}, "must be above 1"),
+        ({"clip_low": -0.1}, "must not be negative"),
     ],
 )
-def test_knobs_that_make_no_sense_together_are_refused(knobs: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyLoss(**(KNOBS | knobs))
 
 
-def test_a_users_loss_is_given_what_it_declares_and_nothing_outside_of_the_mask_reaches_it() -> None:
+def test_a_users_loss_receives_declared_arguments_without_padding() -> None:
     def likelihood(logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
         assert clip_high == 0.3
         assert bool(logprobs.isfinite().all())
         return -advantages * logprobs + torch.where(SAMPLED, 0.0, INF)
 
     logprobs = (OLD + LOG_RATIOS).requires_grad_()
-    found = terms({"kind": likelihood}, logprobs=logprobs)
-    torch.testing.assert_close(found.losses[SAMPLED], (-SIGNS * (OLD + LOG_RATIOS))[SAMPLED])
-    assert not found.clipped.any()
-    assert kept(found.ratio) == pytest.approx([2.0, 8.0, 1.0, 0.25, 3.0, 1 / 3])
-    found.losses.sum().backward()
+    result = terms({"kind": likelihood}, logprobs=logprobs)
+    torch.testing.assert_close(result.losses[SAMPLED], (-SIGNS * (OLD + LOG_RATIOS))[SAMPLED])
+    assert not result.clipped.any()
+    assert kept(result.ratio) == pytest.approx([2.0, 8.0, 1.0, 0.25, 3.0, 1 / 3])
+    result.losses.sum().backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.where(SAMPLED, -SIGNS, 0.0))
 
 
 def test_a_users_loss_is_corrected_like_any_other() -> None:
     rollout = OLD - torch.tensor([[2.0, 1, 1, 1, 1], [1, 1, 8.0, 1, 1]]).log()
-    found = terms(
+    result = terms(
         {"kind": lambda logprobs: logprobs + 1.0, "correction": Correction("icepop", 0.5, 5.0)}, rollout=rollout
     )
     expected = (OLD + LOG_RATIOS + 1.0)[SAMPLED] * torch.tensor([2.0, 1, 1, 1, 1, 0])
-    torch.testing.assert_close(found.losses[SAMPLED], expected)
+    torch.testing.assert_close(result.losses[SAMPLED], expected)
 
 
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (lambda logprobs: logprobs.sum(), r"returned float32 \[\]; numbers \[2, 5\] are wanted"),
+        (lambda logprobs: logprobs.sum(), r"returned float32 \[\], not numbers \[2, 5\]"),
         (lambda logprobs: logprobs.detach(), "have no gradient: do not detach logprobs"),
         (lambda logprobs: None, "returned a NoneType"),
         (lambda logprobs, rewards: logprobs, "requires rewards"),
@@ -240,20 +240,20 @@ def test_a_users_loss_that_is_wrong_is_one_line(mine, message: str) -> None:  # 
     assert "\n" not in str(caught.value)
 
 
-def test_the_critics_loss_takes_the_worse_of_free_and_clipped() -> None:
+def test_the_critics_loss_is_the_larger_of_unclipped_and_clipped() -> None:
     values = torch.tensor([[1.0, 3.0], [0.0, 2.0]], requires_grad=True)
     old = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     targets = torch.tensor([[2.0, 4.0], [4.0, 1.0]])
-    found = value_loss(values, old, targets, clip=0.5)
-    # Clipped values 1, 1.5, 0.5, 1.5. Free: 1, 1, 16, 1. Bound: 1, 6.25, 12.25, 0.25.
-    assert found.losses.tolist() == [[0.5, 3.125], [8.0, 0.5]]
-    assert found.clipped.tolist() == [[F, T], [F, F]]
-    found.losses.sum().backward()
+    result = value_loss(values, old, targets, clip=0.5)
+    # Clipped values 1, 1.5, 0.5, 1.5. Unclipped: 1, 1, 16, 1. Clipped: 1, 6.25, 12.25, 0.25.
+    assert result.losses.tolist() == [[0.5, 3.125], [8.0, 0.5]]
+    assert result.clipped.tolist() == [[F, T], [F, F]]
+    result.losses.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[-1.0, 0.0], [-4.0, 1.0]]
 
 
-def test_without_a_clip_the_critics_loss_is_half_the_square() -> None:
-    found = value_loss(torch.tensor([[1.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 9.0]]), clip=None)
-    assert found.losses.tolist() == [[2.0, 0.0]]
-    assert found.clipped.tolist() == [[F, F]]
+def test_without_a_clip_the_critics_loss_is_half_the_squared_error() -> None:
+    result = value_loss(torch.tensor([[1.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 9.0]]), clip=None)
+    assert result.losses.tolist() == [[2.0, 0.0]]
+    assert result.clipped.tolist() == [[F, F]]

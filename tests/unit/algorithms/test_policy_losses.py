@@ -13,10 +13,10 @@ ADVANTAGES = torch.tensor([[2.0, 2.0, 2.0], [-2.0, -2.0, -2.0]])
 
 
 def test_good_tokens_are_clipped_above_and_bad_ones_below() -> None:
-    found = ppo(RATIOS, ADVANTAGES, clip_low=0.2, clip_high=0.3)
+    result = ppo(RATIOS, ADVANTAGES, clip_low=0.2, clip_high=0.3)
     # Good: -min(1, 1.6), -2, -min(4, 2.6). Bad: -min(-1, -1.6), 2, -min(-4, -2.6).
-    torch.testing.assert_close(found.losses, torch.tensor([[-1.0, -2.0, -2.6], [1.6, 2.0, 4.0]]))
-    assert found.clipped.tolist() == [[F, F, T], [T, F, F]]
+    torch.testing.assert_close(result.losses, torch.tensor([[-1.0, -2.0, -2.6], [1.6, 2.0, 4.0]]))
+    assert result.clipped.tolist() == [[F, F, T], [T, F, F]]
 
 
 def test_a_clipped_token_has_no_gradient() -> None:
@@ -29,17 +29,17 @@ def test_a_clipped_token_has_no_gradient() -> None:
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
     ratios = torch.tensor([[math.log(10.0), SAME], [math.log(10.0), DOUBLE]], requires_grad=True)
     signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-    found = ppo(ratios, signs, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    torch.testing.assert_close(found.losses, torch.tensor([[-1.2, -1.0], [3.0, 2.0]]))
-    assert found.clipped.tolist() == [[T, F], [T, F]]
-    found.losses.sum().backward()
+    result = ppo(ratios, signs, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    torch.testing.assert_close(result.losses, torch.tensor([[-1.2, -1.0], [3.0, 2.0]]))
+    assert result.clipped.tolist() == [[T, F], [T, F]]
+    result.losses.sum().backward()
     torch.testing.assert_close(ratios.grad, torch.tensor([[0.0, -1.0], [0.0, 2.0]]))
 
 
 def test_an_advantage_of_zero_is_neither_a_loss_nor_clipped() -> None:
-    found = ppo(RATIOS, torch.zeros(2, 3), clip_low=0.2, clip_high=0.2, dual_clip=2.0)
-    assert found.losses.abs().sum() == 0
-    assert not found.clipped.any()
+    result = ppo(RATIOS, torch.zeros(2, 3), clip_low=0.2, clip_high=0.2, dual_clip=2.0)
+    assert result.losses.abs().sum() == 0
+    assert not result.clipped.any()
 
 
 def test_padding_never_reaches_the_gradient_even_when_its_ratio_overflows() -> None:

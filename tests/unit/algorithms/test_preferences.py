@@ -7,20 +7,20 @@ import torch
 
 from vlmrl.algorithms.preferences import bradley_terry_loss, dpo_loss, ipo_loss, response_means, response_sums
 
-# Two rows: the first holds answers 0 and 1 with a gap in each, the second answer 3; answer 2 has no token.
+# Two rows: the first holds responses 0 and 1 with a gap in each, the second response 3; response 2 has no token.
 VALUES = torch.tensor([[9.0, -1.0, 9.0, -2.0, -4.0, -8.0], [-3.0, 9.0, -5.0, -7.0, 9.0, 9.0]])
 SAMPLED = torch.tensor([[0, 1, 0, 1, 1, 1], [1, 0, 1, 1, 0, 0]], dtype=torch.bool)
 OWNER = torch.tensor([[0, 0, 0, 0, 1, 1], [3, 3, 3, 3, 3, 3]])
 
 
-def test_sums_and_means_leave_out_gaps_and_padding_and_take_empty_answers() -> None:
+def test_sums_and_means_ignore_gaps_padding_and_empty_responses() -> None:
     sums = response_sums(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(sums, torch.tensor([-3.0, -12.0, 0.0, -15.0]))
     means = response_means(VALUES, SAMPLED, OWNER, num_responses=4)
     torch.testing.assert_close(means, torch.tensor([-1.5, -6.0, 0.0, -5.0]))
 
 
-def test_a_sum_teaches_each_of_its_tokens_alike() -> None:
+def test_a_sum_has_equal_gradients_for_its_tokens() -> None:
     values = VALUES.clone().requires_grad_()
     response_sums(values, SAMPLED, OWNER, num_responses=4)[1].backward()
     assert values.grad is not None
@@ -28,7 +28,7 @@ def test_a_sum_teaches_each_of_its_tokens_alike() -> None:
 
 
 def pair(*numbers: float) -> dict[str, torch.Tensor]:
-    """Two pairs; in the second nothing has moved."""
+    """Two pairs; in the second the policy equals the reference."""
     chosen, rejected, ref_chosen, ref_rejected = numbers
     return {
         "chosen": torch.tensor([chosen, -4.0]),
@@ -40,8 +40,8 @@ def pair(*numbers: float) -> dict[str, torch.Tensor]:
 
 def test_dpo_by_hand() -> None:
     # h = (-10 - -14) - (-11 - -12) = 4 - 1 = 3.
-    found = dpo_loss(**pair(-10, -14, -11, -12), beta=0.5)
-    torch.testing.assert_close(found, torch.tensor([math.log1p(math.exp(-1.5)), math.log(2)]))
+    result = dpo_loss(**pair(-10, -14, -11, -12), beta=0.5)
+    torch.testing.assert_close(result, torch.tensor([math.log1p(math.exp(-1.5)), math.log(2)]))
     smoothed = dpo_loss(**pair(-10, -14, -11, -12), beta=0.5, label_smoothing=0.1)
     expected = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
     torch.testing.assert_close(smoothed, torch.tensor([expected, math.log(2)]))
@@ -54,13 +54,13 @@ def test_ipo_by_hand() -> None:
 
 def test_bradley_and_terry_by_hand() -> None:
     chosen, rejected = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([0.5, 1.0, 0.5])
-    found = bradley_terry_loss(chosen, rejected)
-    torch.testing.assert_close(found, torch.log1p(torch.exp(torch.tensor([-1.5, 2.0, 0.0]))))
+    result = bradley_terry_loss(chosen, rejected)
+    torch.testing.assert_close(result, torch.log1p(torch.exp(torch.tensor([-1.5, 2.0, 0.0]))))
     marked = bradley_terry_loss(chosen, rejected, margin=torch.tensor([1.0, 0.0, 1.0]))
     torch.testing.assert_close(marked, torch.log1p(torch.exp(torch.tensor([-0.5, 2.0, 1.0]))))
 
 
-def test_pairs_that_are_far_apart_stay_finite() -> None:
+def test_extreme_pairs_stay_finite() -> None:
     far = pair(1e4, -1e4, 0.0, 0.0)
     far["chosen"].requires_grad_()
     loss = dpo_loss(**far, beta=1.0)
@@ -71,6 +71,6 @@ def test_pairs_that_are_far_apart_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 0.5, 1.0])
-def test_a_smoothing_that_would_teach_the_opposite_is_refused(smoothing: float) -> None:
-    with pytest.raises(ValueError, match="label smoothing"):
+def test_a_label_smoothing_of_half_or_more_is_refused(smoothing: float) -> None:
+    with pytest.raises(ValueError, match="label_smoothing"):
         dpo_loss(**pair(0, 0, 0, 0), beta=0.1, label_smoothing=smoothing)

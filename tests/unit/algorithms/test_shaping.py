@@ -1,28 +1,28 @@
 import pytest
 import torch
 
-from vlmrl.algorithms.shaping import is_within, overlong_penalty, punish_truncation, shape, teaches
+from vlmrl.algorithms.shaping import has_signal, is_within, overlong_penalty, punish_truncation, shape
 
 
 def test_the_overlong_penalty_rises_over_the_buffer_before_the_limit() -> None:
     lengths = torch.tensor([10, 80, 85, 100, 120])
-    found = overlong_penalty(lengths, max_new_tokens=100, buffer=20, factor=2.0)
-    assert found.tolist() == [0.0, 0.0, 0.5, 2.0, 2.0]
+    result = overlong_penalty(lengths, max_new_tokens=100, buffer=20, factor=2.0)
+    assert result.tolist() == [0.0, 0.0, 0.5, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(("coefficient", "expected"), [(0.0, 0.0), (0.25, 1.0), (1.0, 4.0), (-0.5, -0.5)])
 def test_truncated_answers_are_scaled_or_replaced(coefficient: float, expected: float) -> None:
-    found = punish_truncation(torch.tensor([4.0, 4.0]), torch.tensor([True, False]), coefficient=coefficient)
-    assert found.tolist() == [expected, 4.0]
+    result = punish_truncation(torch.tensor([4.0, 4.0]), torch.tensor([True, False]), coefficient=coefficient)
+    assert result.tolist() == [expected, 4.0]
 
 
-def test_a_negative_reward_does_not_shrink_by_being_cut_off() -> None:
-    found = punish_truncation(torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), coefficient=0.5)
-    assert found.tolist() == [-1.0, -1.0]
+def test_a_negative_reward_does_not_rise_by_truncation() -> None:
+    result = punish_truncation(torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), coefficient=0.5)
+    assert result.tolist() == [-1.0, -1.0]
 
 
 def test_the_order_is_overlong_then_truncated_then_clip() -> None:
-    found = shape(
+    result = shape(
         torch.tensor([4.0, 4.0, 0.0, 9.0]),
         num_sampled=torch.tensor([100, 90, 100, 5]),
         is_truncated=torch.tensor([True, False, True, False]),
@@ -33,12 +33,12 @@ def test_the_order_is_overlong_then_truncated_then_clip() -> None:
         clip_range=(-0.25, 3.0),
     )
     # (4 - 1) / 2; 4 - 0.5 clipped; 0 - 1, of which half would be more, clipped; 9 clipped.
-    assert found.tolist() == [1.5, 3.0, -0.25, 3.0]
+    assert result.tolist() == [1.5, 3.0, -0.25, 3.0]
 
 
 @pytest.mark.parametrize("coefficient", [-0.5, 0.0, 0.3, 1.0])
 @pytest.mark.parametrize("buffer", [None, 200])
-def test_a_truncated_response_never_gains_by_it(coefficient: float, buffer: int | None) -> None:
+def test_truncation_never_raises_a_reward(coefficient: float, buffer: int | None) -> None:
     rewards = torch.tensor([-2.0, -0.5, 0.0, 0.5, 1.0])
 
     def shaped(num_sampled: int, *, truncated: bool) -> torch.Tensor:
@@ -56,14 +56,14 @@ def test_a_truncated_response_never_gains_by_it(coefficient: float, buffer: int 
     truncated, stopped = shaped(1000, truncated=True), shaped(999, truncated=False)
     assert bool((truncated <= stopped).all())
     if buffer is not None:
-        # Wrong and stopped at 999 of 1,000, and wrong and cut off: the second is the worse.
+        # Wrong after 999 of 1,000 tokens, and wrong and truncated: the second has the lower reward.
         assert stopped[2].item() == pytest.approx(-0.995)
         assert truncated[2].item() == -1.0
 
 
-def test_steps_that_are_not_set_are_left_out() -> None:
+def test_unset_shaping_steps_are_skipped() -> None:
     rewards = torch.tensor([1.0, -1.0])
-    found = shape(
+    result = shape(
         rewards,
         num_sampled=torch.tensor([100, 100]),
         is_truncated=torch.tensor([True, True]),
@@ -73,15 +73,15 @@ def test_steps_that_are_not_set_are_left_out() -> None:
         truncated_coefficient=None,
         clip_range=(-10.0, 10.0),
     )
-    assert found.tolist() == rewards.tolist()
+    assert result.tolist() == rewards.tolist()
 
 
 @pytest.mark.parametrize(("mean", "kept"), [(0.0, False), (0.125, True), (0.875, True), (1.0, False), (-1.0, False)])
-def test_groups_on_the_bounds_are_left_out(mean: float, kept: bool) -> None:
+def test_groups_on_the_bounds_are_dropped(mean: float, kept: bool) -> None:
     assert is_within(mean, 0.0, 1.0) is kept
 
 
-def test_a_mean_that_is_no_number_is_left_out() -> None:
+def test_a_nan_mean_is_left_out() -> None:
     assert not is_within(float("nan"), 0.0, 1.0)
 
 
@@ -91,27 +91,27 @@ def test_an_empty_range_is_refused(low: float, high: float) -> None:
         is_within(0.5, low, high)
 
 
-def test_rounding_keeps_no_group() -> None:
+def test_a_group_within_rounding_of_the_bounds_is_dropped() -> None:
     assert not is_within(0.7 + 0.2 + 0.1, 0.0, 1.0)
     assert not is_within((0.1 + 0.1 + 0.1) / 3, 0.1, 1.0)
 
 
-def test_a_group_teaches_when_its_responses_are_worth_different_amounts() -> None:
+def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     rewards = torch.tensor([[0.1, 0.1, 0.1], [-1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
     # All wrong but well formatted; half right of rewards in [-1, 1]; all right; one right.
-    assert teaches(rewards).tolist() == [False, True, False, True]
+    assert has_signal(rewards).tolist() == [False, True, False, True]
 
 
-def test_rounding_teaches_nothing_and_a_little_more_does() -> None:
-    assert teaches(torch.tensor([[0.7 + 0.2 + 0.1, 1.0], [1.0, 1.0 + 4e-6]])).tolist() == [False, True]
+def test_a_difference_beyond_rounding_is_a_signal() -> None:
+    assert has_signal(torch.tensor([[0.7 + 0.2 + 0.1, 1.0], [1.0, 1.0 + 4e-6]])).tolist() == [False, True]
 
 
-def test_rewards_of_steps_count_with_those_of_the_response() -> None:
+def test_step_rewards_count_in_the_signal() -> None:
     rewards, steps = torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([[0.25, 0.5], [0.0, 1.0]])
-    assert teaches(rewards, step_rewards=steps).tolist() == [True, False]
+    assert has_signal(rewards, step_rewards=steps).tolist() == [True, False]
 
 
-def test_what_was_not_scored_tells_nothing_apart() -> None:
+def test_unscored_responses_give_no_signal() -> None:
     rewards = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     scored = torch.tensor([[True, True, False], [True, True, False], [True, False, False], [False] * 3])
-    assert teaches(rewards, scored=scored).tolist() == [False, True, False, False]
+    assert has_signal(rewards, scored=scored).tolist() == [False, True, False, False]

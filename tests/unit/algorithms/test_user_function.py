@@ -11,7 +11,7 @@ from vlmrl.system.user_function import declared
 OFFERED = ("rewards", "sampled", "values")
 
 
-def test_a_function_is_given_what_it_declares() -> None:
+def test_a_function_receives_the_arguments_that_it_declares() -> None:
     def mine(sampled: Tensor, *, values: Tensor, power: int = 2) -> Tensor:
         return sampled + values**power
 
@@ -20,7 +20,7 @@ def test_a_function_is_given_what_it_declares() -> None:
     assert call(mine, offered, shapes=[(2,)], flag="a.b").tolist() == [10.0, 10.0]
 
 
-def test_keyword_arguments_take_everything() -> None:
+def test_keyword_arguments_receive_everything() -> None:
     def mine(**given: Any) -> Tensor:
         assert set(given) == set(OFFERED)
         return torch.zeros(1)
@@ -29,7 +29,7 @@ def test_keyword_arguments_take_everything() -> None:
     assert call(mine, dict.fromkeys(OFFERED), shapes=[(1,)], flag="a.b").tolist() == [0.0]
 
 
-def test_an_object_that_can_be_called_is_a_function() -> None:
+def test_a_callable_object_is_a_function() -> None:
     class Scaled:
         def __call__(self, rewards: Tensor) -> Tensor:
             return 2 * rewards
@@ -37,7 +37,7 @@ def test_an_object_that_can_be_called_is_a_function() -> None:
     assert call(Scaled(), {"rewards": torch.ones(1)}, shapes=[(1,)], flag="a.b").tolist() == [2.0]
 
 
-def test_a_function_that_fails_says_where() -> None:
+def test_a_failing_function_is_reported_with_its_line() -> None:
     def broken() -> Tensor:
         raise KeyError("first\nsecond")
 

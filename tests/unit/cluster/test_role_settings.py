@@ -26,7 +26,7 @@ from vlmrl.cluster.role_settings import (
     rewarder_settings,
 )
 from vlmrl.config.run import SftConfig
-from vlmrl.config.schedule import last_step, last_step_from, optimizer_steps, share_done
+from vlmrl.config.schedule import fraction_done, last_step, last_step_from, optimizer_steps
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 
@@ -185,16 +185,16 @@ def test_a_run_resumed_with_another_batch_size_ends_after_all_rows() -> None:
     }
     steps = {size: last_step_from(settings, 64, done=5, drawn=20) for size, settings in by_size.items()}
     assert steps == {2: 5 + 22, 4: 16, 8: 5 + 5}
-    assert share_done(by_size[8], 64, done=5, drawn=20) == 20 / 64
+    assert fraction_done(by_size[8], 64, done=5, drawn=20) == 20 / 64
     assert last_step_from(by_size[4], 64, done=0, drawn=0) == last_step(by_size[4], 64)
     assert last_step_from(by_size[4], 64, done=20, drawn=80) == 20, "the new limit is below the steps already made"
-    assert share_done(by_size[4], 64, done=20, drawn=80) == 1.0
+    assert fraction_done(by_size[4], 64, done=20, drawn=80) == 1.0
 
 
 def test_a_resumed_run_is_still_limited_by_max_steps() -> None:
     short = config(train={"batch_size": 4, "max_steps": 7})
     assert last_step_from(short, 64, done=5, drawn=20) == 7
-    assert share_done(short, 64, done=5, drawn=20) == 5 / 7
+    assert fraction_done(short, 64, done=5, drawn=20) == 5 / 7
 
 
 def test_dynamic_filtering_may_take_as_many_steps_as_without_it() -> None:

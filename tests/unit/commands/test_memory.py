@@ -223,20 +223,20 @@ def test_a_critic_in_the_actors_processes_takes_turns_with_it(folder: Callable[.
 
 def test_on_gpus_roles_that_share_them_are_added_up(folder: Callable[..., Path]) -> None:
     model = folder("qwen3")
-    judge = f"--reward.model_name_or_path {model}"
+    scorer = f"--reward.model_name_or_path {model}"
 
     def shares(line: str) -> list[str]:
         return [share.name.removeprefix("a GPU of ") for share in memory_plan(rl(model, line), GPU).shares]
 
-    assert shares(f"{GAE} {judge}") == ["actor", "reward_model", "critic", "vllm", "main memory"]
+    assert shares(f"{GAE} {scorer}") == ["actor", "reward_model", "critic", "vllm", "main memory"]
     assert shares(f"{GAE} --train.colocate_actor_critic") == ["actor and critic", "vllm", "main memory"]
-    assert shares(f"{GAE} {judge} --train.colocate_critic_reward") == [
+    assert shares(f"{GAE} {scorer} --train.colocate_critic_reward") == [
         "actor",
         "critic and reward_model",
         "vllm",
         "main memory",
     ]
-    assert shares(f"{GAE} {judge} --train.colocate_all") == [
+    assert shares(f"{GAE} {scorer} --train.colocate_all") == [
         "actor and critic and reward_model and vllm",
         "main memory",
     ]

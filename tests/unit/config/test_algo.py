@@ -1,4 +1,4 @@
-"""What is said of estimators, losses, corrections, KL and filtering that do not go together, as a user meets it."""
+"""Errors about estimators, losses, corrections, KL and filtering, as a user sees them."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def rl(line: str = "") -> RlConfig:
 
 
 def refused(line: str) -> str:
-    """The one line that a user sees."""
+    """The one-line error that a user sees."""
     with pytest.raises(ConfigError) as caught:
         rl(line)
     assert "\n" not in str(caught.value)
@@ -27,17 +27,17 @@ def refused(line: str) -> str:
 
 
 @pytest.mark.parametrize("estimator", [*ESTIMATORS, "mine.py:baseline", "a/b c/mine.py:baseline"])
-def test_every_estimator_and_a_users_own_are_taken(estimator: str) -> None:
+def test_every_estimator_and_a_users_are_accepted(estimator: str) -> None:
     assert load(RlConfig, [*NEEDED, "--algo.advantage.estimator", estimator]).algo.advantage.estimator == estimator
 
 
 @pytest.mark.parametrize("loss", [*POLICY_LOSSES, "mine.py:loss"])
-def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
+def test_every_loss_and_a_users_are_accepted(loss: str) -> None:
     assert rl(f"--actor.policy_loss_type {loss}").actor.policy_loss_type == loss
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("--algo.advantage.estimator grpo", "no estimator is called 'grpo': there are gae, reinforce, "),
         ("--algo.advantage.estimator mine.py", "and path/to/file.py:function"),
@@ -51,7 +51,7 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{KL} --algo.kl.use_loss", "algo.kl.estimator k1 has no useful gradient in the loss: use k2 or k3"),
         (f"{KL} --algo.kl.target 0", "greater than 0"),
         (f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 0", "greater than 0"),
-        # 128 prompts with 8 responses each: the coefficient would fall by 0.2 * 1024 / 204, to less than nothing.
+        # 128 prompts with 8 responses each: the coefficient's factor could be 1 - 0.2 * 1024 / 204, below 0.
         (
             f"{KL} --algo.kl.target 0.1 --algo.kl.horizon 204",
             "algo.kl.horizon 204 is too short for the 1024 responses of a step",
@@ -67,9 +67,9 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         (f"{CORRECTED} --algo.advantage.is_correction_type mis", "should be 'tis', 'icepop' or 'seq-mask-tis'"),
         (
             f"{CORRECTED} --algo.advantage.is_correction_type icepop --actor.policy_loss_type gspo",
-            "icepop weighs single tokens, and actor.policy_loss_type gspo whole responses: use seq-mask-tis",
+            "icepop weights single tokens, and actor.policy_loss_type gspo whole responses: use seq-mask-tis",
         ),
-        (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weighs single tokens"),
+        (f"{CORRECTED} --actor.policy_loss_type gspo", "is_correction_type tis weights single tokens"),
         # Groups of one.
         ("--rollout.n_samples_per_prompt 1", "algo.advantage.estimator group_norm without a group"),
         *(
@@ -78,17 +78,17 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         ),
         (
             f"{ONE} --algo.advantage.estimator mine.py:f --algo.dynamic_filtering_enable",
-            "one response to judge a prompt by: use 2 or more",
+            "no responses to compare: use 2 or more",
         ),
-        # Filtering by differences that the estimator does not look at.
+        # Filtering by differences that the estimator does not use.
         *(
             (
                 f"--algo.advantage.estimator {name} --algo.dynamic_filtering_enable",
-                f"algo.dynamic_filtering_enable drops groups .*estimator {name} does not compare within groups",
+                f"algo.dynamic_filtering_enable drops groups .*estimator {name} learns from them",
             )
             for name in ("gae", "reinforce")
         ),
-        # Ranges that keep nothing.
+        # Empty ranges.
         (
             "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0",
             "algo.dynamic_filtering_range 1 0 keeps no group: give the smaller bound first",
@@ -97,8 +97,8 @@ def test_every_loss_and_a_users_own_are_taken(loss: str) -> None:
         ("--algo.dynamic_filtering_enable --algo.dynamic_filtering_max_draws 0", "greater than 0"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         rl(line)
     assert refused(line)
 
@@ -130,20 +130,20 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--actor.dual_clip 3 --actor.policy_loss_type a.py:f", "actor.dual_clip", "it is a.py:f"),
         ("--algo.kl.target 0.1", "algo.kl.target", "algo.kl.init_coef is 0"),
         ("--algo.kl.horizon 100", "algo.kl.horizon", "algo.kl.init_coef is 0"),
-        (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "stays as it is without algo.kl.target"),
+        (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "is constant without algo.kl.target"),
         ("--algo.dynamic_filtering_range 0 1", "algo.dynamic_filtering_range", "dynamic_filtering_enable is off"),
         ("--algo.dynamic_filtering_max_draws 3", "algo.dynamic_filtering_max_draws", "dynamic_filtering_enable is off"),
         (
             f"{ONE} {REINFORCE} --algo.kl.early_stop 0.1",
             "algo.kl.early_stop",
-            "one optimizer step per batch of responses leaves no rest of an update: lower train.batch_size",
+            "with one optimizer step per batch of responses there is nothing to skip: lower train.batch_size",
         ),
     ],
 )
-def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
-    said = refused(line)
-    assert said.startswith(f"{name} would not be read: ")
-    assert reason in said
+def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
+    message = refused(line)
+    assert message.startswith(f"{name} would not be read: ")
+    assert reason in message
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.1 0.9 --algo.dynamic_filtering_max_draws 3",
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     rl(line)
 
 
@@ -175,7 +175,7 @@ def test_what_goes_together_is_accepted(line: str) -> None:
         ("--actor.eps_clip 0.3", (0.3, 0.3)),
         ("--actor.eps_clip_low_high 0.2 0.28", (0.2, 0.28)),
         ("--actor.policy_loss_type gspo", (3e-4, 4e-4)),
-        # Given, it is what was given, even where that is the default of the other losses.
+        # A given value is used even if it is the default of the other losses.
         ("--actor.policy_loss_type gspo --actor.eps_clip 0.2", (0.2, 0.2)),
         ("--actor.policy_loss_type gspo --actor.eps_clip_low_high 0.001 0.002", (0.001, 0.002)),
         ("--actor.policy_loss_type cispo", (0.2, 0.2)),
@@ -198,5 +198,5 @@ def test_gspo_has_its_papers_clip_range_unless_one_is_given(line: str, clip: tup
         ("--actor.policy_loss_type cispo", "token"),
     ],
 )
-def test_the_aggregation_is_the_papers_unless_given(line: str, aggregation: str) -> None:
+def test_the_default_aggregation_is_the_papers(line: str, aggregation: str) -> None:
     assert rl(line).aggregation == aggregation

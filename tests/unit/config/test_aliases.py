@@ -1,4 +1,4 @@
-"""A name from OpenRLHF before it had sections, from TRL or from Hugging Face's Trainer is answered with ours."""
+"""Names of older OpenRLHF, TRL and Hugging Face's Trainer lead to ours."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from vlmrl.config.aliases import ALIASES, alias_of
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.run import VERBS, EvalConfig, MergeConfig, RlConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 OLD_FLAGS = Path(__file__).with_name("openrlhf_old_flags.txt").read_text().split()
-"""Those of train_ppo_ray in OpenRLHF 0.9, and of train_sft beside them."""
+"""The flags of train_ppo_ray and train_sft in OpenRLHF 0.9."""
 NAMED_IN_SCRIPTS = [
     *("learning_rate", "num_train_epochs", "report_to", "resume_from_checkpoint", "gradient_accumulation_steps"),
     *("save_total_limit", "num_generations", "beta", "per_device_train_batch_size", "max_completion_length"),
@@ -21,32 +21,32 @@ NAMED_IN_SCRIPTS = [
 ]
 
 
-def mistakes(*flags: str, kind: type[Run] = RlConfig, needed: bool = True) -> list[str]:
+def mistakes(*flags: str, kind: type[VerbConfig] = RlConfig, needed: bool = True) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(kind, [*(NEEDED if needed else []), *flags])
     return [line.strip() for line in str(caught.value).splitlines() if "mistakes in the settings" not in line]
 
 
 @pytest.mark.parametrize("name", [*OLD_FLAGS, *NAMED_IN_SCRIPTS])
-def test_each_name_is_answered_with_a_setting_or_a_reason(name: str) -> None:
+def test_each_alias_has_a_setting_or_a_reason(name: str) -> None:
     (line,) = mistakes(f"--{name}", "1")
-    said = line.removeprefix(f"--{name}: ")
-    words = said.split()
+    message = line.removeprefix(f"--{name}: ")
+    words = message.split()
     is_setting = words[0] == "is" and words[1].removeprefix("--") in RlConfig.settings()
-    assert is_setting or said.startswith(("is --", "not built yet: ", "replaced by ", "never: ")), line
+    assert is_setting or message.startswith(("is --", "not built yet: ", "replaced by ", "never: ")), line
 
 
-def test_every_alias_leads_somewhere() -> None:
+def test_every_alias_exists() -> None:
     known = {name for verb in VERBS for name in verb.settings()} | REFUSED.keys()
     for name, alias in ALIASES.items():
         assert set(alias.ours) <= known, name
         assert alias.ours or alias.note.startswith(("not built yet: ", "never: ")), name
         assert name == name.replace("-", "_")
-        # A name that is ours already needs no alias.
+        # A name of ours needs no alias.
         assert name not in known - REFUSED.keys(), name
 
 
-def test_the_answer_is_one_line_with_what_the_name_alone_does_not_say() -> None:
+def test_an_alias_is_explained_in_one_line() -> None:
     assert mistakes("--vllm_num_engines", "2", "--learning-rate=1e-5") == [
         "--vllm_num_engines: is --vllm.num_engines here",
         "--learning-rate: is --actor.adam.lr here",
@@ -56,14 +56,14 @@ def test_the_answer_is_one_line_with_what_the_name_alone_does_not_say() -> None:
     assert mistakes("--zpg", "8") == [f"--zpg: {REFUSED['ds.zpg']}"]
 
 
-def test_a_required_setting_under_its_other_name_is_not_missed_as_well() -> None:
+def test_a_required_setting_under_an_alias_is_not_also_reported_missing() -> None:
     assert mistakes("--pretrain", "m", "--prompt_data", "d", needed=False) == [
         "--pretrain: is --actor.model_name_or_path here",
         "--prompt_data: is --data.prompt_dataset here",
     ]
 
 
-def test_the_same_name_means_what_the_verb_has() -> None:
+def test_an_alias_means_the_setting_that_the_verb_has() -> None:
     assert mistakes("--num_train_epochs", "2") == ["--num_train_epochs: is --train.num_episodes here"]
     assert mistakes("--num_train_epochs", "2", kind=SftConfig) == ["--num_train_epochs: is --train.max_epochs here"]
     assert mistakes("--num_generations", "2", kind=SftConfig) == [
@@ -75,7 +75,7 @@ def test_the_same_name_means_what_the_verb_has() -> None:
     assert [line.split()[2] for line in lines] == ["--merge.model_name_or_path", "--merge.output", "--merge.adapter"]
 
 
-def test_a_file_is_answered_in_its_own_words(tmp_path: Path) -> None:
+def test_errors_in_a_file_use_the_names_of_files(tmp_path: Path) -> None:
     file = tmp_path / "trl.yaml"
     file.write_text("learning_rate: 1e-5\ntrain:\n  num_generations: 4\n")
     assert mistakes("--config", str(file)) == [
@@ -84,7 +84,7 @@ def test_a_file_is_answered_in_its_own_words(tmp_path: Path) -> None:
     ]
 
 
-def test_a_section_of_ours_keeps_its_own_misspelt_names() -> None:
+def test_names_in_our_sections_are_no_aliases() -> None:
     known = RlConfig.settings()
     assert alias_of("critic.lr", known) is None
     assert alias_of("train.output_dir", known) is None

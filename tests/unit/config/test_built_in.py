@@ -1,4 +1,4 @@
-"""Each row is implemented by what has its name, and says of it what is true."""
+"""Each row has an implementation of the same name, with the properties that it states."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SAMPLED = torch.tensor([[True, False], [True, True], [True, False], [True, True]
 
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The public functions that a module defines."""
-    members = inspect.getmembers(module, inspect.isfunction)
-    return {name: one for name, one in members if one.__module__ == module.__name__ and not name.startswith("_")}
+    """Public functions defined in a module."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return {name: f for name, f in functions if f.__module__ == module.__name__ and not name.startswith("_")}
 
 
 def test_every_row_has_a_function_and_every_function_a_row() -> None:
@@ -34,7 +34,7 @@ def test_every_row_has_a_function_and_every_function_a_row() -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_row_of_an_estimator_says_what_it_reads(name: str) -> None:
+def test_the_row_of_an_estimator_matches_its_arguments(name: str) -> None:
     row = ESTIMATORS[name]
 
     def estimate(rewards: Tensor = REWARDS, *, gamma: float = 1.0) -> Tensor:
@@ -49,7 +49,7 @@ def test_the_row_of_an_estimator_says_what_it_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_row_of_a_policy_loss_says_what_it_reads(name: str) -> None:
+def test_the_row_of_a_policy_loss_matches_its_arguments(name: str) -> None:
     row = POLICY_LOSSES[name]
 
     def loss(dual_clip: float | None = None) -> PolicyTerms:
@@ -69,6 +69,6 @@ def test_the_row_of_a_policy_loss_says_what_it_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REWARD_FUNCTIONS)
-def test_the_row_of_a_reward_function_says_whether_it_reads_the_label(name: str) -> None:
+def test_the_row_of_a_reward_function_matches_its_label_argument(name: str) -> None:
     score = import_module(f"vlmrl.rewards.{name}").score
-    assert ("label" in inspect.signature(score).parameters) == REWARD_FUNCTIONS[name].wants_label
+    assert ("label" in inspect.signature(score).parameters) == REWARD_FUNCTIONS[name].needs_label

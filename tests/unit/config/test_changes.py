@@ -1,10 +1,10 @@
-"""What a run that goes on has changed, of what both runs read."""
+"""Changed settings of a resumed run."""
 
 from __future__ import annotations
 
 import json
 
-from vlmrl.config.changes import changes, described, plain_settings
+from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.load import load
 from vlmrl.config.run import RlConfig
 
@@ -16,29 +16,29 @@ def run(*words: str) -> RlConfig:
 
 
 def test_settings_are_plain_json_and_only_those_that_are_read() -> None:
-    found = plain_settings(run("--actor.adam.betas", "0.9", "0.99"))
-    assert json.loads(json.dumps(found)) == found
-    assert found["actor.adam.betas"] == [0.9, 0.99]
-    assert found["rollout.n_samples_per_prompt"] == 8
-    assert "critic.adam.lr" not in found, "there is no critic"
-    assert not {"ckpt.load_enable", "ckpt.output_dir"} & found.keys()
+    result = plain_settings(run("--actor.adam.betas", "0.9", "0.99"))
+    assert json.loads(json.dumps(result)) == result
+    assert result["actor.adam.betas"] == [0.9, 0.99]
+    assert result["rollout.n_samples_per_prompt"] == 8
+    assert "critic.adam.lr" not in result, "there is no critic"
+    assert not {"ckpt.load_enable", "ckpt.output_dir"} & result.keys()
 
 
-def test_old_and_new_of_each_setting_that_differs() -> None:
+def test_changed_settings_have_old_and_new_values() -> None:
     before = plain_settings(run())
-    assert changes(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
-    found = changes(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
-    assert found == {"rollout.batch_size": (128, 64), "train.max_steps": (None, 9)}
-    assert described(found) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
+    assert changed_settings(before, run("--ckpt.load_enable", "--ckpt.output_dir", "x")) == {}
+    result = changed_settings(before, run("--rollout.batch_size", "64", "--train.max_steps", "9"))
+    assert result == {"rollout.batch_size": (128, 64), "train.max_steps": (None, 9)}
+    assert format_changes(result) == "train.max_steps null -> 9, rollout.batch_size 128 -> 64"
 
 
-def test_settings_that_one_of_the_runs_does_not_know_are_no_change() -> None:
+def test_settings_unknown_to_one_run_are_no_change() -> None:
     before = plain_settings(run())
     del before["rollout.temperature"]
-    assert changes(before | {"rollout.gone": 1}, run("--rollout.temperature", "0.5")) == {}
-    assert changes({}, run()) == {}
+    assert changed_settings(before | {"rollout.gone": 1}, run("--rollout.temperature", "0.5")) == {}
+    assert changed_settings({}, run()) == {}
 
 
-def test_a_long_value_is_shown_short_and_on_one_line() -> None:
-    line = described({"data.input_template": ("a\nb", "x" * 100)})
+def test_a_long_value_is_truncated_to_one_line() -> None:
+    line = format_changes({"data.input_template": ("a\nb", "x" * 100)})
     assert line == f"data.input_template a b -> {'x' * 60}..."

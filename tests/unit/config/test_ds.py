@@ -7,7 +7,7 @@ from vlmrl.startup import driver
 @pytest.mark.parametrize(
     ("has_gpu", "visible", "dtype"), [(True, "0", "bf16"), (True, "", "fp32"), (False, "0", "fp32")]
 )
-def test_the_automatic_precision_is_that_of_the_machine_and_nobody_meets_auto(
+def test_auto_precision_is_resolved_by_the_machine(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, visible: str, dtype: str
 ) -> None:
     monkeypatch.setattr(driver, "has_gpu", lambda: has_gpu)

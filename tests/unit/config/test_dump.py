@@ -7,22 +7,22 @@ import yaml
 
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
-from vlmrl.config.names import value
+from vlmrl.config.names import setting_value
 from vlmrl.config.run import EvalConfig, RlConfig, ServeConfig, SftConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d?size=3&families=a+b"]
 
-RUNS: list[tuple[type[Run], list[str]]] = [
+RUNS: list[tuple[type[VerbConfig], list[str]]] = [
     (RlConfig, NEEDED),
     (SftConfig, NEEDED),
     (SftConfig, [*NEEDED, "--ds.packing_samples", "false", "--ckpt.save_steps", "5"]),
     (EvalConfig, ["--actor.model_name_or_path", "m", "--eval.dataset", "d", "--eval.temperature", "0"]),
     (RlConfig, [*NEEDED, "--algo.kl.init_coef", "1e-3", "--ref.num_gpus_per_node", "2", "--train.colocate_actor_ref"]),
     (RlConfig, [*NEEDED, "--algo.advantage.estimator", "reinforce_baseline", "--algo.advantage.gamma", "0.9"]),
-    (RlConfig, [*NEEDED, "--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "judge"]),
+    (RlConfig, [*NEEDED, "--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "scorer"]),
     (RlConfig, [*NEEDED, "--actor.policy_loss_type", "gspo", "--algo.advantage.is_correction_enable", "false"]),
-    (ServeConfig, ["--reward.model_name_or_path", "judge"]),
+    (ServeConfig, ["--reward.model_name_or_path", "scorer"]),
     (ServeConfig, ["--reward.remote_url", "a.py:f"]),
     (RlConfig, [*NEEDED, "--actor.eps_clip_low_high", "0.2", "0.28", "--actor.adam.lr", "1e-5", "--eval.dataset", "e"]),
     (
@@ -37,7 +37,7 @@ RUNS: list[tuple[type[Run], list[str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "flags"), RUNS)
-def test_the_file_repeats_the_run(kind: type[Run], flags: list[str], tmp_path: Path) -> None:
+def test_the_file_repeats_the_run(kind: type[VerbConfig], flags: list[str], tmp_path: Path) -> None:
     config = load(kind, flags)
     dump_yaml(config, tmp_path / "config.yaml")
     again = load(kind, ["--config", str(tmp_path / "config.yaml")])
@@ -50,7 +50,7 @@ def test_the_file_repeats_the_run(kind: type[Run], flags: list[str], tmp_path: P
 
 @pytest.mark.parametrize(("kind", "flags"), RUNS)
 def test_every_setting_is_in_the_file_and_what_is_not_read_is_a_comment(
-    kind: type[Run], flags: list[str], tmp_path: Path
+    kind: type[VerbConfig], flags: list[str], tmp_path: Path
 ) -> None:
     config = load(kind, flags)
     dump_yaml(config, tmp_path / "config.yaml")
@@ -64,12 +64,12 @@ def test_every_setting_is_in_the_file_and_what_is_not_read_is_a_comment(
             continue
         for part in parts:
             node = node[part]
-        held = value(config, name)
+        held = setting_value(config, name)
         assert type(config).settings()[name] is not None
         assert (list(held) if isinstance(held, tuple) else held) == (float(node) if isinstance(held, float) else node)
 
 
-def test_what_follows_from_other_settings_is_told_and_still_follows(tmp_path: Path) -> None:
+def test_derived_settings_are_comments_and_stay_derived(tmp_path: Path) -> None:
     dump_yaml(load(RlConfig, [*NEEDED, "--algo.advantage.estimator", "dr_grpo"]), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "loss_agg: null  # constant" in text
@@ -85,7 +85,7 @@ def test_gspo_has_its_papers_clip_range_when_the_run_is_repeated_too(tmp_path: P
     assert load(RlConfig, ["--config", str(tmp_path / "config.yaml")]).actor.clip_range == (3e-4, 4e-4)
 
 
-def test_what_the_critic_has_of_the_actor_is_told(tmp_path: Path) -> None:
+def test_defaults_taken_from_the_actor_are_shown(tmp_path: Path) -> None:
     gae = ["--algo.advantage.estimator", "gae", "--actor.freeze_projector", "--ds.zero_stage", "3"]
     dump_yaml(load(RlConfig, [*NEEDED, *gae]), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Every recipe of examples/ loads by the command that its file and the README give."""
+"""Every recipe of examples/ loads with the command in its file and in the README."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import pytest
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
 from vlmrl.config.run import VERBS, RlConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))
@@ -22,7 +22,7 @@ COMMANDS = [
 KINDS = {kind.verb: kind for kind in VERBS}
 
 
-def recipe(command: str) -> Run:
+def recipe(command: str) -> VerbConfig:
     program, verb, *words = shlex.split(command)
     assert program == "vlmrl"
     return load(KINDS[verb], words)
@@ -39,7 +39,7 @@ def test_there_are_recipes() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_recipe_loads_and_stands_in_its_file(command: str) -> None:
+def test_a_recipe_loads_and_its_file_has_its_command(command: str) -> None:
     recipe(command)
     files = re.findall(r"--config (\S+)", command)
     plain = " ".join([*command.split()[:2], *(f"--config {file}" for file in files)])

@@ -2,11 +2,13 @@ import pytest
 
 from vlmrl.config.help import help_text
 from vlmrl.config.run import VERBS, EvalConfig, RlConfig
-from vlmrl.config.verb import Run
+from vlmrl.config.verb import VerbConfig
 
 
 @pytest.mark.parametrize("kind", VERBS)
-def test_help_lists_every_setting_once_with_its_docstring(kind: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_every_setting_once_with_its_docstring(
+    kind: type[VerbConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = help_text(kind, has_dry_run=False)
     assert max(map(len, text.splitlines())) < 120
@@ -18,7 +20,7 @@ def test_help_lists_every_setting_once_with_its_docstring(kind: type[Run], monke
     assert "--dry-run" not in text
 
 
-def test_help_tells_what_a_setting_takes_and_its_default() -> None:
+def test_help_shows_type_and_default() -> None:
     text = help_text(RlConfig, has_dry_run=True)
     assert "--dry-run" in text
     assert "  --actor.model_name_or_path TEXT  (required)\n" in text
@@ -32,7 +34,7 @@ def test_help_tells_what_a_setting_takes_and_its_default() -> None:
     assert "  --ckpt.save_steps INT = -1\n" in text
 
 
-def test_what_a_verb_lacks_is_not_in_its_help() -> None:
+def test_omitted_settings_are_not_in_the_help() -> None:
     text = help_text(EvalConfig, has_dry_run=True)
     assert "adam" not in text
     assert "bucket_mib" not in text

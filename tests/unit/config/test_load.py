@@ -1,4 +1,4 @@
-"""From YAML files and flags to settings, and from mistakes to lines."""
+"""Settings from YAML files and flags, and lines of errors."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def rl(*flags: str) -> RlConfig:
 
 
 def mistakes(*flags: str, needed: bool = True, kind: type = RlConfig) -> list[str]:
-    """The lines that the user would see."""
+    """The lines that a user sees."""
     with pytest.raises(ConfigError) as caught:
         load(kind, [*(NEEDED if needed else []), *flags])
     first, *rest = str(caught.value).splitlines()
@@ -32,7 +32,7 @@ def write(file: Path, text: str) -> str:
     return str(file)
 
 
-# --- what is accepted ------------------------------------------------------------------------------------------------
+# --- accepted --------------------------------------------------------------------------------------------------------
 
 
 def test_flags_of_every_kind_are_read() -> None:
@@ -57,7 +57,7 @@ def test_flags_of_every_kind_are_read() -> None:
 
 
 @pytest.mark.parametrize("words", [["0.25", "0.75"], ["0.25,0.75"], ["[0.25, 0.75]"]])
-def test_several_values_are_words_or_one_list(words: list[str]) -> None:
+def test_several_values_are_words_or_a_list(words: list[str]) -> None:
     assert rl("--data.prompt_dataset", "a,b", "--data.prompt_probs", *words).data.prompt_probs == (0.25, 0.75)
 
 
@@ -80,12 +80,12 @@ def test_files_come_in_order_and_flags_last(tmp_path: Path) -> None:
     assert (config.actor.adam.lr, config.actor.adam.weight_decay) == (1e-4, 0.2)
 
 
-def test_a_later_dict_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
+def test_a_later_dict_replaces_an_earlier_one_completely(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "reward: {functions: {math: 1, format: 0.1}}\n")
     assert rl("--config", file, "--reward.functions", "{exact: 1}").reward.functions == {"exact": 1.0}
 
 
-def test_a_file_may_write_names_out_be_empty_and_use_anchors(tmp_path: Path) -> None:
+def test_a_file_may_use_full_names_empty_sections_and_anchors(tmp_path: Path) -> None:
     dotted = write(tmp_path / "a.yaml", "train.seed: 5\nactor.adam: {lr: 0.5}\nrollout:\n")
     empty = write(tmp_path / "b.yaml", "# nothing yet\n")
     anchors = write(tmp_path / "c.yaml", "eval: &e {dataset: x, max_samples: 3}\ndata:\n  <<: {max_samples: 4}\n")
@@ -93,7 +93,7 @@ def test_a_file_may_write_names_out_be_empty_and_use_anchors(tmp_path: Path) -> 
     assert (config.train.seed, config.actor.adam.lr, config.eval.max_samples, config.data.max_samples) == (5, 0.5, 3, 4)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_missing_settings_are_named_with_their_flags() -> None:
@@ -102,19 +102,19 @@ def test_missing_settings_are_named_with_their_flags() -> None:
     assert data.startswith("--data.prompt_dataset is missing: Dataset: a name in")
 
 
-def test_a_misspelt_flag_is_told_the_nearest_name() -> None:
+def test_a_misspelt_flag_gets_the_nearest_name() -> None:
     assert mistakes("--train.bach_size", "4") == [
         "--train.bach_size: no such setting; did you mean --train.batch_size?"
     ]
     assert mistakes("--zzz") == ["--zzz: no such setting, and none like it; `vlmrl rl --help` lists them"]
 
 
-def test_a_misspelt_required_flag_is_not_missed_as_well() -> None:
+def test_a_misspelt_required_flag_is_not_also_reported_missing() -> None:
     lines = mistakes("--actor.model_name_or_pth", "m", "--data.prompt_dataset", "d", needed=False)
     assert lines == ["--actor.model_name_or_pth: no such setting; did you mean --actor.model_name_or_path?"]
 
 
-def test_a_misspelt_key_is_told_its_line(tmp_path: Path) -> None:
+def test_a_misspelt_key_is_reported_with_its_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "train:\n  seed: 1\n\n  bach_size: 4\nrolout:\n  batch_size: 4\n")
     assert mistakes("--config", file) == [
         f"{file}:4: train.bach_size: no such setting; did you mean train.batch_size?",
@@ -122,7 +122,7 @@ def test_a_misspelt_key_is_told_its_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_setting_of_another_verb_is_sent_there() -> None:
+def test_a_setting_of_another_verb_names_that_verb() -> None:
     assert mistakes("--rollout.n_samples_per_prompt", "4", kind=SftConfig) == [
         "--rollout.n_samples_per_prompt: vlmrl sft does not have it; vlmrl rl does"
     ]
@@ -140,23 +140,23 @@ def test_a_section_is_not_a_setting(tmp_path: Path) -> None:
         (["--train.batch_size", "many"], "--train.batch_size many: should be a valid integer"),
         (["--train.batch_size", "0"], "--train.batch_size 0: should be greater than 0"),
         (["--train.batch_size", "1.5"], "--train.batch_size 1.5: should be a valid integer"),
-        (["--train.batch_size"], "--train.batch_size: wants a value"),
+        (["--train.batch_size"], "--train.batch_size: needs a value"),
         (["--ds.zero_stage", "4"], "--ds.zero_stage 4: should be 0, 1, 2 or 3"),
         (["--train.colocate_all", "maybe"], "--train.colocate_all maybe: should be a valid boolean"),
-        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: wants 2 values, not 1"),
+        (["--actor.adam.betas", "0.9"], "--actor.adam.betas 0.9: takes 2 values, not 1"),
         (["--actor.adam.lr", "nan"], "--actor.adam.lr nan: should be a finite number"),
-        (["--actor.eps_clip_low_high", "0.2"], "--actor.eps_clip_low_high 0.2: wants 2 values, not 1"),
-        (["--actor.adam.betas", "0.9", "0.9", "0.9"], "--actor.adam.betas 0.9 0.9 0.9: wants 2 values, not 3"),
-        (["--train.seed", "none"], "--train.seed none: wants a value: leave it out for its default, 42"),
+        (["--actor.eps_clip_low_high", "0.2"], "--actor.eps_clip_low_high 0.2: takes 2 values, not 1"),
+        (["--actor.adam.betas", "0.9", "0.9", "0.9"], "--actor.adam.betas 0.9 0.9 0.9: takes 2 values, not 3"),
+        (["--train.seed", "none"], "--train.seed none: needs a value: leave it out for its default, 42"),
         (
             ["--reward.functions", "{math"],
             "--reward.functions {math: should be names, or names and their numbers: '{\"name\": 1}'",
         ),
-        (["--train.seed", "1", "2"], "--train.seed 1: takes one value, but '2' follows; quote what belongs together"),
-        (["--eval.steps", "0"], "--eval.steps 0: wants a number of steps above 0, or -1 for never"),
+        (["--train.seed", "1", "2"], "--train.seed 1: takes one value, but '2' follows; quote a value with spaces"),
+        (["--eval.steps", "0"], "--eval.steps 0: must be a number of steps above 0, or -1 for never"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_flag(flags: list[str], line: str) -> None:
+def test_a_wrong_value_is_reported_with_its_flag(flags: list[str], line: str) -> None:
     assert mistakes(*flags) == [line]
 
 
@@ -165,7 +165,7 @@ def test_a_word_before_all_flags_is_refused() -> None:
         load(RlConfig, ["run.yaml", *NEEDED])
 
 
-def test_a_wrong_value_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_wrong_value_in_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "train:\n  batch_size: many\nds: {zero_stage: 7}\nreward:\n  functions: 3\n")
     assert set(mistakes("--config", file)) == {
         f"{file}:5: reward.functions: 3: should be names, or names and their numbers: '{{\"name\": 1}}'",
@@ -174,14 +174,14 @@ def test_a_wrong_value_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_conflict_tells_where_both_sides_came_from(tmp_path: Path) -> None:
+def test_a_conflict_names_the_origin_of_both_settings(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "rollout:\n  batch_size: 10\n  n_samples_per_prompt: 4\n")
     (line,) = mistakes("--config", file, "--train.batch_size", "16")
     assert line.startswith("train.batch_size 16 does not divide the 40 responses of a step")
     assert line.endswith(f" (--train.batch_size, {file}:2, {file}:3)")
 
 
-def test_every_mistake_is_told_in_one_go(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.yaml",
         "actor: {modell: x}\ntrain:\n  micro_batch_size: 0\nalgo:\n  kl: {use_loss: true, init_coef: 0.1}\n",
@@ -192,25 +192,25 @@ def test_every_mistake_is_told_in_one_go(tmp_path: Path) -> None:
         *["--rollout.n_samples_per_prompt", "1", "--data.prompt_dataset"],
         needed=False,
     )
-    said = [
+    message = [
         f"{file}:1: actor.modell: no such setting; did you mean actor.model_name_or_path?",
         f"{file}:3: train.micro_batch_size: 0: should be greater than 0",
         "--train.async_enable: not built yet",
         "--ds.zero_stage 9: should be",
-        "--data.prompt_dataset: wants a value",
+        "--data.prompt_dataset: needs a value",
         "algo.kl.estimator k1 has no useful gradient",
         "data.min_pixels 10 is above data.max_pixels 5 (--data.min_pixels, --data.max_pixels)",
         "rollout.top_p 0.5 needs rollout.temperature 1, not 2",
         "rollout.n_samples_per_prompt 1 leaves",
         "vllm.enable_sleep frees memory",
     ]
-    assert len(lines) == len(said)
-    for start in said:
+    assert len(lines) == len(message)
+    for start in message:
         assert any(line.startswith(start) for line in lines), start
 
 
-def test_a_wrong_value_is_not_blamed_a_second_time_through_its_default() -> None:
-    # With the default of 8 answers, 12 would not be a multiple of it: that is not the user's mistake.
+def test_a_wrong_value_is_not_reported_again_through_its_default() -> None:
+    # 12 is not a multiple of the default of 8 responses, which is not the user's mistake.
     flags = ["--rollout.n_samples_per_prompt", "four", "--train.batch_size", "12", "--rollout.batch_size", "12"]
     assert mistakes(*flags) == ["--rollout.n_samples_per_prompt four: should be a valid integer"]
 
@@ -219,27 +219,27 @@ def test_a_wrong_value_is_not_blamed_a_second_time_through_its_default() -> None
     ("text", "line"),
     [
         ("train: {seed: 1\n", ":2: not YAML: "),
-        ("- a\n- b\n", ":1: the file is to hold sections"),
-        ("train:\n  seed: 1\ntrain:\n  seed: 2\n", ":4: train.seed: given a second time, after line 2"),
+        ("- a\n- b\n", ":1: the file must contain sections"),
+        ("train:\n  seed: 1\ntrain:\n  seed: 2\n", ":4: train.seed: given twice, first in line 2"),
         ("train:\n  seed: !!python/object:os.system {}\n", ":2: train.seed: could not determine a constructor"),
     ],
 )
-def test_a_file_that_is_no_settings_is_told_its_line(tmp_path: Path, text: str, line: str) -> None:
+def test_an_invalid_file_is_reported_with_the_line(tmp_path: Path, text: str, line: str) -> None:
     file = write(tmp_path / "a.yaml", text)
-    (said,) = mistakes("--config", file)
-    assert said.startswith(f"{file}{line}")
+    (message,) = mistakes("--config", file)
+    assert message.startswith(f"{file}{line}")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert mistakes("--config", "no/such.yaml") == ["--config no/such.yaml: cannot be read: No such file or directory"]
     assert mistakes("--config", str(tmp_path)) == [f"--config {tmp_path}: cannot be read: Is a directory"]
-    assert mistakes("--config") == ["--config: wants one YAML file, not 0; give it again for another one"]
+    assert mistakes("--config") == ["--config: takes one YAML file, not 0; give it again for another one"]
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\x80\x81\x00train")
     assert mistakes("--config", str(binary))[0].startswith(f"--config {binary}: cannot be read: ")
 
 
-def test_what_a_file_holds_that_cannot_be_read_is_not_missed_and_not_compared() -> None:
+def test_settings_in_an_unreadable_file_are_not_reported_missing() -> None:
     lines = mistakes("--config", "no/such.yaml", "--train.batch_size", "12", "--train.seed", "x", needed=False)
     assert lines == [
         "--config no/such.yaml: cannot be read: No such file or directory",
@@ -256,11 +256,11 @@ def test_a_file_may_be_written_by_windows(tmp_path: Path, encoding: str) -> None
     assert (config.train.seed, config.data.system_prompt) == (7, "déjà vu")
 
 
-def test_null_is_no_value_where_a_setting_needs_one(tmp_path: Path) -> None:
+def test_null_is_an_error_for_a_setting_that_needs_a_value(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "train:\n  seed: null\n  max_steps: null\nactor: {optim: ~}\n")
     assert set(mistakes("--config", file)) == {
-        f"{file}:2: train.seed: null: wants a value: leave it out for its default, 42",
-        f"{file}:4: actor.optim: ~: wants a value: leave it out for its default, adam",
+        f"{file}:2: train.seed: null: needs a value: leave it out for its default, 42",
+        f"{file}:4: actor.optim: ~: needs a value: leave it out for its default, adam",
     }
 
 
@@ -274,7 +274,7 @@ def test_null_is_no_value_where_a_setting_needs_one(tmp_path: Path) -> None:
         (['{"math":', "1,", '"format":', "0.1}"], {"math": 1.0, "format": 0.1}),
     ],
 )
-def test_reward_functions_may_be_names_which_weigh_one(words: list[str], weights: dict[str, float]) -> None:
+def test_names_of_reward_functions_have_weight_one(words: list[str], weights: dict[str, float]) -> None:
     assert rl("--reward.functions", *words).reward.functions == weights
 
 
@@ -284,17 +284,17 @@ def test_reward_functions_of_a_file_may_be_a_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "size", "said"),
+    ("prompts", "size", "message"),
     [
         # Of 200 prompts with 8 responses each: 25 groups of 8, or 40.
-        ("200", "256", "does not divide the 1600 responses of a step .*: the nearest that do are 200 or 320"),
-        ("8", "400", "does not divide the 64 .*: the nearest that does is 64"),
-        ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: .* does is 8"),
+        ("200", "256", "does not divide the 1600 responses of a step .*: use 200 or 320"),
+        ("8", "400", "does not divide the 64 .*: use 64"),
+        ("8", "4", "not a multiple of .*_per_prompt 8, and an optimizer step takes whole groups: use 8"),
     ],
 )
-def test_a_batch_size_that_does_not_divide_is_told_those_that_do(prompts: str, size: str, said: str) -> None:
+def test_an_error_about_a_batch_size_names_the_nearest_valid_ones(prompts: str, size: str, message: str) -> None:
     (line,) = mistakes("--rollout.batch_size", prompts, "--train.batch_size", size)
-    assert re.search(said, line)
+    assert re.search(message, line)
 
 
 def test_the_other_verbs_load_too() -> None:

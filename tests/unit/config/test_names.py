@@ -2,7 +2,7 @@ import pytest
 
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.ds import Ds
-from vlmrl.config.names import all_but, is_given, named_in, nearest, value
+from vlmrl.config.names import all_but, is_given, nearest, setting_value, settings_named_in
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
 
 NAMES = list(RlConfig.settings())
@@ -21,17 +21,17 @@ NAMES = list(RlConfig.settings())
         ("qqq", None),
     ],
 )
-def test_a_misspelt_name_is_understood(written: str, meant: str | None) -> None:
+def test_a_misspelt_name_finds_the_intended_one(written: str, meant: str | None) -> None:
     assert nearest(written, NAMES) == meant
 
 
-def test_settings_have_their_full_names_and_sections_none_of_their_own() -> None:
+def test_settings_have_full_names_without_those_of_sections() -> None:
     assert {"actor.adam.lr", "logger.wandb.project", "train.seed"} <= set(NAMES)
     assert not {"actor", "actor.adam", "logger.wandb"} & set(NAMES)
     assert {"actor", "actor.adam", "logger.wandb"} <= set(RlConfig.sections())
 
 
-def test_all_but_leaves_what_is_kept() -> None:
+def test_all_but_omits_the_kept_names() -> None:
     kept = {"ckpt.save_steps", "ckpt.max_num", "ckpt.load_enable", "ckpt.save_on_stop"}
     assert all_but(Ckpt, "ckpt", "output_dir", "best_metric_key") == kept
     kept = {"ds.lora.rank", "ds.lora.alpha", "ds.param_dtype"}
@@ -41,7 +41,7 @@ def test_all_but_leaves_what_is_kept() -> None:
         all_but(Ckpt, "ckpt", "no_such")
 
 
-def test_a_verb_lacks_what_only_others_read() -> None:
+def test_a_verb_has_no_settings_of_others() -> None:
     assert "rollout.max_new_tokens" in EvalConfig.settings()
     assert "rollout.n_samples_per_prompt" not in EvalConfig.settings()
     assert "data.output_key" in SftConfig.settings()
@@ -49,16 +49,16 @@ def test_a_verb_lacks_what_only_others_read() -> None:
     assert "actor.adam" not in EvalConfig.sections()
 
 
-def test_given_is_what_the_user_wrote_even_when_it_equals_the_default() -> None:
+def test_a_given_default_counts_as_given() -> None:
     config = RlConfig.model_validate(
         {"actor": {"model_name_or_path": "m"}, "data": {"prompt_dataset": "d"}, "train": {"seed": 42}}
     )
-    assert value(config, "train.seed") == value(config, "train.seed") == 42
+    assert setting_value(config, "train.seed") == setting_value(config, "train.seed") == 42
     assert is_given(config, "train.seed")
     assert not is_given(config, "train.timeout_s")
     assert not is_given(config, "actor.adam.lr")
 
 
-def test_a_message_is_searched_for_the_settings_it_names() -> None:
+def test_settings_are_found_in_a_message() -> None:
     text = "train.batch_size 3 does not divide rollout.batch_size; see run.yaml, train.batch_size."
-    assert named_in(text, NAMES) == ["train.batch_size", "rollout.batch_size"]
+    assert settings_named_in(text, NAMES) == ["train.batch_size", "rollout.batch_size"]

@@ -1,4 +1,4 @@
-"""What is said of critic, reward models, moving average and devices that do not go together, as a user meets it."""
+"""Errors about critic, reward models, moving average and devices, as a user sees them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 GAE = "--algo.advantage.estimator gae"
-JUDGE = "--reward.model_name_or_path judge"
+SCORER = "--reward.model_name_or_path scorer"
 
 
 def rl(line: str = "") -> RlConfig:
@@ -19,21 +19,21 @@ def rl(line: str = "") -> RlConfig:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor nothing of train.max_steps 5"),
+        (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor none of train.max_steps 5"),
         (f"{GAE} --critic.freezing_steps 0", "above 0, or -1 for never"),
         (f"{GAE} --critic.value_clip 0", "greater than 0"),
         (f"{GAE} --ds.adam_offload --critic.zero_stage 0", "set critic.zero_stage to 1, 2 or 3"),
-        (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has one of its own"),
+        (f"{GAE} --ds.adam_offload --critic.optim muon", "critic.optim muon has its own"),
         (
             f"{GAE} --ds.lora.rank 8 --ds.load_in_4bit --ds.quant_storage uint8 --critic.zero_stage 3",
             "ds.quant_storage uint8 cannot be sharded by critic.zero_stage 3",
         ),
-        ("--ds.adam_offload --actor.optim muon", "actor.optim muon has one of its own"),
+        ("--ds.adam_offload --actor.optim muon", "actor.optim muon has its own"),
         (
             f"{GAE} --ds.lora.rank 8 --ds.lora.target_modules vision --critic.freeze_projector",
-            "would change what critic.freeze_projector keeps as it is",
+            "would change what critic.freeze_projector freezes",
         ),
         (
             f"{GAE} --critic.optim muon --critic.muon.ns_steps 6",
@@ -48,23 +48,23 @@ def rl(line: str = "") -> RlConfig:
         ("--train.enable_ema --train.ema_beta 0", "greater than 0"),
         (
             "--eval.dataset d --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same response",
+            "eval.temperature 0 gives the same response 4 times",
         ),
         (
-            f"{JUDGE} --reward.remote_url mine.py:model",
-            "your function is called model, as the reward model's",
+            f"{SCORER} --reward.remote_url mine.py:model",
+            "your function is called model, like the metric of the reward model",
         ),
         ("--eval.dataset d --ckpt.best_metric_key eval/d/pass@1", "makes none during training: set eval.steps"),
         ("--data.eval_fraction 0.1 --ckpt.best_metric_key eval/d/pass@1", "makes none during training"),
         (
             "--data.eval_fraction 0.1 --eval.temperature 0 --eval.n_samples_per_prompt 4",
-            "eval.temperature 0 gives 4 times the same response",
+            "eval.temperature 0 gives the same response 4 times",
         ),
         ("--data.eval_fraction 1.0", "data.eval_fraction 1.0: .*less than 1"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         rl(line)
     assert "\n" not in str(caught.value)
 
@@ -75,11 +75,11 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--critic.adam.lr 1e-5", "critic.adam.lr", "algo.advantage.estimator group_norm has no critic, gae has"),
         ("--critic.num_gpus_per_node 2", "critic.num_gpus_per_node", "has no critic"),
         ("--train.colocate_actor_critic", "train.colocate_actor_critic", "has no critic"),
-        (f"--train.colocate_critic_reward {JUDGE}", "train.colocate_critic_reward", "has no critic"),
+        (f"--train.colocate_critic_reward {SCORER}", "train.colocate_critic_reward", "has no critic"),
         (
             "--algo.advantage.estimator mine.py:own --critic.value_clip 1",
             "critic.value_clip",
-            "has no critic, unless critic.model_name_or_path says what it starts from",
+            "has no critic, unless critic.model_name_or_path gives its initial model",
         ),
         (f"{GAE} --train.colocate_critic_reward", "train.colocate_critic_reward", "there is no reward model"),
         (
@@ -94,7 +94,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
             "train.colocate_all includes it",
         ),
         (
-            f"{GAE} {JUDGE} --train.colocate_all --train.colocate_critic_reward",
+            f"{GAE} {SCORER} --train.colocate_all --train.colocate_critic_reward",
             "train.colocate_critic_reward",
             "train.colocate_all includes it",
         ),
@@ -103,7 +103,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         (
             f"{GAE} --critic.lr_scheduler linear --critic.min_lr_ratio 0.2",
             "critic.min_lr_ratio",
-            "critic.lr_scheduler cosine_with_min_lr alone has a floor",
+            "only critic.lr_scheduler cosine_with_min_lr has a floor",
         ),
         (
             f"{GAE} --critic.lr_scheduler constant --critic.lr_warmup_ratio 0.2",
@@ -115,7 +115,7 @@ def test_what_makes_no_sense_is_one_line(line: str, said: str) -> None:
         ("--data.eval_fraction 0.1 --eval.split dev", "eval.split", "holds rows of data.prompt_split out"),
     ],
 )
-def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reason: str) -> None:
+def test_a_setting_that_would_not_be_read_is_refused(line: str, name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rl(line)
     assert str(caught.value).startswith(f"{name} would not be read: ")
@@ -128,17 +128,17 @@ def test_a_setting_that_nobody_would_read_is_refused(line: str, name: str, reaso
         f"{GAE} --critic.freezing_steps 5 --train.max_steps 6 --critic.value_clip none",
         f"{GAE} --critic.optim muon --critic.muon.lr 0.1",
         "--algo.advantage.estimator mine.py:own --critic.model_name_or_path m --critic.value_clip 1",
-        f"{GAE} {JUDGE} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
-        f"{GAE} {JUDGE} --train.colocate_critic_reward --train.colocate_actor_critic",
+        f"{GAE} {SCORER} --train.colocate_critic_reward --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2",
+        f"{GAE} {SCORER} --train.colocate_critic_reward --train.colocate_actor_critic",
         "--train.enable_ema --train.ema_beta 0.9",
         "--eval.dataset d --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1 --eval.breakdown_key none",
         "--data.eval_fraction 0.1 --eval.steps 5 --ckpt.best_metric_key eval/d/pass@1",
-        # The critic's tower is frozen, so that what it makes of images is kept.
+        # The critic's tower is frozen, so its image features are cached.
         f"{GAE} --critic.freeze_visual_encoder --critic.freeze_projector --vision.cache_gib 1",
-        f"{JUDGE} --vision.cache_gib 1",
+        f"{SCORER} --vision.cache_gib 1",
     ],
 )
-def test_what_goes_together_is_accepted(line: str) -> None:
+def test_valid_combinations_are_accepted(line: str) -> None:
     rl(line)
 
 
@@ -151,42 +151,44 @@ def test_without_gae_there_is_no_critic() -> None:
     ("line", "path"),
     [
         (GAE, "m"),
-        (f"{GAE} {JUDGE}", "judge"),
+        (f"{GAE} {SCORER}", "scorer"),
         (f"{GAE} --reward.process_model_name_or_path steps", "m"),
-        (f"{GAE} {JUDGE} --critic.model_name_or_path other", "other"),
+        (f"{GAE} {SCORER} --critic.model_name_or_path other", "other"),
     ],
 )
-def test_the_critic_starts_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
-    assert rl(line).whole_critic.model_name_or_path == path
+def test_the_critic_is_initialised_from_its_path_the_reward_model_or_the_actor(line: str, path: str) -> None:
+    assert rl(line).resolved_critic.model_name_or_path == path
 
 
-def test_what_is_left_open_of_the_critic_is_the_actors() -> None:
+def test_unset_settings_of_the_critic_are_the_actors() -> None:
     actor = "--actor.freeze_visual_encoder --actor.gradient_checkpointing_enable --ds.zero_stage 1"
-    whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").whole_critic
+    whole = rl(f"{GAE} {actor} --critic.freeze_projector --critic.num_gpus_per_node 4").resolved_critic
     assert (whole.freeze_visual_encoder, whole.freeze_projector, whole.gradient_checkpointing_enable) == (True,) * 3
     assert (whole.zero_stage, whole.num_gpus_per_node) == (1, 4)
-    own = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").whole_critic
-    assert (own.freeze_visual_encoder, own.zero_stage) == (False, 3)
+    critic = rl(f"{GAE} {actor} --critic.freeze_visual_encoder false --critic.zero_stage 3").resolved_critic
+    assert (critic.freeze_visual_encoder, critic.zero_stage) == (False, 3)
 
 
-def test_a_critic_in_the_actors_processes_has_as_many_ranks() -> None:
+def test_a_critic_in_the_actors_processes_has_the_same_ranks() -> None:
     ranks = "--actor.num_nodes 2 --actor.num_gpus_per_node 4"
-    for how in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
-        config = rl(f"{GAE} {ranks} {how}")
+    for options in ("--train.colocate_actor_critic", "--train.colocate_all --vllm.sync_backend ipc"):
+        config = rl(f"{GAE} {ranks} {options}")
         assert config.critic_is_with_actor
-        assert (config.whole_critic.num_nodes, config.whole_critic.num_gpus_per_node) == (2, 4)
+        assert (config.resolved_critic.num_nodes, config.resolved_critic.num_gpus_per_node) == (2, 4)
     apart = rl(f"{GAE} {ranks}")
     assert not apart.critic_is_with_actor
-    assert (apart.whole_critic.num_nodes, apart.whole_critic.num_gpus_per_node) == (1, 1)
+    assert (apart.resolved_critic.num_nodes, apart.resolved_critic.num_gpus_per_node) == (1, 1)
     assert not rl(f"{ranks} --train.colocate_all").critic_is_with_actor
 
 
-def test_the_critic_is_a_model_in_the_words_of_any() -> None:
-    model = rl(f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3").whole_critic
-    found = model.as_model
-    assert isinstance(found, Model)
-    assert (found.adam.lr, found.adam.weight_decay, found.lr_scheduler) == (9e-6, 0.1, "linear")
-    assert (found.model_name_or_path, found.adapter_name_or_path) == ("m", None)
+def test_the_critic_has_the_settings_of_a_model() -> None:
+    model = rl(
+        f"{GAE} --critic.adam.weight_decay 0.1 --critic.lr_scheduler linear --actor.adam.lr 1e-3"
+    ).resolved_critic
+    result = model.as_model
+    assert isinstance(result, Model)
+    assert (result.adam.lr, result.adam.weight_decay, result.lr_scheduler) == (9e-6, 0.1, "linear")
+    assert (result.model_name_or_path, result.adapter_name_or_path) == ("m", None)
 
 
 ALL = {"actor", "ref", "vllm", "reward_model", "process_model"}
@@ -198,28 +200,28 @@ REF = "--algo.kl.init_coef 0.1"
     ("line", "pools"),
     [
         ("", [{"actor"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_all", [ALL]),
+        (f"{GAE} {SCORER} --train.colocate_all", [ALL]),
         (f"{REF} --train.colocate_actor_ref", [{"actor", "ref"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_critic_reward", [{"actor"}, MODELS | {"critic"}]),
+        (f"{GAE} {SCORER} --train.colocate_critic_reward", [{"actor"}, MODELS | {"critic"}]),
         (
-            f"{GAE} {JUDGE} {REF} --train.colocate_critic_reward --train.colocate_actor_ref",
+            f"{GAE} {SCORER} {REF} --train.colocate_critic_reward --train.colocate_actor_ref",
             [{"actor", "ref"}, MODELS | {"critic"}],
         ),
         (f"{GAE} --train.colocate_actor_critic", [{"actor"}, MODELS]),
-        (f"{GAE} {JUDGE} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
+        (f"{GAE} {SCORER} --train.colocate_actor_critic --train.colocate_critic_reward", [{"actor"} | MODELS]),
     ],
 )
-def test_who_shares_devices(line: str, pools: list[Any]) -> None:
+def test_pools_of_roles_that_share_devices(line: str, pools: list[Any]) -> None:
     assert rl(line).pools == pools
 
 
-def test_a_benchmark_of_the_step_reads_muon_where_it_is_the_optimizer() -> None:
+def test_bench_step_reads_muon_only_with_the_muon_optimizer() -> None:
     model = ["--actor.model_name_or_path", "m", "--actor.muon.lr", "0.1"]
     assert load(StepBench, [*model, "--actor.optim", "muon"]).actor.muon.lr == 0.1
     with pytest.raises(ConfigError, match=r"actor\.muon\.lr would not be read: actor\.optim is adam"):
         load(StepBench, model)
 
 
-def test_supervised_training_knows_no_best_checkpoint() -> None:
+def test_supervised_training_has_no_best_model() -> None:
     with pytest.raises(ConfigError, match="vlmrl sft does not have it; vlmrl rl does"):
         load(SftConfig, [*NEEDED, "--ckpt.best_metric_key", "policy/loss"])

@@ -1,4 +1,4 @@
-"""What settings say about each other."""
+"""Contradictions between settings, unread settings, and defaults."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def test_the_defaults_agree_with_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"rollout.n_samples_per_prompt": 1}, "use 2 or more"),
         ({"rollout.n_samples_per_prompt": 1, "algo.advantage.estimator": "rloo"}, "estimator rloo without a group"),
@@ -55,15 +55,15 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"vllm.enable_sleep": True}, "needs train.colocate_all"),
         ({"ds.enable_sleep": True}, "ds.enable_sleep frees memory .* needs train.colocate_all"),
         *(
-            ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, said)
-            for more, said in (
-                ({"ds.zero_stage": 3}, "which cannot with ds.zero_stage 3: set it to 2"),
-                ({"ds.zero_stage": 1}, "which cannot with ds.zero_stage 1: set it to 2"),
-                ({"ds.adam_offload": True}, "in CPU memory always"),
+            ({"ds.enable_sleep": True, "train.colocate_all": True, **more}, message)
+            for more, message in (
+                ({"ds.zero_stage": 3}, "cannot move the optimizer with ds.zero_stage 3: set it to 2"),
+                ({"ds.zero_stage": 1}, "cannot move the optimizer with ds.zero_stage 1: set it to 2"),
+                ({"ds.adam_offload": True}, "always keeps the optimizer's state in CPU memory"),
                 ({"actor.optim": "adam_paged"}, "cannot move adam_paged"),
                 (
                     {"algo.advantage.estimator": "gae", "critic.zero_stage": 3},
-                    "which cannot with critic.zero_stage 3: set it to 2",
+                    "cannot move the optimizer with critic.zero_stage 3: set it to 2",
                 ),
             )
         ),
@@ -71,11 +71,11 @@ def test_the_defaults_agree_with_each_other() -> None:
         ({"vllm.sync_backend": "nccl", "train.colocate_all": True}, "on the same GPU.* use ipc or shm"),
         ({"ds.packing_samples": True, "train.layout": "padded"}, "ds.packing_samples true means train.layout shared"),
         ({"ds.packing_samples": False, "train.layout": "packed"}, "ds.packing_samples false means train.layout padded"),
-        ({"ds.attn_implementation": "sdpa"}, "sdpa does not know of prompts that responses share: set train.layout"),
-        ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not know of prompts"),
+        ({"ds.attn_implementation": "sdpa"}, "sdpa does not support prompts that responses share: set train.layout"),
+        ({"ds.attn_implementation": "eager", "ds.packing_samples": True}, "eager does not support prompts"),
         ({"ds.adam_offload": True, "ds.zero_stage": 0}, "set ds.zero_stage to 1, 2 or 3"),
         ({"reward.overlong_buffer_len": 200, "rollout.max_new_tokens": 100}, "longer than the longest response"),
-        ({"reward.functions": {}}, "nothing would score the responses"),
+        ({"reward.functions": {}}, "there is no reward"),
         ({"reward.functions": {"maths": 1.0}}, "there are math, exact, format"),
         (
             {"reward.remote_url": "http://host/score,reward.py:f"},
@@ -83,15 +83,18 @@ def test_the_defaults_agree_with_each_other() -> None:
         ),
         ({"reward.clip_range": (1.0, -1.0)}, "give the smaller bound first"),
         ({"data.min_pixels": 10, "data.max_pixels": 9}, "data.min_pixels 10 is above data.max_pixels 9"),
-        ({"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)}, "1 shares for the 2 of data.prompt_dataset"),
+        (
+            {"data.prompt_dataset": "a,b", "data.prompt_probs": (0.5,)},
+            "1 values for the 2 datasets",
+        ),
         ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "use k2 or k3"),
         ({"ckpt.save_steps": 0}, "above 0, or -1 for never"),
         ({"actor.model_name_or_path": ""}, "at least 1 character"),
         ({"actor.adam.lr": float("inf")}, "finite number"),
     ],
 )
-def test_a_contradiction_is_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_contradiction_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         rl(**values)
 
 
@@ -107,9 +110,9 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.no_std_norm": True, "algo.advantage.estimator": "dr_grpo"}, "here it is dr_grpo"),
     ({"reward.overlong_penalty_factor": 0.5}, "without reward.overlong_buffer_len"),
     ({"reward.remote_weight": 2.0}, "there is no reward.remote_url"),
-    ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr alone has a floor"),
+    ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr has a floor"),
     ({"actor.lr_warmup_ratio": 0.1, "actor.lr_scheduler": "constant"}, "does not warm up"),
-    ({"actor.eps_clip": 0.2, "actor.eps_clip_low_high": (0.2, 0.3)}, "takes its place"),
+    ({"actor.eps_clip": 0.2, "actor.eps_clip_low_high": (0.2, 0.3)}, "replaces it"),
     ({"actor.gradient_checkpointing_reentrant": True}, "gradient_checkpointing_enable is off"),
     ({"data.input_template": "Q: {}"}, "data.apply_chat_template is on"),
     ({"eval.steps": 5}, "nothing is evaluated without eval.dataset"),
@@ -118,8 +121,8 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"ds.overlap_comm": True, "ds.zero_stage": 0}, "ds.zero_stage 0"),
     ({"vision.cache_gib": 1.0}, "actor.freeze_visual_encoder and actor.freeze_projector are not both on"),
     ({"vision.cache_gib": 1.0, "actor.freeze_visual_encoder": True}, "are not both on"),
-    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("vision",)}, "reach the tower"),
-    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("all",)}, "reach the tower"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("vision",)}, "include the tower"),
+    ({"vision.cache_gib": 1.0, "ds.lora.rank": 8, "ds.lora.target_modules": ("all",)}, "include the tower"),
     ({"ds.lora.alpha": 8.0}, "ds.lora.rank is 0"),
     ({"ds.lora.target_modules": ("all",)}, "ds.lora.rank is 0"),
     ({"actor.adapter_name_or_path": "a"}, "ds.lora.rank is 0"),
@@ -154,19 +157,19 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
         {"vision.cache_gib": 0.0},
     ],
 )
-def test_what_is_off_or_switched_off_by_hand_is_no_mistake(values: dict[str, Any]) -> None:
+def test_values_that_are_off_or_switched_off_are_accepted(values: dict[str, Any]) -> None:
     for name, given in values.items():
-        assert names.value(rl(**values), name) == given
+        assert names.setting_value(rl(**values), name) == given
 
 
-@pytest.mark.parametrize(("values", "said"), UNREAD)
-def test_a_setting_that_nobody_would_read_is_refused(values: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("values", "message"), UNREAD)
+def test_a_setting_that_would_not_be_read_is_refused(values: dict[str, Any], message: str) -> None:
     name = next(iter(values))
-    with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{said}"):
+    with pytest.raises(ValidationError, match=rf"{name} would not be read: .*{message}"):
         rl(**values)
 
 
-def test_what_makes_a_setting_read_makes_it_accepted() -> None:
+def test_a_setting_is_accepted_once_it_is_read() -> None:
     rl(**{"algo.kl.init_coef": 0.1, "ref.num_gpus_per_node": 2, "train.colocate_actor_ref": True})
     rl(**{"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.gamma": 0.9})
     rl(**{"reward.overlong_buffer_len": 10, "reward.overlong_penalty_factor": 0.5})
@@ -194,20 +197,20 @@ def test_what_makes_a_setting_read_makes_it_accepted() -> None:
     rl(**{"ds.attn_implementation": "sdpa", "ds.packing_samples": False})
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(ValidationError) as caught:
         rl(**{"rollout.n_samples_per_prompt": 1, "vllm.enable_sleep": True, "algo.advantage.gamma": 0.5})
-    said = str(caught.value)
-    assert all(part in said for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
+    message = str(caught.value)
+    assert all(part in message for part in ("use 2 or more", "colocate_all", "algo.advantage.gamma would not be read"))
 
 
 @pytest.mark.parametrize(("packing", "layout"), [(None, "shared"), (True, "shared"), (False, "padded")])
-def test_openrlhfs_name_for_the_layout_decides_the_layout(packing: bool | None, layout: str) -> None:
+def test_openrlhfs_flag_sets_the_layout(packing: bool | None, layout: str) -> None:
     assert rl(**{"ds.packing_samples": packing}).train.layout == layout
     assert sft(**{"ds.packing_samples": packing, "train.layout": layout}).train.layout == layout
 
 
-def test_a_layout_that_packs_may_be_named_beside_openrlhfs_flag() -> None:
+def test_a_packing_layout_may_be_given_with_openrlhfs_flag() -> None:
     assert rl(**{"ds.packing_samples": True, "train.layout": "packed"}).train.layout == "packed"
 
 
@@ -216,13 +219,13 @@ def test_evaluation_has_no_settings_of_training() -> None:
         EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d", "actor.adam.lr": 1e-3}))
 
 
-def test_a_step_of_an_engine_has_a_token_for_each_response() -> None:
+def test_an_engine_step_has_a_token_for_each_response() -> None:
     with pytest.raises(ValidationError, match=r"vllm\.max_num_batched_tokens 64 is below vllm\.max_num_seqs 128"):
         Vllm(max_num_seqs=128, max_num_batched_tokens=64)
 
 
 @pytest.mark.parametrize("make", [rl, sft])
-def test_adapters_have_a_learning_rate_of_their_own_unless_one_is_given(
+def test_adapters_have_their_own_default_learning_rate(
     make: Callable[..., RlConfig | SftConfig],
 ) -> None:
     lora = {"ds.lora.rank": 8}

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config.data import Data
-from vlmrl.config.rollout import Held
+from vlmrl.config.rollout import EvalBase
 from vlmrl.data import duplicates
 from vlmrl.data.source import Source
 from vlmrl.models.tiny import build
@@ -24,7 +24,7 @@ def source(model: str, folder: Path, training: list[Any], evaluation: list[Any] 
         model=model,
         trust_remote_code=False,
         data=Data(prompt_dataset=str(folder / "train.jsonl")),
-        evaluation=Held(dataset=str(folder / "test.jsonl") if evaluation else None),
+        evaluation=EvalBase(dataset=str(folder / "test.jsonl") if evaluation else None),
         seed=0,
     )
 
@@ -76,7 +76,7 @@ def test_generated_rows_are_skipped(model: str) -> None:
         model=model,
         trust_remote_code=False,
         data=Data(prompt_dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", max_samples=400),
-        evaluation=Held(dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", split="test"),
+        evaluation=EvalBase(dataset="visual_math?families=count&difficulty=1&pixels=56&size=500", split="test"),
         seed=0,
     )
     assert made.find_duplicates() == (0, True, [], [])

@@ -250,7 +250,7 @@ def test_a_model_without_a_score_layer_is_refused(folders: Callable[[str], Path]
         start(folders("qwen3"), name="base")
 
 
-def test_a_missing_reward_model_is_named_with_its_flag(folders: Callable[[str], Path]) -> None:
+def test_a_reward_model_that_does_not_exist_is_named_with_its_flag(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.model_name_or_path: there is no folder /nowhere/scorer$"):
         start(folders("qwen3"), path="/nowhere/scorer")
 

@@ -22,7 +22,7 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nothing_is_left() -> Iterator[None]:
+def no_leftover_processes() -> Iterator[None]:
     """Check that a test leaves no scoring process and no fork server."""
     yield
     assert not multiprocessing.active_children()

@@ -8,7 +8,7 @@ from vlmrl.types import Group, Media, Pixels, Prompt, Rollout
 
 
 class Picture:
-    """A 5x4 image, all (1, 2, 3)."""
+    """A 5x4 image whose pixels are all (1, 2, 3)."""
 
     hash = "c0ffee"
     size = (5, 4)

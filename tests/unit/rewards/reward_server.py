@@ -20,7 +20,7 @@ from vlmrl.rewards.server import listen
 
 Asked = Mapping[str, Any]
 Reply = Callable[[int, Asked], tuple[int, bytes]]
-"""(how many requests came before, the request) -> (status, body)"""
+"""(number of earlier requests, request) -> (status, body)"""
 
 
 @dataclass
@@ -51,7 +51,7 @@ def server(reply: Reply = lengths, *, delay_s: float = 0.0) -> Iterator[Seen]:
                 seen.headers.append(dict(self.headers))
             time.sleep(delay_s)
             status, body = reply(number, asked)
-            with suppress(ConnectionError):  # the client has lost its patience
+            with suppress(ConnectionError):  # the client has timed out
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

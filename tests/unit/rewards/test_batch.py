@@ -1,4 +1,4 @@
-"""Rewards as TRL and OpenRLHF have them: recognised by their signature, called in batches, read as they return."""
+"""Reward functions of TRL and OpenRLHF: recognised by their signature and called in batches."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ TENSORS = """
 import torch
 
 def reward_func(queries, prompts, labels, **kwargs):
-    found = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
-    return {"rewards": found * 2, "scores": found, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
+    actual = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
+    return {"rewards": actual * 2, "scores": actual, "extra_logs": {"length": torch.ones(len(queries)), "all": 4}}
 def tensor(queries, prompts, labels): return torch.tensor([[1.0], [0.5]])
 def short(queries, prompts, labels): return torch.ones(3)
 """
@@ -84,12 +84,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def no_leftover_processes() -> Iterator[None]:
     yield
     assert not multiprocessing.active_children()
 
 
-def own(file: Path, function: str, **settings: Any) -> Rewarder:
+def user_rewarder(file: Path, function: str, **settings: Any) -> Rewarder:
     if f"def {function}(queries" in TENSORS:
         file = file.with_name("tensors.py")
     reward = {"functions": {}, "remote_url": f"{file}:{function}", "max_failed_fraction": 0.5}
@@ -121,10 +121,10 @@ def chatting(*texts: str) -> Group:
     ],
 )
 async def test_a_batch_is_the_responses_to_one_prompt(file: Path, function: str, wanted: list[list[float]]) -> None:
-    assert await totals(own(file, function), group("7", "eight"), group("x", "7")) == wanted
+    assert await totals(user_rewarder(file, function), group("7", "eight"), group("x", "7")) == wanted
 
 
-async def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None:
+async def test_a_label_is_passed_by_the_column_of_its_dataset(file: Path) -> None:
     asked = group("7", "x")
     asked = replace(asked, prompt=replace(asked.prompt, label_key="gold"))
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:own_column", "max_failed_fraction": 0.5})
@@ -133,17 +133,17 @@ async def test_a_label_goes_by_the_column_of_its_own_dataset(file: Path) -> None
         await totals(Rewarder(reward), group("7", "x"))
 
 
-async def test_completions_are_messages_where_the_row_holds_messages(file: Path) -> None:
-    assert await totals(own(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
-    assert await totals(own(file, "trl"), group("7")) == [[1.0]]
+async def test_completions_are_messages_if_the_row_has_messages(file: Path) -> None:
+    assert await totals(user_rewarder(file, "chat"), chatting("four", "x")) == [[4.0, 1.0]]
+    assert await totals(user_rewarder(file, "trl"), group("7")) == [[1.0]]
 
 
-async def test_images_come_to_who_asks_for_them(file: Path) -> None:
-    assert await totals(own(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
+async def test_images_are_passed_if_declared(file: Path) -> None:
+    assert await totals(user_rewarder(file, "pictures"), group("a", "b", media=(Picture(),))) == [[5.0, 5.0]]
 
 
 async def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
-    async with own(file, "reward_func") as rewarder:
+    async with user_rewarder(file, "reward_func") as rewarder:
         (score, _) = (await rewarder.score([group("7", "8")]))[0]
     assert score.parts == {
         "reward_func": 2.0,
@@ -153,13 +153,13 @@ async def test_scores_and_extra_logs_are_for_the_metrics(file: Path) -> None:
     }
 
 
-def test_a_file_alone_is_its_reward_func(file: Path) -> None:
+def test_a_file_without_a_name_means_reward_func(file: Path) -> None:
     assert Reward(remote_url=str(file)).user_function == f"{file}:reward_func"
     assert Reward(remote_url="http://host/score.py").servers == ("http://host/score.py",)
 
 
 async def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
-    async with own(file, "fails") as rewarder:
+    async with user_rewarder(file, "fails") as rewarder:
         scores = (await rewarder.score([group("good", "bad", "fine")]))[0]
     assert [score.failure for score in scores] == [None, "response", None]
     assert [score.total for score in scores] == [2.0, 0.0, 4.0], "the batch, then each alone"
@@ -167,38 +167,38 @@ async def test_a_batch_that_raises_is_scored_one_by_one(file: Path) -> None:
 
 
 async def test_a_batch_that_ends_its_process_is_scored_one_by_one(file: Path) -> None:
-    async with own(file, "dies") as rewarder:
+    async with user_rewarder(file, "dies") as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [[None, "response"], [None]]
     assert [[score.retried for score in row] for row in scores] == [["death", "death"], [None]]
 
 
-async def test_a_network_that_fails_a_batch_fails_it_whole(file: Path) -> None:
-    async with own(file, "offline", max_failed_fraction=1.0) as rewarder:
+async def test_a_network_error_fails_the_whole_batch(file: Path) -> None:
+    async with user_rewarder(file, "offline", max_failed_fraction=1.0) as rewarder:
         scores = await rewarder.score([group("good", "bad"), group("good")])
     assert [[score.failure for score in row] for row in scores] == [["infrastructure"] * 2, [None]]
 
 
-async def test_a_batch_has_the_time_of_all_its_responses(file: Path) -> None:
-    assert await totals(own(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
+async def test_the_time_limit_of_a_batch_is_the_sum_over_its_responses(file: Path) -> None:
+    assert await totals(user_rewarder(file, "slow", time_limit_s=0.5), group("a", "b", "c", "d")) == [[1.0] * 4]
 
 
 @pytest.mark.parametrize(("name", "number"), [("short", 3), ("one", 1)])
-async def test_rewards_of_another_number_are_a_problem_that_says_so(name: str, number: int, file: Path) -> None:
-    said = f"it returned {number} rewards for 2 responses"
-    async with own(file, name) as rewarder:
-        with pytest.raises(RewardError, match=said):
+async def test_a_wrong_number_of_rewards_is_a_problem_with_a_reason(name: str, number: int, file: Path) -> None:
+    message = f"it returned {number} rewards for 2 responses"
+    async with user_rewarder(file, name) as rewarder:
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7", "8")])
 
 
-async def test_a_column_that_the_row_has_not_stops_the_run_with_the_row_and_its_columns(file: Path) -> None:
-    said = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
-    async with own(file, "lost") as rewarder:
-        with pytest.raises(RewardError, match=said):
+async def test_a_missing_column_stops_the_run_and_names_row_and_columns(file: Path) -> None:
+    message = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
+    async with user_rewarder(file, "lost") as rewarder:
+        with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7")])
 
 
-async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
+async def test_a_reward_server_also_calls_them_in_batches(file: Path) -> None:
     from vlmrl.rewards.protocol import RewardRequest
 
     async with FunctionScorer({}, f"{file}:trl", num_workers=1, time_limit_s=5.0) as scorer:
@@ -207,34 +207,36 @@ async def test_a_reward_server_calls_them_in_batches_too(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
-        (1.0, "it returned float where a list of rewards is wanted"),
+        (1.0, "it returned float where a list of rewards is expected"),
         ({"scores": [1.0, 1.0]}, "without 'rewards'"),
         ({"rewards": [1.0, 1.0], "extra_logs": {"a": [1]}}, "it returned 1 a for 2 responses"),
         (np.ones((2, 2)), None),
     ],
 )
-def test_what_is_not_one_reward_per_response_is_refused(returned: Any, said: str | None) -> None:
-    if said is None:
-        assert batch.one_by_one(returned, 2, style="trl") == [[1.0, 1.0]] * 2, "which is no number, as is said later"
+def test_anything_but_one_reward_per_response_is_refused(returned: Any, message: str | None) -> None:
+    if message is None:
+        assert batch.split_by_response(returned, 2, style="trl") == [[1.0, 1.0]] * 2, (
+            "[1.0] is no number; this is checked later"
+        )
         return
-    with pytest.raises(ValueError, match=said):
-        batch.one_by_one(returned, 2, style="openrlhf")
+    with pytest.raises(ValueError, match=message):
+        batch.split_by_response(returned, 2, style="openrlhf")
 
 
-def test_what_is_only_logged_takes_no_reward_with_it() -> None:
+def test_an_invalid_logged_value_keeps_the_reward() -> None:
     logs = {"mean": float("nan"), "some": [2.0, None], "kind": ["a", "b"], "one": torch.tensor(4.0)}
     returned = {"rewards": torch.tensor([1.0, 0.5]), "scores": [float("inf"), 0.5], "extra_logs": logs}
-    assert batch.one_by_one(returned, 2, style="openrlhf") == [
+    assert batch.split_by_response(returned, 2, style="openrlhf") == [
         {"total": 1.0, "some": 2.0, "one": 4.0},
         {"total": 0.5, "scores": 0.5, "one": 4.0},
     ]
 
 
-def test_an_argument_that_nobody_knows_is_refused_at_the_start() -> None:
+def test_an_unknown_argument_is_refused_at_the_start() -> None:
     def function(queries: Any, prompts: Any, labels: Any, model: Any) -> Any:
         return torch.zeros(len(queries))
 
-    with pytest.raises(ConfigError, match="OpenRLHF's signature and asks for model"):
+    with pytest.raises(ConfigError, match="OpenRLHF's signature and requires model"):
         declare(function, "r.py:f")

@@ -27,7 +27,7 @@ def test_the_last_closed_box_counts(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
 
-def test_a_hundred_thousand_open_boxes_take_no_time() -> None:
+def test_a_hundred_thousand_open_boxes_are_fast() -> None:
     start = time.perf_counter()
     assert last_boxed("\\boxed{" * 100_000) is None
     assert time.perf_counter() - start < 2

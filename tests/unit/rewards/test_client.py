@@ -39,13 +39,13 @@ def failing(*rewards: object, **more: object) -> Reply:
 
 @contextmanager
 def nobody() -> Iterator[str]:
-    """The URL of a port that is ours, where nobody listens."""
+    """The URL of a reserved port without a listener."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{closed.getsockname()[1]}/score"
 
 
-async def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> None:
+async def test_a_server_gets_all_fields_and_returns_the_rewards() -> None:
     with server() as seen:
         async with rewarder(seen.url, remote_weight=0.5) as scoring:
             scores = await scoring.score([group("a", "bcd")])
@@ -61,7 +61,7 @@ async def test_a_server_gets_everything_and_its_numbers_are_the_rewards() -> Non
     }
 
 
-async def test_built_in_functions_stand_beside_a_server() -> None:
+async def test_built_in_functions_work_beside_a_server() -> None:
     with server() as seen:
         async with rewarder(seen.url, functions={"exact": 2.0}, remote_weight=-0.25) as scoring:
             scores = await scoring.score([group("7", "no"), group("77")])
@@ -69,12 +69,12 @@ async def test_built_in_functions_stand_beside_a_server() -> None:
     assert scores[0][0].parts == {"exact": 1.0, "remote": 1.0}
 
 
-async def test_requests_hold_at_most_a_batch_and_scores_come_back_in_their_places() -> None:
+async def test_requests_hold_at_most_a_batch_and_scores_keep_their_order() -> None:
     groups = [group(*("x" * (10 * i + j) for j in range(7))) for i in range(5)]
     with server(delay_s=0.02) as seen:
         async with rewarder(seen.url, remote_batch_size=4) as scoring:
-            for one in groups:
-                await scoring.begin(one)
+            for begun in groups:
+                await scoring.begin(begun)
             scores = await scoring.score(list(reversed(groups)))
     assert totals(scores) == [[float(10 * i + j) for j in range(7)] for i in reversed(range(5))]
     sizes = [len(request["responses"]) for request in seen.requests]
@@ -84,10 +84,10 @@ async def test_requests_hold_at_most_a_batch_and_scores_come_back_in_their_place
 
 
 async def test_servers_of_one_reward_share_the_work() -> None:
-    with server(delay_s=0.05) as one, server(delay_s=0.05) as other:
-        async with rewarder(one.url, other.url, remote_batch_size=2) as scoring:
+    with server(delay_s=0.05) as first, server(delay_s=0.05) as other:
+        async with rewarder(first.url, other.url, remote_batch_size=2) as scoring:
             assert totals(await scoring.score([group(*"abcdefghijklmnopqrst")])) == [[1.0] * 20]
-    counts = [sum(len(request["responses"]) for request in seen.requests) for seen in (one, other)]
+    counts = [sum(len(request["responses"]) for request in seen.requests) for seen in (first, other)]
     assert sum(counts) == 20
     assert min(counts) >= 6
 
@@ -99,7 +99,7 @@ async def test_one_server_takes_over_from_another_that_is_down() -> None:
                 assert totals(await scoring.score([group("a", "bb", "ccc")])) == [[1.0, 2.0, 3.0]]
 
 
-async def test_one_server_takes_over_from_another_that_hangs_and_is_left_alone_then() -> None:
+async def test_a_hanging_server_is_replaced_by_another_and_then_avoided() -> None:
     with server(delay_s=1.5) as slow, server() as fast:
         async with rewarder(
             slow.url, fast.url, remote_timeout_s=0.3, remote_retries=0, max_failed_fraction=0.0
@@ -111,7 +111,7 @@ async def test_one_server_takes_over_from_another_that_hangs_and_is_left_alone_t
             assert time.monotonic() - start < 0.6
 
 
-async def test_no_server_at_all_is_said_at_the_start() -> None:
+async def test_missing_servers_are_reported_at_the_start() -> None:
     with nobody() as down, pytest.raises(ConfigError) as error:
         await rewarder(down).start()
     assert str(error.value).startswith(f"reward.remote_url: {down} does not reply: ")
@@ -119,7 +119,7 @@ async def test_no_server_at_all_is_said_at_the_start() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_servers_need_not_be_up_when_nobody_asks_them() -> None:
+def test_servers_need_not_be_up_unless_used() -> None:
     with nobody() as down:
         reward = Reward(remote_url=down, functions={"exact": 1.0})
         check_functions(reward, asks_servers=False)
@@ -128,7 +128,7 @@ def test_servers_need_not_be_up_when_nobody_asks_them() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "https:///score"])
-def test_what_is_no_url_is_said_at_the_start(url: str) -> None:
+def test_an_invalid_url_is_refused_at_the_start(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.remote_url: "):
         rewarder(url)
 
@@ -147,7 +147,7 @@ async def test_a_server_that_goes_down_stops_the_run_with_the_reason() -> None:
     assert "\n" not in str(error.value)
 
 
-async def test_what_no_server_scored_is_the_infrastructures_doing() -> None:
+async def test_responses_without_a_server_are_failures_of_the_infrastructure() -> None:
     with server() as seen:
         scoring = rewarder(seen.url, remote_retries=0, max_failed_fraction=1.0)
         await scoring.start()
@@ -156,7 +156,7 @@ async def test_what_no_server_scored_is_the_infrastructures_doing() -> None:
     assert (score.total, score.failure) == (0.0, "infrastructure")
 
 
-async def test_a_slow_server_is_asked_again_and_then_its_responses_fail() -> None:
+async def test_a_slow_server_gets_a_retry_before_its_responses_fail() -> None:
     with server(delay_s=0.8) as seen:
         async with rewarder(seen.url, remote_timeout_s=0.2) as scoring:
             with pytest.raises(
@@ -169,7 +169,7 @@ async def test_a_slow_server_is_asked_again_and_then_its_responses_fail() -> Non
 
 async def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> None:
     def drip(listener: socket.socket) -> None:
-        listener.accept()[0].close()  # who knocks at the start
+        listener.accept()[0].close()  # the check at the start
         connection, _ = listener.accept()
         with connection:
             connection.recv(65536)
@@ -193,7 +193,7 @@ async def test_a_server_that_sends_a_byte_now_and_then_is_not_waited_for() -> No
         thread.join()
 
 
-async def test_an_error_that_passes_costs_nothing() -> None:
+async def test_a_transient_error_costs_nothing() -> None:
     def once(number: int, asked: Asked) -> tuple[int, bytes]:
         return (500, b"out of memory") if number == 0 else lengths(number, asked)
 
@@ -203,7 +203,7 @@ async def test_an_error_that_passes_costs_nothing() -> None:
     assert len(seen.requests) == 2
 
 
-async def test_an_error_that_stays_says_what_the_server_said() -> None:
+async def test_a_persistent_error_has_the_servers_reason() -> None:
     with server(lambda *_: (500, b"out of\n memory")) as seen:
         async with rewarder(seen.url, remote_retries=0) as scoring:
             with pytest.raises(RewardError, match=r"replied with status 500: out of memory, on shapes:17$"):
@@ -211,7 +211,7 @@ async def test_an_error_that_stays_says_what_the_server_said() -> None:
 
 
 @pytest.mark.parametrize("status", [307, 400, 404, 413, 422])
-async def test_what_would_fail_again_is_not_repeated(status: int) -> None:
+async def test_a_request_that_would_fail_again_is_not_repeated(status: int) -> None:
     with server(lambda *_: (status, b"no")) as seen:
         async with rewarder(seen.url, remote_retries=3) as scoring:
             with pytest.raises(RewardError, match=f"replied with status {status}: no"):
@@ -228,7 +228,7 @@ async def test_one_server_takes_over_from_another_that_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"<html>busy</html>", "replied with what is not JSON: <html>busy</html>"),
         (b"\xff\xfe", "replied with what is not JSON"),
@@ -243,12 +243,12 @@ async def test_one_server_takes_over_from_another_that_refuses() -> None:
         (b'{"rewards": [1.0, 2.0], "extra_logs": [1.0]}', '"extra_logs" that are no object but a list'),
     ],
 )
-async def test_garbage_fails_the_whole_request_and_says_what_it_was(body: bytes, said: str) -> None:
+async def test_an_invalid_reply_fails_the_whole_request_with_its_text(body: bytes, message: str) -> None:
     with server(lambda *_: (200, body)) as seen:
         async with rewarder(seen.url, remote_retries=0) as scoring:
             with pytest.raises(RewardError) as error:
                 await scoring.score([group("a", "b")])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 
@@ -261,32 +261,32 @@ async def test_an_endless_reply_does_not_fill_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         ("NaN", "it returned nan, which is not a finite number"),
         ("Infinity", "it returned inf, which is not a finite number"),
         ("1e999", "it returned inf, which is not a finite number"),
         ("null", "the server gave no reward and no reason"),
-        ('"1"', "it returned a str of 1 where one number per response is wanted"),
-        ("[1.0]", "it returned a list of 1 where one number per response is wanted"),
+        ('"1"', "it returned a str of 1 where one number per response is expected"),
+        ("[1.0]", "it returned a list of 1 where one number per response is expected"),
     ],
 )
-async def test_what_is_no_number_fails_that_response_alone(number: str, said: str) -> None:
+async def test_an_invalid_number_fails_that_response_alone(number: str, message: str) -> None:
     def reply(_: int, asked: Asked) -> tuple[int, bytes]:
         rewards = [number if response == "bad" else "2.5" for response in asked["responses"]]
         return 200, f'{{"rewards": [{", ".join(rewards)}]}}'.encode()
 
-    one = group("good", "bad", "good")
+    responses = group("good", "bad", "good")
     with server(reply) as seen:
         async with rewarder(seen.url, max_failed_fraction=0.5) as scoring:
-            (scores,) = await scoring.score([one])
+            (scores,) = await scoring.score([responses])
         assert [(s.total, s.failure) for s in scores] == [(2.5, None), (0.0, "response"), (2.5, None)]
         async with rewarder(seen.url, max_failed_fraction=0.0) as scoring:
-            with pytest.raises(RewardError, match=said):
+            with pytest.raises(RewardError, match=message):
                 await scoring.score([group("bad", "bad")])
 
 
-async def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_numbers() -> None:
+async def test_reason_and_other_numbers_of_the_server_are_passed_on() -> None:
     def reply(_: int, asked: Asked) -> tuple[int, bytes]:
         bad = [response == "bad" for response in asked["responses"]]
         return 200, json.dumps(
@@ -307,7 +307,7 @@ async def test_the_reason_of_the_server_is_passed_on_and_so_are_its_other_number
                 await scoring.score([group("bad")])
 
 
-async def test_images_stay_at_home_or_go_by_name_or_once_as_they_are() -> None:
+async def test_images_are_sent_not_at_all_as_hashes_or_once_as_data() -> None:
     groups = [group("a", "b", media=(Picture(), Picture())), group("c")]
     sent: dict[str, list[Asked]] = {}
     for images in ("none", "hash", "data"):
@@ -329,13 +329,13 @@ async def test_images_stay_at_home_or_go_by_name_or_once_as_they_are() -> None:
     assert np.array_equal(np.asarray(image), Picture().fetch())
 
 
-async def test_what_was_begun_is_scored_while_nobody_waits() -> None:
+async def test_begun_groups_are_scored_in_the_background() -> None:
     groups: list[Group] = [group("a", index=1), group("bb", index=2)]
     with server(delay_s=0.6) as seen:
         async with rewarder(seen.url) as scoring:
             start = time.monotonic()
-            for one in groups:
-                await scoring.begin(one)
+            for begun in groups:
+                await scoring.begin(begun)
             assert time.monotonic() - start < 0.4
             await asyncio.sleep(1.0)
             start = time.monotonic()
@@ -344,7 +344,7 @@ async def test_what_was_begun_is_scored_while_nobody_waits() -> None:
     assert sum(len(request["responses"]) for request in seen.requests) == 2
 
 
-async def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMRL_RM_TOKEN", " s3cret\n")
     reward = Reward(remote_url="http://127.0.0.1:1", remote_retries=0)
     with server(lambda *_: (500, b"no")) as seen:
@@ -368,18 +368,18 @@ async def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch)
         "http://127.0.0.1:1?Token=s3cret",
     ],
 )
-def test_a_password_in_a_url_is_refused_and_not_told(url: str) -> None:
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ConfigError, match="set VLMRL_RM_TOKEN in the environment") as refusal:
         rewarder(url)
     assert "s3cret" not in str(refusal.value)
 
 
-def test_a_url_may_hold_what_is_no_secret() -> None:
+def test_a_url_may_have_parameters_that_are_no_secrets() -> None:
     url = "http://127.0.0.1:1/score?model=a&max_token=5&sort_key=b"
     assert checked(url) == url
 
 
-async def test_nothing_waits_for_requests_that_nobody_wants_any_more() -> None:
+async def test_cancelled_requests_are_not_sent() -> None:
     with server(delay_s=1.0) as seen:
         scoring = rewarder(seen.url)
         await scoring.start()

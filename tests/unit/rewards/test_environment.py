@@ -1,4 +1,4 @@
-"""Which variables of the environment count as secrets."""
+"""Environment variables that count as secrets."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from vlmrl.rewards.environment import hide_secrets, is_secret
         *("APP_SECRETS", "AZURE_STORAGE_CONNECTION_STRING"),
     ],
 )
-def test_a_name_that_says_secret_is_one(name: str) -> None:
+def test_a_secret_is_recognised_by_its_name(name: str) -> None:
     assert is_secret(name)
 
 
@@ -34,11 +34,11 @@ def test_a_name_that_says_secret_is_one(name: str) -> None:
         "MAX_TOKENS",
     ],
 )
-def test_no_other_is(name: str) -> None:
+def test_no_other_name_is_a_secret(name: str) -> None:
     assert not is_secret(name)
 
 
-def test_all_but_those_that_are_kept_are_hidden() -> None:
+def test_all_secrets_but_the_kept_are_hidden() -> None:
     environment = {"HF_TOKEN": "a", "MY_KEY": "b", "PATH": "c"}
     hide_secrets(environment, keep=["MY_KEY"])
     assert environment == {"MY_KEY": "b", "PATH": "c"}

@@ -57,7 +57,7 @@ from vlmrl.rewards.exact import number, score, unusable
         ("naïve", "naive", 0.0),
     ],
 )
-def test_the_answer_is_the_label(response: str, label: str, value: float) -> None:
+def test_an_answer_equal_to_the_label_scores_1(response: str, label: str, value: float) -> None:
     assert score(response, label) == value
 
 
@@ -69,7 +69,7 @@ def test_an_empty_label_matches_nothing(label: str, reason: str | None) -> None:
 @pytest.mark.parametrize(
     "text", ["", "-", ".", "+e4", "e4", "1/0", "inf", "nan", "1e9999", "9" * 500, "٤", "1_000", "1.2.3"]
 )
-def test_what_is_no_number_is_compared_as_text(text: str) -> None:
+def test_other_text_is_compared_as_text(text: str) -> None:
     assert number(text) is None
 
 

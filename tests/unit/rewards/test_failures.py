@@ -1,4 +1,4 @@
-"""Whose doing a failure is, told by the class of the error without importing its package."""
+"""The kind of a failure, recognised by the class of the error without importing its package."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_network_and_machine_are_infrastructure(error: BaseException) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_everything_else_is_the_responses_doing(error: BaseException) -> None:
+def test_other_errors_are_failures_of_the_response(error: BaseException) -> None:
     assert failure_of(error) == "response"
 
 
-def test_a_circle_of_causes_ends() -> None:
-    one, two = ValueError(), KeyError()
-    one.__cause__, two.__cause__ = two, one
-    assert failure_of(one) == "response"
+def test_a_cycle_of_causes_ends() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert failure_of(first) == "response"
 
 
 def test_failures_are_counted_by_kind_and_second_tries_by_reason() -> None:
@@ -117,23 +117,23 @@ def failed(problem: str, failure: Failure = "response") -> Score:
 
 
 def test_the_first_failure_of_each_kind_is_shown_with_its_row() -> None:
-    said: list[str] = []
-    first = FirstFailures(said.append)
+    message: list[str] = []
+    first = FirstFailures(message.append)
     ones = group("a", "b", "c")
     first.see([ones], [[Score(1.0), failed("ValueError: x (r.py:1)"), failed("ValueError: y (r.py:2)")]])
     first.see([ones], [[failed("f took longer than 10"), failed("f took longer than 20.5"), failed("ValueError: z")]])
     first.see([ones], [[failed("ValueError: x (r.py:1)", "infrastructure"), Score(1.0), Score(0.5)]])
-    assert [line.partition("; ")[0] for line in said] == [
+    assert [line.partition("; ")[0] for line in message] == [
         "reward: a response to shapes:17 could not be scored: ValueError: x (r.py:1)",
         "reward: a response to shapes:17 could not be scored: f took longer than 10",
         "reward: a response to shapes:17 could not be scored: ValueError: x (r.py:1)",
     ]
-    assert "reward/failed_infrastructure" in said[2]
+    assert "reward/failed_infrastructure" in message[2]
 
 
 def test_a_run_of_weeks_does_not_fill_its_log_with_kinds() -> None:
-    said: list[str] = []
-    first = FirstFailures(said.append)
+    message: list[str] = []
+    first = FirstFailures(message.append)
     for number in range(100):
         first.see([group("a")], [[failed(f"Error{chr(97 + number % 26)}{chr(97 + number // 26)}: x")]])
-    assert len(said) == 20
+    assert len(message) == 20

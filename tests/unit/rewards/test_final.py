@@ -20,5 +20,5 @@ from vlmrl.rewards.final import Final, final_answer
         ("</answer>\\boxed{4}<answer>", Final("4", "box")),
     ],
 )
-def test_tags_hold_the_answer_and_a_box_in_them_holds_it_closer(text: str, final: Final) -> None:
+def test_a_box_inside_tags_has_precedence(text: str, final: Final) -> None:
     assert final_answer(text) == final

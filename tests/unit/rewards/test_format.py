@@ -30,5 +30,5 @@ TAGS = "Answer as <think>...</think><answer>...</answer>. How many?"
         (TAGS, "", 0.0),
     ],
 )
-def test_the_form_that_was_asked_for(prompt: str, response: str, value: float) -> None:
+def test_the_requested_format_scores_1(prompt: str, response: str, value: float) -> None:
     assert score(prompt, response) == value

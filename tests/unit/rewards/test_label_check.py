@@ -1,4 +1,4 @@
-"""Labels are parsed where a parse that hangs does no harm."""
+"""Labels are parsed in a process that may hang."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import label_check
-from vlmrl.rewards.label_check import LabelCheck, other_columns, read_instead_of_labels, who_needs_labels
+from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
 
 
 def test_built_in_functions_that_compare_with_a_label_need_one() -> None:
-    assert who_needs_labels(Scoring(functions={"math": 1.0})) == "reward.functions math"
-    assert who_needs_labels(Scoring(functions={"exact": 1.0})) == "reward.functions exact"
-    assert who_needs_labels(Scoring(functions={"format": 1.0})) is None
+    assert functions_that_need_labels(Scoring(functions={"math": 1.0})) == "reward.functions math"
+    assert functions_that_need_labels(Scoring(functions={"exact": 1.0})) == "reward.functions exact"
+    assert functions_that_need_labels(Scoring(functions={"format": 1.0})) is None
     both = Scoring(functions={"format": 1.0, "math": 1.0, "exact": 1.0})
-    assert who_needs_labels(both) == "reward.functions math and exact"
+    assert functions_that_need_labels(both) == "reward.functions math and exact"
 
 
 @pytest.mark.parametrize(
@@ -46,36 +46,36 @@ def test_a_users_function_needs_a_label_when_its_parameter_has_no_default(
 ) -> None:
     file = tmp_path / "mine.py"
     for kind in ("def", "async def"):
-        file.write_text(f"raise SystemExit  # nobody runs it\n{kind} score({parameters}):\n    return 1.0\n")
-        needed = who_needs_labels(Scoring(remote_url=f"{file}:score"))
+        file.write_text(f"raise SystemExit  # never run\n{kind} score({parameters}):\n    return 1.0\n")
+        needed = functions_that_need_labels(Scoring(remote_url=f"{file}:score"))
         assert (needed is not None) == demands
         assert needed is None or needed.startswith(f"reward.remote_url {file}:score (its parameter ")
 
 
-def test_a_column_that_a_function_of_trls_asks_for_stands_in_for_the_label(tmp_path: Path) -> None:
+def test_a_column_that_a_trl_function_requires_replaces_the_label(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def trl(completions, answer): ...\ndef own(response, label): ...\n")
-    assert read_instead_of_labels(Scoring(remote_url=f"{file}:trl")) == {"answer"}
-    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:own"))
-    assert not read_instead_of_labels(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
+    file.write_text("def trl(completions, answer): ...\ndef user_rewarder(response, label): ...\n")
+    assert label_substitutes(Scoring(remote_url=f"{file}:trl")) == {"answer"}
+    assert not label_substitutes(Scoring(remote_url=f"{file}:own"))
+    assert not label_substitutes(Scoring(remote_url=f"{file}:trl", functions={"math": 1.0}))
 
 
-def test_other_columns_are_what_a_function_of_trls_demands_of_a_row(tmp_path: Path) -> None:
+def test_other_columns_are_those_that_a_trl_function_requires(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     declared = "completions, prompts, images, answer, level, completion_ids, seldom=0, *, kind, often=1, **columns"
-    file.write_text(f"def trl({declared}): ...\ndef own(response, level): ...\n")
+    file.write_text(f"def trl({declared}): ...\ndef user_rewarder(response, level): ...\n")
     assert other_columns(Scoring(remote_url=f"{file}:trl")) == {"level", "kind"}
     assert not other_columns(Scoring(remote_url=f"{file}:own"))
     assert not other_columns(Scoring(functions={"math": 1.0}))
 
 
-def test_a_file_that_cannot_be_read_is_left_to_whoever_loads_it(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_left_to_the_loader(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def score(label:")
     for spec in ("gone.py:score", "bad.py:score", "~nosuchuser/x.py:score"):
-        assert who_needs_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
+        assert functions_that_need_labels(Scoring(remote_url=f"{tmp_path / spec}" if "~" not in spec else spec)) is None
 
 
-def test_what_needs_no_parser_starts_no_process() -> None:
+def test_labels_without_formulas_start_no_process() -> None:
     with closing(LabelCheck(["math", "exact", "format"])) as check:
         assert check(["4", "145°", "red", "3:30", "12 cm", "x > 2", ""]) == [None] * 6 + ["it is empty"]
         assert not multiprocessing.active_children()
@@ -103,14 +103,14 @@ def test_other_functions_take_any_label() -> None:
         assert check(["", "\\frac{1}{"]) == ["it is empty", None]
 
 
-def test_time_that_is_over_leaves_labels_unknown_and_not_unusable() -> None:
+def test_a_timeout_leaves_labels_unknown() -> None:
     with closing(LabelCheck(["math"])) as check:
         assert check(["\\frac{1}{", "4"], limit_s=0.0) == [None, None]
         assert check(["\\frac{1}{", "4"]) == ["it cannot be parsed", None]
 
 
-def test_a_parse_that_hangs_is_tried_twice_and_then_the_labels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A limit that nothing meets stands for a label that never ends.
+def test_a_label_is_blamed_after_two_hanging_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A limit that no parse meets stands for a label whose parse never ends.
     monkeypatch.setattr(label_check, "_TIME_LIMIT_S", 0.001)
     with closing(LabelCheck(["math"])) as check:
         start = time.perf_counter()

@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.rewards import local_worker as worker
+from vlmrl.rewards import local_worker
+from vlmrl.rewards.local_worker import Declared, RewardResult
 
 
-def loaded(tmp_path: Path, body: str) -> Callable[..., worker.RewardResult]:
+def loaded(tmp_path: Path, body: str) -> Callable[..., RewardResult]:
     (tmp_path / "reward.py").write_text(body)
-    worker.load((), f"{tmp_path / 'reward.py'}:f")
-    worker.describe("f")
-    return lambda response="x", images=(), **known: worker.call("f", {"response": response} | known, images)
+    local_worker.load((), f"{tmp_path / 'reward.py'}:f")
+    local_worker.describe("f")
+    return lambda response="x", images=(), **known: local_worker.call("f", {"response": response} | known, images)
 
 
 def test_a_built_in_function_declares_what_it_needs() -> None:
-    worker.load(("exact", "format", "math"), None)
-    assert worker.describe("exact") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
-    assert worker.describe("math") == worker.Declared(frozenset({"response", "label"}), wants_label=True)
-    assert worker.describe("format") == worker.Declared(frozenset({"prompt", "response"}), wants_label=False)
-    assert worker.call("exact", {"response": "4", "label": "4"}, ()) == worker.RewardResult(1.0)
+    local_worker.load(("exact", "format", "math"), None)
+    assert local_worker.describe("exact") == Declared(frozenset({"response", "label"}), needs_label=True)
+    assert local_worker.describe("math") == Declared(frozenset({"response", "label"}), needs_label=True)
+    assert local_worker.describe("format") == Declared(frozenset({"prompt", "response"}), needs_label=False)
+    assert local_worker.call("exact", {"response": "4", "label": "4"}, ()) == RewardResult(1.0)
 
 
 @pytest.mark.parametrize(
@@ -37,60 +38,61 @@ def test_a_built_in_function_declares_what_it_needs() -> None:
         ("images, **known", {"prompt", "response", "label", "metadata", "images"}),
     ],
 )
-def test_a_function_is_given_what_it_declares(signature: str, arguments: set[str]) -> None:
+def test_a_function_receives_the_arguments_that_it_declares(signature: str, arguments: set[str]) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
-    assert worker.declare(function, "r.py:f").arguments == arguments
+    assert local_worker.declare(function, "r.py:f").arguments == arguments
 
 
 @pytest.mark.parametrize(
-    ("signature", "said"),
+    ("signature", "message"),
     [
-        ("", "does not ask for response"),
-        ("prompt, label", "does not ask for response"),
-        ("*everything", "does not ask for response"),
-        ("response, gold", "asks for gold"),
-        ("response, /", "asks for response"),
+        ("", "does not take response"),
+        ("prompt, label", "does not take response"),
+        ("*everything", "does not take response"),
+        ("response, gold", "requires gold"),
+        ("response, /", "requires response"),
     ],
 )
-def test_a_function_that_wants_something_else_is_refused(signature: str, said: str) -> None:
+def test_a_function_that_requires_other_arguments_is_refused(signature: str, message: str) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     with pytest.raises(ConfigError) as error:
-        worker.declare(function, "r.py:f")
-    assert said in str(error.value)
+        local_worker.declare(function, "r.py:f")
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
-        ("3", worker.RewardResult(3.0)),
-        ("True", worker.RewardResult(1.0)),
-        ("np.int64(2)", worker.RewardResult(2.0)),
-        ("np.array(0.5)", worker.RewardResult(0.5)),
-        ("torch.tensor(0.5)", worker.RewardResult(0.5)),
-        ("fractions.Fraction(1, 4)", worker.RewardResult(0.25)),
-        ("{'total': 1, 'is it?': np.float32(0.5)}", worker.RewardResult(1.0, {"is_it_": 0.5})),
+        ("3", RewardResult(3.0)),
+        ("True", RewardResult(1.0)),
+        ("np.int64(2)", RewardResult(2.0)),
+        ("np.array(0.5)", RewardResult(0.5)),
+        ("torch.tensor(0.5)", RewardResult(0.5)),
+        ("fractions.Fraction(1, 4)", RewardResult(0.25)),
+        ("{'total': 1, 'is it?': np.float32(0.5)}", RewardResult(1.0, {"is_it_": 0.5})),
         (
             "torch.ones(2)",
-            worker.RewardResult(problem="it returned a Tensor of 2 where one number per response is wanted"),
+            RewardResult(problem="it returned a Tensor of 2 where one number per response is expected"),
         ),
-        ("[1.0]", worker.RewardResult(problem="it returned a list of 1 where one number per response is wanted")),
-        ("1j", worker.RewardResult(problem="it returned a complex where one number per response is wanted")),
-        ("-np.inf", worker.RewardResult(problem="it returned -inf, which is not a finite number")),
+        (
+            "[1.0]",
+            RewardResult(problem="it returned a list of 1 where one number per response is expected"),
+        ),
+        ("1j", RewardResult(problem="it returned a complex where one number per response is expected")),
+        ("-np.inf", RewardResult(problem="it returned -inf, which is not a finite number")),
     ],
 )
-def test_what_is_returned_is_one_number_or_a_problem(
-    tmp_path: Path, expression: str, result: worker.RewardResult
-) -> None:
+def test_a_result_is_one_number_or_a_problem(tmp_path: Path, expression: str, result: RewardResult) -> None:
     call = loaded(tmp_path, f"import fractions, torch, numpy as np\ndef f(response): return {expression}")
     assert call() == result
 
 
-def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Path) -> None:
+def test_the_reason_names_the_line_of_the_users_file(tmp_path: Path) -> None:
     call = loaded(tmp_path, "import json\n\ndef f(response):\n    return json.loads(response)['score']\n")
-    said = call("{").problem
-    assert said is not None
-    assert said.startswith("JSONDecodeError: Expecting property name")
-    assert said.endswith("reward.py:4)")
+    message = call("{").problem
+    assert message is not None
+    assert message.startswith("JSONDecodeError: Expecting property name")
+    assert message.endswith("reward.py:4)")
 
 
 @pytest.mark.parametrize(
@@ -103,13 +105,13 @@ def test_the_reason_names_the_line_of_the_users_file_that_led_there(tmp_path: Pa
         ("Rude()", "Rude: ? ("),
     ],
 )
-def test_whatever_is_raised_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
+def test_any_error_becomes_one_short_line(tmp_path: Path, raised: str, start: str) -> None:
     rude = "class Rude(Exception):\n    def __str__(self): raise RuntimeError\n"
-    said = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
-    assert said is not None
-    assert said.startswith(start)
-    assert "\n" not in said
-    assert len(said) < 600
+    message = loaded(tmp_path, f"{rude}def f(response): raise {raised}")().problem
+    assert message is not None
+    assert message.startswith(start)
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
@@ -123,14 +125,14 @@ def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
 PRINTS = """
 import sys
 from pathlib import Path
-from vlmrl.rewards import local_worker as worker
-worker._print_to(Path("/dev/full"))
-worker.load((), sys.argv[1] + ":reward")
-sys.exit(round(worker.call("reward", {"response": "7"}, ()).value))
+from vlmrl.rewards import local_worker
+local_worker._print_to(Path("/dev/full"))
+local_worker.load((), sys.argv[1] + ":reward")
+sys.exit(round(local_worker.call("reward", {"response": "7"}, ()).value))
 """
 
 
-def test_what_a_reward_prints_on_a_full_disk_costs_no_response_its_score(tmp_path: Path) -> None:
+def test_printing_to_a_full_disk_costs_no_score(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "import sys\ndef reward(response):\n"
@@ -160,6 +162,6 @@ def test_functions_start_where_the_temporary_folder_is_too_long_for_a_socket(tmp
     script = tmp_path / "start.py"
     script.write_text(_IN_A_POOL)
     environment = os.environ | {"TMPDIR": str(long)}
-    said = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
-    assert said == "exact\n"
+    message = subprocess.check_output([sys.executable, script], env=environment, text=True, timeout=120)
+    assert message == "exact\n"
     assert not list(long.iterdir())

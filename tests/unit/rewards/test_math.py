@@ -42,7 +42,7 @@ from vlmrl.rewards.plain import needs_no_parser
         ("\\boxed{\\frac{1}{0}}", "4", 0.0),
     ],
 )
-def test_equal_in_mathematics_is_right(response: str, label: str, value: float) -> None:
+def test_mathematically_equal_answers_match(response: str, label: str, value: float) -> None:
     assert score(response, label) == value
 
 
@@ -69,7 +69,7 @@ def test_equal_in_mathematics_is_right(response: str, label: str, value: float) 
         ("red.", "red"),
     ],
 )
-def test_what_stands_between_answer_tags_is_the_answer(content: str, label: str) -> None:
+def test_the_content_of_answer_tags_is_the_answer(content: str, label: str) -> None:
     assert score(f"<think>1+1</think><answer>{content}</answer>", label) == 1.0
     assert score(f"<think>\\boxed{{99}}</think>\n<answer>\n{content}\n</answer>\n", label) == 1.0
     assert score(f"<think>{content}</think><answer>99</answer>", label) == 0.0
@@ -172,12 +172,12 @@ def test_a_label_is_matched_in_every_spelling(response: str, label: str) -> None
         ("", "145°"),
     ],
 )
-def test_what_differs_in_value_unit_bracket_or_letters_is_wrong(response: str, label: str) -> None:
+def test_a_different_value_unit_bracket_or_letter_is_wrong(response: str, label: str) -> None:
     assert score(f"\\boxed{{{response}}}", label) == 0.0
     assert score(f"<think>so</think><answer>{response}</answer>", label) == 0.0
 
 
-def test_a_sentence_is_held_to_its_unit() -> None:
+def test_a_sentence_must_match_the_unit() -> None:
     assert score("The rod is 12 cm.", "12 cm") == 1.0
     assert score("The rod is 12 m.", "12 cm") == 0.0
     assert score("The rod is 12.", "12 cm") == 1.0
@@ -207,19 +207,19 @@ def test_a_sentence_is_held_to_its_unit() -> None:
         ("1 + " * 400, "it is longer than 1000 characters"),
     ],
 )
-def test_a_label_that_no_response_can_match_is_told(label: str, reason: str | None) -> None:
+def test_a_label_that_no_response_can_match_is_reported(label: str, reason: str | None) -> None:
     assert unusable(label) == reason
     assert reason in (None, "it is empty") or not needs_no_parser(label)
 
 
 def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if the machine had stood still: math-verify's alarm rings in the middle of its work, and never again.
+    # As if the machine had paused: math-verify's alarm interrupts its work once.
     extract, rings = math_verify.parser.extract_target_from_pred, iter([True])
 
-    def stalled(*given: Any, **how: Any) -> Any:
+    def stalled(*given: Any, **options: Any) -> Any:
         if next(rings, False):
             os.kill(os.getpid(), signal.SIGALRM)
-        return extract(*given, **how)
+        return extract(*given, **options)
 
     monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", stalled)
     label = "\\frac{17}{34} + 1"
@@ -228,20 +228,20 @@ def test_a_parse_that_was_stopped_is_not_remembered(monkeypatch: pytest.MonkeyPa
     assert score("\\boxed{\\frac{3}{2}}", label) == 1.0
 
 
-def test_a_comparison_that_was_stopped_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_comparison_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["vlmrl.rewards.math"]
 
-    def stalled(*_: Any, **how: Any) -> bool:
-        if how.get("raise_on_error"):
+    def stalled(*_: Any, **options: Any) -> bool:
+        if options.get("raise_on_error"):
             raise TimeoutException("Timeout during comparison")
-        return False  # what math-verify says by default
+        return False  # math-verify's default
 
     monkeypatch.setattr(module, "verify", stalled)
     with pytest.raises(TooHardError, match="comparing took longer than 2 s"):
         score("\\boxed{x + 1}", "1 + x")
 
 
-def test_an_anagram_is_not_the_word() -> None:
+def test_an_anagram_does_not_match() -> None:
     assert score("\\boxed{listen}", "silent") == 0.0
     assert score("\\boxed{silent}", "silent") == 1.0
 
@@ -265,7 +265,7 @@ def test_a_clock_time_is_not_a_fraction() -> None:
     ],
     ids=["tower", "factorial", "parentheses", "fractions", "digits", "dollars", "sum", "not-unicode"],
 )
-def test_a_hostile_response_is_worth_nothing_and_ends(response: str) -> None:
+def test_a_hostile_response_scores_zero_in_time(response: str) -> None:
     start = time.perf_counter()
     with suppress(TooHardError):
         assert score(response, "4") == 0.0

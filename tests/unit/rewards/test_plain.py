@@ -24,11 +24,11 @@ from vlmrl.rewards.plain import bracket_of, is_words, option_of, plain, same_wor
         ("\\boxed{4}", "\\boxed{4}"),
     ],
 )
-def test_one_spelling_stands_for_several(text: str, spelled: str) -> None:
+def test_one_label_matches_several_spellings(text: str, spelled: str) -> None:
     assert plain(text) == spelled
 
 
-def test_words_and_names_are_no_mathematics() -> None:
+def test_words_and_names_are_not_parsed() -> None:
     for text in ("ab", "red circle", "mother-in-law", "don't know", "H2O", "x1", "B2", "日本"):
         assert is_words(text), text
     for text in ("x", "2x", "a+b", "sqrt2", "12", "3:30", "a b", "f(x)", "\\pi", "1e5", ""):
@@ -55,7 +55,7 @@ def test_words_are_compared_letter_by_letter() -> None:
         ("[1, 2)", None),
     ],
 )
-def test_the_bracket_around_a_list(text: str, bracket: str | None) -> None:
+def test_the_bracket_of_a_list_is_recognised(text: str, bracket: str | None) -> None:
     assert bracket_of(text) == bracket
 
 
@@ -66,5 +66,5 @@ def test_the_bracket_around_a_list(text: str, bracket: str | None) -> None:
         *[("A. 5 or B. 6", None), ("A. B", None), ("A:B", None), ("(A)", None), ("A and B", None), ("x. 5", None)],
     ],
 )
-def test_an_option_that_is_written_out(text: str, letter: str | None) -> None:
+def test_a_written_out_option_matches_its_letter(text: str, letter: str | None) -> None:
     assert option_of(text) == letter

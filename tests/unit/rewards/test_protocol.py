@@ -12,20 +12,20 @@ def request(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_a_request_arrives_as_it_was_sent() -> None:
+def test_a_request_survives_the_wire() -> None:
     sent = [
         *reward_requests(group("a", "b", media=(Picture(), Picture()))),
         *reward_requests(group("ç\ud800", label=None)),
     ]
-    found = read_request(write_request(sent, "data"), wants_images=True)
-    assert [(q.prompt, q.response, q.label, q.metadata) for q in found] == [
+    actual = read_request(write_request(sent, "data"), wants_images=True)
+    assert [(q.prompt, q.response, q.label, q.metadata) for q in actual] == [
         (q.prompt, q.response, q.label, q.metadata) for q in sent
     ]
-    assert [[m.size for m in q.media] for q in found] == [[(5, 4), (5, 4)], [(5, 4), (5, 4)], []]
-    assert np.array_equal(found[0].media[1].fetch(), Picture().fetch())
+    assert [[m.size for m in q.media] for q in actual] == [[(5, 4), (5, 4)], [(5, 4), (5, 4)], []]
+    assert np.array_equal(actual[0].media[1].fetch(), Picture().fetch())
 
 
-def test_images_are_opened_only_for_who_wants_them() -> None:
+def test_images_are_opened_only_if_needed() -> None:
     sent = reward_requests(group("a", media=(Picture(),)))
     for images in ("none", "hash", "data"):
         assert read_request(write_request(sent, images), wants_images=False)[0].media == ()
@@ -33,16 +33,16 @@ def test_images_are_opened_only_for_who_wants_them() -> None:
         read_request(write_request(sent, "hash"), wants_images=True)
 
 
-def test_the_old_protocol_is_understood() -> None:
+def test_the_old_protocol_is_read() -> None:
     (alone,) = read_request(request(query=["2+2=4"]), wants_images=True)
     assert (alone.prompt, alone.response, alone.label) == ("", "2+2=4", None)
-    (one,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
-    assert (one.prompt, one.response, one.label) == ("2+2=", "4", "4")
+    (parsed,) = read_request(request(query=["2+2=4"], prompts=["2+2="], labels=[4], seed=1), wants_images=True)
+    assert (parsed.prompt, parsed.response, parsed.label) == ("2+2=", "4", "4")
     assert read_request(request(query=[]), wants_images=True) == []
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "not JSON"),
         (b"\xff", "not JSON"),
@@ -62,22 +62,22 @@ def test_the_old_protocol_is_understood() -> None:
         (request(responses=["a"], media={"x\n": "data:image/png;base64,%%"}), "media x: "),
     ],
 )
-def test_what_is_no_request_is_refused_in_one_line(content: bytes, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as error:
+def test_an_invalid_request_is_refused_in_one_line(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
         read_request(content, wants_images=True)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_the_name_of_an_image_is_never_the_clients() -> None:
+def test_the_hash_of_an_image_is_not_taken_from_the_client() -> None:
     sent = json.loads(write_request(reward_requests(group("a", media=(Picture(),))), "data"))
     sent["media"] = {"../../evil": sent["media"]["c0ffee"]}
     sent["images"] = [["../../evil"]]
-    (one,) = read_request(json.dumps(sent).encode(), wants_images=True)
-    assert one.media[0].hash.isalnum()
+    (parsed,) = read_request(json.dumps(sent).encode(), wants_images=True)
+    assert parsed.media[0].hash.isalnum()
 
 
-def test_a_reply_arrives_as_it_was_sent() -> None:
+def test_a_reply_survives_the_wire() -> None:
     sent = [RewardResult(1.5, {"a": 2.0}), RewardResult(problem="it broke"), RewardResult(-1.0, {"b": 0.0})]
     assert json.loads(write_results(sent)) == {
         "rewards": [1.5, None, -1.0],
@@ -90,7 +90,7 @@ def test_a_reply_arrives_as_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("odd", ["NaN", "Infinity", '"long"', "[1.0]", "null", "1" * 400])
-def test_what_a_server_only_logs_takes_no_reward_with_it(odd: str) -> None:
+def test_an_invalid_logged_value_of_a_server_keeps_the_reward(odd: str) -> None:
     answer = f'{{"rewards": [1.0, 0.5], "extra_logs": {{"length": [{odd}, 3], "style": [0.5, {odd}]}}}}'
     assert read_results(answer.encode(), 2) == [
         RewardResult(1.0, {"style": 0.5}),
@@ -98,7 +98,7 @@ def test_what_a_server_only_logs_takes_no_reward_with_it(odd: str) -> None:
     ]
 
 
-def test_whose_doing_a_failure_is_crosses_the_wire() -> None:
+def test_the_kind_of_a_failure_survives_the_wire() -> None:
     sent = [
         RewardResult(1.0),
         RewardResult(problem="no scorer", blame="infrastructure"),

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Lengths:
-    """Scores a response by its number of characters, some time later; `bug` breaks it."""
+    """Scores a response by its number of characters after a delay; fails on `bug`."""
 
     wants_images = False
 
@@ -76,7 +76,7 @@ class Lengths:
 
 
 def served(scorer: Scorer, *, token: str | None = None, **settings: Any) -> AbstractAsyncContextManager[str]:
-    """The URL of a server of ours."""
+    """The URL of a real server."""
     return serving(make_app(scorer, Serve(**settings), token))
 
 
@@ -104,7 +104,7 @@ async def ask(url: str, *responses: str, **more: Any) -> httpx.Response:
     return await send("POST", url, json={"responses": responses, **more})
 
 
-async def test_a_served_function_says_what_it_would_say_at_home(file: Path) -> None:
+async def test_a_served_function_gives_the_same_rewards(file: Path) -> None:
     groups = [group("a", "bcd"), group("ef")]
     async with function(file, "length") as scorer, served(scorer) as url, client(url) as scoring:
         far = await scoring.score(groups)
@@ -133,7 +133,7 @@ async def test_a_served_function_sees_images(file: Path) -> None:
     )
 
 
-async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> None:
+async def test_an_unscorable_response_fails_alone_with_a_reason(file: Path) -> None:
     async with function(file, "picky", exact=1.0) as scorer, served(scorer) as url:
         reply = (await ask(url, "7", "bad", "8", labels=["7", "7", None])).json()
         async with client(url, max_failed_fraction=0.5) as scoring:
@@ -147,7 +147,7 @@ async def test_what_cannot_be_scored_fails_alone_and_says_why(file: Path) -> Non
     )
 
 
-async def test_responses_that_come_together_are_scored_together() -> None:
+async def test_concurrent_responses_are_scored_together() -> None:
     scorer = Lengths(delay_s=0.05)
     async with served(scorer, max_batch=4, max_wait_ms=200) as url:
         replies = await asyncio.gather(*(ask(url, "x" * n) for n in range(8)))
@@ -158,7 +158,7 @@ async def test_responses_that_come_together_are_scored_together() -> None:
     assert max(scorer.batches) == 4
 
 
-async def test_a_full_queue_says_so_and_goes_on() -> None:
+async def test_a_full_queue_refuses_requests_and_keeps_working() -> None:
     async with served(Lengths(delay_s=0.3), max_batch=1, max_queue=2, max_wait_ms=0) as url:
         replies = await asyncio.gather(*(ask(url, "x") for _ in range(8)))
         statuses = sorted(reply.status_code for reply in replies)
@@ -174,7 +174,7 @@ async def test_a_full_queue_says_so_and_goes_on() -> None:
         )
 
 
-async def test_a_client_comes_back_to_a_full_queue() -> None:
+async def test_a_client_retries_after_a_full_queue() -> None:
     async with (
         served(Lengths(delay_s=0.1), max_batch=1, max_queue=2, max_wait_ms=0) as url,
         client(url, remote_batch_size=1, remote_retries=6, max_failed_fraction=0.0) as scoring,
@@ -182,7 +182,7 @@ async def test_a_client_comes_back_to_a_full_queue() -> None:
         assert [s.total for s in (await scoring.score([group(*["x"] * 6)]))[0]] == [1.0] * 6
 
 
-async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
+async def test_responses_of_disconnected_clients_are_not_scored() -> None:
     scorer = Lengths(delay_s=1.5)
     async with served(scorer, max_batch=1, max_wait_ms=1) as url:
         async with httpx.AsyncClient(timeout=0.3) as http:
@@ -190,11 +190,11 @@ async def test_what_nobody_waits_for_any_more_is_not_scored() -> None:
                 await http.post(url, json={"responses": ["a", "b", "c", "d"]})
         await asyncio.sleep(1.0)
         assert (await ask(url, "new")).json()["rewards"] == [3.0]
-    # The one that was under way, and the one that somebody waited for.
+    # The request in progress, and the one with a waiting client.
     assert scorer.batches == [1, 1]
 
 
-async def test_functions_that_are_stopped_while_responses_wait_are_not_called_again(file: Path) -> None:
+async def test_stopped_functions_are_not_called_for_waiting_responses(file: Path) -> None:
     requests = [RewardRequest("a", "?", str(number)) for number in range(6)]
     async with FunctionScorer({}, f"{file}:slow", num_workers=1, time_limit_s=5.0) as scorer:
         scoring = asyncio.create_task(scorer.score(requests))
@@ -204,7 +204,7 @@ async def test_functions_that_are_stopped_while_responses_wait_are_not_called_ag
             await asyncio.wait_for(scoring, timeout=5)
 
 
-async def test_a_scorer_that_breaks_is_a_status_of_500_and_the_server_lives_on() -> None:
+async def test_a_failing_scorer_is_a_500_and_the_server_keeps_running() -> None:
     async with served(Lengths()) as url:
         reply = await ask(url, "bug")
         assert (reply.status_code, reply.text) == (500, "IndexError: list index out of range")
@@ -212,13 +212,13 @@ async def test_a_scorer_that_breaks_is_a_status_of_500_and_the_server_lives_on()
 
 
 class Lost(Lengths):
-    """A scorer that misses a file."""
+    """A scorer with a missing file."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         raise FileNotFoundError(2, "No such file or directory", "/srv/ann/secret-project/labels.json")
 
 
-async def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
+async def test_no_error_shows_clients_paths(file: Path) -> None:
     async with served(Lost()) as url:
         reply = await ask(url, "x")
         assert reply.status_code == 500
@@ -231,7 +231,7 @@ async def test_no_error_tells_clients_where_files_lie(file: Path) -> None:
             assert part not in problem
 
 
-async def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
+async def test_a_missing_body_times_out(file: Path) -> None:
     async with served(Lengths(), body_timeout_s=0.3) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -243,14 +243,12 @@ async def test_a_body_that_does_not_come_is_given_up(file: Path) -> None:
         assert (await ask(url, "x")).json()["rewards"] == [1.0]
 
 
-async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_on(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_function_sees_only_passed_secrets(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"HF_TOKEN": "h", "MY_API_KEY": "k"}.items():
         monkeypatch.setenv(name, value)
     request = RewardRequest(source="row 1", prompt="", response="x")
     for passed, sees in (((), 0.0), (("MY_API_KEY",), 1.0)):
-        stop_forkserver()  # one that was started before has the environment of then
+        stop_forkserver()  # an earlier one would have the earlier environment
         async with FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=passed) as scorer:
             (result,) = await scorer.score([request])
         assert (result.parts["secretive/hub"], result.parts["secretive/mine"]) == (0.0, sees)
@@ -260,7 +258,7 @@ async def test_a_function_sees_no_secret_of_the_environment_unless_it_is_passed_
         FunctionScorer({}, f"{file}:secretive", num_workers=1, time_limit_s=5.0, pass_env=("MY_API_KEY",))
 
 
-async def test_a_bad_request_is_told_what_is_wrong() -> None:
+async def test_a_bad_request_gets_a_reason() -> None:
     async with served(Lengths()) as url:
         reply = await send("POST", url, content=b"{")
         assert (reply.status_code, reply.text) == (422, "the request is not JSON")
@@ -269,7 +267,7 @@ async def test_a_bad_request_is_told_what_is_wrong() -> None:
         assert (await send("GET", url + "/docs")).status_code == 404
 
 
-async def test_images_of_a_request_that_are_small_alone_are_bounded_together(file: Path) -> None:
+async def test_images_of_a_request_are_limited_in_total(file: Path) -> None:
     one_bit = io.BytesIO()
     Image.new("1", (800, 800)).save(one_bit, "PNG")
     url_of_image = "data:image/png;base64," + base64.b64encode(one_bit.getvalue()).decode()
@@ -290,7 +288,7 @@ async def test_a_request_without_responses_does_not_wait() -> None:
         assert (await send("GET", url + "/health")).json() == {"status": "ok", "waiting": 0}
 
 
-async def test_a_token_is_asked_for_everywhere_but_at_health() -> None:
+async def test_the_token_is_required_except_for_health() -> None:
     async with served(Lengths(), token="s3cret") as url:
         assert (await send("GET", url + "/health")).status_code == 200
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
@@ -316,7 +314,7 @@ def test_a_server_of_this_machine_needs_none(host: str) -> None:
     check_token(host, None)
 
 
-def test_an_address_that_cannot_be_had_is_named() -> None:
+def test_an_unavailable_address_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^serve\.host 127\.0\.0\.1, serve\.port {port}: cannot listen there: "):
@@ -327,7 +325,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         listen("127.0.0.1", 70_000)
 
 
-async def test_a_server_that_is_told_to_stop_replies_first_and_leaves_nothing(file: Path) -> None:
+async def test_a_stopping_server_replies_first_and_leaves_nothing_behind(file: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -352,19 +350,19 @@ async def test_a_server_that_is_told_to_stop_replies_first_and_leaves_nothing(fi
     assert not _replies(url)
 
 
-def test_a_server_that_is_told_to_stop_ends_within_its_limit_whatever_clients_and_functions_do(file: Path) -> None:
+def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
     words = ["--reward.remote_url", f"{file}:endless", "--reward.time_limit_s", "1000", "--serve.stop_grace_s", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
     command = [sys.executable, "-m", "vlmrl", "serve-rm", "--serve.port", "0", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as server, ExitStack() as stack:
         assert server.stdout is not None
         host, port = server.stdout.readline().rpartition("//")[2].split(":")
-        # One never sends its body, one waits for a function that never ends, one does not send anything.
+        # One client never sends its body, one waits for a hanging function, one sends nothing.
         body = b'{"responses": ["x"]}'
         for length, sent in ((100, b"{"), (len(body), body), (0, None)):
-            one = stack.enter_context(_connected(host, int(port)))
+            client = stack.enter_context(_connected(host, int(port)))
             if sent is not None:
-                one.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
+                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
         time.sleep(0.5)
         family = psutil.Process(server.pid).children(recursive=True)
         assert family

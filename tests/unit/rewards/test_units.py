@@ -57,7 +57,7 @@ def test_a_number_is_split_from_its_unit(text: str, value: str, unit: str | None
     assert measure(text) == Measure(value, unit)
 
 
-def test_a_missing_unit_agrees_with_any() -> None:
+def test_a_missing_unit_matches_any() -> None:
     assert agree(None, "cm")
     assert agree("cm", None)
     assert agree("°", "°C")

@@ -1,4 +1,4 @@
-"""Reward functions of a user, good and bad, for tests of what runs them."""
+"""Reward functions of a user, valid and invalid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numpy_number(response): return np.float32(0.5)
 
 def raises(response):
     if response == "bad":
-        raise ValueError("cannot\\njudge this")
+        raise ValueError("cannot\\nscore this")
     return 1.0
 def hangs(response):
     while response == "bad":
@@ -93,8 +93,8 @@ def blind(prompt): return 1.0
 """
 
 
-def own(file: Path, function: str, **settings: object) -> Rewarder:
-    """A rewarder with a function of the file alone."""
+def user_rewarder(file: Path, function: str, **settings: object) -> Rewarder:
+    """A rewarder with only a function of the file."""
     reward = Reward.model_validate({"functions": {}, "remote_url": f"{file}:{function}"} | settings)
     return Rewarder(reward)
 

@@ -72,8 +72,8 @@ def test_token_rewards_count_in_filtering() -> None:
         ({"functions": {"math": 0.9, "format": 0.1, "exact": -1.0}}, 1.0),
         ({"functions": {"math": 20.0}}, 10.0),
         ({"functions": {"math": 1.0}, "remote_url": "mine.py:f"}, None),
-        ({"functions": {"math": 1.0}, "model_name_or_path": "judge"}, None),
-        ({"functions": {"math": 1.0}, "process_model_name_or_path": "judge"}, None),
+        ({"functions": {"math": 1.0}, "model_name_or_path": "scorer"}, None),
+        ({"functions": {"math": 1.0}, "process_model_name_or_path": "scorer"}, None),
     ],
 )
 def test_the_highest_reward_is_known_of_built_in_functions(reward: dict[str, Any], expected: float | None) -> None:

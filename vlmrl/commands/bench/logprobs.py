@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlmrl.commands.bench.memory import peak_bytes
 from vlmrl.commands.bench.output import print_json, print_table
-from vlmrl.config.bench import Head
+from vlmrl.config.bench import OutputLayer
 from vlmrl.config.run import LogprobsBench
 from vlmrl.learning.deepspeed_engine import DTYPES, device
 from vlmrl.models.logprobs import token_logprobs
@@ -86,7 +86,7 @@ def logprobs(config: LogprobsBench) -> None:
     print_table((f"largest differences: {', '.join(largest)}",), ())
 
 
-def make_layer(sizes: Head, where: torch.device) -> Layer:
+def make_layer(sizes: OutputLayer, where: torch.device) -> Layer:
     """Make a random layer whose logits spread over some nats, like a trained model's."""
     generator = torch.Generator(where).manual_seed(0)
     dtype = DTYPES[sizes.dtype]

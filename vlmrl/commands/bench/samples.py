@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlmrl.config.bench import Samples
+from vlmrl.config.bench import SyntheticBatch
 from vlmrl.config.data import Columns
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ConfigError
@@ -12,7 +12,7 @@ from vlmrl.plugins import Processor
 from vlmrl.types import Experience, Floats, Ints, Sample
 
 
-def make_samples(processor: Processor, vocabulary: int, sizes: Samples, *, seed: int) -> list[Sample]:
+def make_samples(processor: Processor, vocabulary: int, sizes: SyntheticBatch, *, seed: int) -> list[Sample]:
     """Make G responses to each prompt, group by group. A prompt has its images first, then text.
 
     Raises ConfigError when the images do not fit into the prompt, or the model takes no images.
@@ -45,7 +45,9 @@ def random_experience(samples: list[Sample], old_logprobs: list[Floats], *, seed
     return Experience(samples=samples, advantages=advantages, old_logprobs=old_logprobs, rollout_logprobs=old_logprobs)
 
 
-def _images(processor: Processor, sizes: Samples, rng: np.random.Generator, group: int) -> tuple[InlineMedia, ...]:
+def _images(
+    processor: Processor, sizes: SyntheticBatch, rng: np.random.Generator, group: int
+) -> tuple[InlineMedia, ...]:
     factor = processor.resize_factor
     if factor is None:
         raise ConfigError(f"bench.image_size {sizes.image_size}: the model takes no images, leave it out")

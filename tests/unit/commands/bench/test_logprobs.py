@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlmrl.commands.bench.logprobs import METHODS, PASSES, differences, full_logits, logprobs, make_layer
-from vlmrl.config.bench import Head
+from vlmrl.config.bench import OutputLayer
 from vlmrl.config.run import LogprobsBench
 
 SIZES = {"vocabulary": 500, "tokens": 40, "hidden": 16, "repeats": 2}
@@ -17,14 +17,14 @@ def test_full_logits_give_the_log_of_a_softmax() -> None:
 
 
 def test_both_methods_agree_in_values_and_gradients() -> None:
-    found = differences(make_layer(Head(**SIZES), torch.device("cpu")))
+    found = differences(make_layer(OutputLayer(**SIZES), torch.device("cpu")))
     assert found["logprob_diff_max"] < 1e-5
     assert found["hidden_gradient_diff_max"] < 1e-5 * found["hidden_gradient_max"]
     assert found["weight_gradient_diff_max"] < 1e-5 * found["weight_gradient_max"]
 
 
 def test_a_method_that_shifts_targets_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_layer(Head(**SIZES), torch.device("cpu"))
+    layer = make_layer(OutputLayer(**SIZES), torch.device("cpu"))
     monkeypatch.setitem(METHODS, "chunked", lambda h, w, t: full_logits(h, w, torch.cat([t[:1], t[:-1]])))
     assert differences(layer)["logprob_diff_max"] > 0.1
 

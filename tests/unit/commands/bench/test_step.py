@@ -127,7 +127,7 @@ def test_layouts_are_compared_with_the_first_one(lines: Any, capsys: pytest.Capt
     [
         ({"ds": {"zero_stage": 3}}, "ds.zero_stage 3 shards weights over ranks"),
         ({"ds": {"attn_implementation": "sdpa"}}, "leave shared out of bench.layouts"),
-        ({"bench": {"layouts": ["padded", "padded"]}}, "bench.layouts padded padded names one twice"),
+        ({"bench": {"layouts": ["padded", "padded"]}}, "bench.layouts padded padded names a layout twice"),
         ({"bench": {"images_per_prompt": 2}}, "bench.images_per_prompt would not be read"),
         ({"bench": {"layouts": []}}, "at least 1"),
         ({"actor": {"model_name_or_path": "m", "num_gpus_per_node": 2}}, "vlmrl bench step does not have it"),
