@@ -35,6 +35,7 @@ from vlmrl.observe.lock import refuse_if_locked, run_lock
 from vlmrl.observe.log import run_log
 from vlmrl.observe.report import RunReport, parameter_table, save_table
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.start_times import StartTimes
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.rewarder import check_functions
 from vlmrl.system.stops import kill_and_exit
@@ -138,6 +139,8 @@ def run_session(
     """
     logger = Logger() if isinstance(config, EvalConfig) else config.logger
     title = f"vlmrl {config.verb}"
+    start_times = StartTimes()
+    start_times.end("checks")
     with run_log() as log, naming_checkpoint(folder.checkpoints), ExitStack() as outer:
         folder.open()
         with writing(folder.log.name, folder.root):
@@ -153,7 +156,9 @@ def run_session(
         check_nodes(config, machines, places, folder.root)
         if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else only once it has resumed
             _save_settings(config, folder)
-        report = RunReport(folder, logger=logger, config=config.model_dump(mode="json"), title=title)
+        start_times.end("ray")
+        settings = config.model_dump(mode="json")
+        report = RunReport(folder, logger=logger, config=settings, title=title, start_times=start_times)
         with (
             report,
             ExitStack() as stack,

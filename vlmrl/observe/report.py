@@ -18,6 +18,7 @@ from vlmrl.observe.plots import draw_curves
 from vlmrl.observe.progress import Progress
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import Sink, open_sinks
+from vlmrl.observe.start_times import StartTimes
 from vlmrl.types import Metrics
 
 _DRAW_EVERY = 10
@@ -25,14 +26,27 @@ _DRAW_EVERY = 10
 
 
 class RunReport:
-    """Terminal output, metrics files and plot of a run. Use as a context manager around the run."""
+    """Terminal output, metrics files and plot of a run. Use as a context manager around the run.
 
-    def __init__(self, folder: RunFolder, *, logger: Logger, config: Mapping[str, Any], title: str) -> None:
+    Args:
+        start_times: those of the phases that have ended; the last one ends with `begin`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        logger: Logger,
+        config: Mapping[str, Any],
+        title: str,
+        start_times: StartTimes | None = None,
+    ) -> None:
         self._folder = folder
         self._logger = logger
         self._config = config
         self._progress = Progress(title=title)
         self._sinks: list[Sink] = []
+        self._start_times = start_times or StartTimes()
         self._is_plot_current = True
         self._reported: set[str] = set()
         """Failures that were printed, each of which is printed once."""
@@ -67,6 +81,7 @@ class RunReport:
             first_step=done + 1 if done else 0,
             config=self._config,
         )
+        self._start_times.end("roles")
         self._progress.begin(total_steps=total_steps, done=done)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -97,6 +112,7 @@ class RunReport:
             self._write(step, metrics)
 
     def _write(self, step: int, metrics: Metrics) -> None:
+        metrics = metrics | self._start_times.take()
         for sink in self._sinks:
             sink.write(step, metrics)
         self._is_plot_current = False

@@ -12,6 +12,7 @@ from vlmrl.errors import StorageError
 from vlmrl.observe.report import RunReport, save_table
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.sinks import read_metrics
+from vlmrl.observe.start_times import StartTimes
 
 
 def make_report(folder: Path, **logger: object) -> RunReport:
@@ -28,6 +29,19 @@ def test_a_step_gets_its_times_and_throughput(tmp_path: Path) -> None:
     assert record["time/rollout_s"] >= 0
     assert record["throughput/tokens_per_s"] == 100.0 / record["time/step_s"]
     assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_the_first_record_has_the_times_of_the_start(tmp_path: Path) -> None:
+    start_times = StartTimes()
+    start_times.end("checks")
+    started = RunReport(RunFolder(tmp_path), logger=Logger(), config={}, title="test", start_times=start_times)
+    with started as report:
+        report.begin(total_steps=2, done=0)
+        report.step(1, {"reward/mean": 0.0})
+        report.step(2, {"reward/mean": 0.0})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    first, second = ({name for name in record if name.startswith("time/start/")} for record in records)
+    assert (first, second) == ({"time/start/checks_s", "time/start/roles_s"}, set())
 
 
 def test_every_nth_step_and_every_evaluation_is_written(tmp_path: Path) -> None:
