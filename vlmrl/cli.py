@@ -233,8 +233,8 @@ def _doctor(words: list[str]) -> int:
 
 
 def _memory_plan(words: list[str], *, as_json: bool) -> int:
+    from vlmrl.config.flags_and_yaml import read
     from vlmrl.config.run import RlConfig, SftConfig
-    from vlmrl.config.sources import read
 
     only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
     given = read(words, RlConfig.settings(), RlConfig.sections()).given

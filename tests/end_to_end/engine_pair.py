@@ -18,7 +18,7 @@ from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.models.weights import pack_bucket
+from vlmrl.models.weight_buckets import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sampling

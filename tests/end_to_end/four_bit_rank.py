@@ -26,7 +26,7 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
     from vlmrl.models.load import freeze
     from vlmrl.models.quantize import is_four_bit
     from vlmrl.models.scorer import Scorer
-    from vlmrl.models.weights import digest
+    from vlmrl.models.weight_buckets import digest
 
     seed(1, deterministic=False)
     ds = Ds(zero_stage=stage, param_dtype=dtype, load_in_4bit=True, quant_storage=storage)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def experience(pack: Pack, column: Callable[[int, int], Floats], *, kl_coef: flo
 
 
 def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
-    from vlmrl.models.weights import digest, fingerprint, unpack_bucket
+    from vlmrl.models.weight_buckets import digest, fingerprint, unpack_bucket
 
     found: dict[str, torch.Tensor] = {}
     # Small enough that there are many buckets, and that one tensor is larger than a bucket. Each takes the memory of

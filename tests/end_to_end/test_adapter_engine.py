@@ -19,7 +19,7 @@ from torch import Tensor
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
-from vlmrl.models.weights import digest, pack_bucket
+from vlmrl.models.weight_buckets import digest, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.types import Group
 

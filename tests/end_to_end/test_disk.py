@@ -14,8 +14,8 @@ import pytest
 from small_disk import small_disk
 from test_resume import read_metrics
 
-from vlmrl.observe.atomic import checkpoints
 from vlmrl.observe.run_folder import RunFolder
+from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.storage import size_of
 
 ROWS = 48

@@ -32,7 +32,7 @@ from vlmrl import plugins
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ClusterError, ConfigError, DataError, SyncError
-from vlmrl.models.weights import digest, fingerprint, pack_bucket
+from vlmrl.models.weight_buckets import digest, fingerprint, pack_bucket
 from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Group, Prompt
 

@@ -261,7 +261,7 @@ def test_the_synced_adapter_is_reported_by_fingerprint_and_bytes(runs: Ranks, na
     import torch
 
     from vlmrl.models.adapter_plan import adapter_fingerprint
-    from vlmrl.models.weights import digest
+    from vlmrl.models.weight_buckets import digest
 
     adapter, told = part(runs, name, "adapter"), runs.json(name)
     assert told["bytes"] == sum(tensor.nbytes for tensor in adapter.values())

@@ -20,7 +20,7 @@ import torch
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
-from vlmrl.observe.atomic import checkpoints
+from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.storage import size_of
 
 STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7

@@ -14,7 +14,7 @@ from vlmrl import plugins
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.models import tiny
-from vlmrl.models.weights import digest, fingerprint, pack_bucket
+from vlmrl.models.weight_buckets import digest, fingerprint, pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
 from vlmrl.types import Floats, Group, Prompt, Sampling

@@ -20,10 +20,10 @@ from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
-from vlmrl.models.weights import checksum, device_digest, fingerprint
+from vlmrl.models.weight_buckets import checksum, device_digest, fingerprint
 from vlmrl.rollout.engine import RolloutEngine
+from vlmrl.rollout.gpu_transfer import Backend, IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.rollout.transfer import Backend, IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.types import Group, Prompt, Sampling
 
 GREEDY = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=8, seed=0)

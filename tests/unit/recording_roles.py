@@ -9,7 +9,7 @@ from typing import Any
 from scripted_loop import config
 
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.trainer.checkpoints import RunCheckpoints
+from vlmrl.trainer.run_checkpoints import RunCheckpoints
 
 
 class RecordingRole:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
+from vlmrl.cluster.machine_watch import Watch
 from vlmrl.cluster.models import (
     PackingPlan,
     PassMetrics,
@@ -34,7 +35,6 @@ from vlmrl.cluster.role_settings import (
 )
 from vlmrl.cluster.session import Session
 from vlmrl.cluster.sync_plan import plan_sync
-from vlmrl.cluster.watch import Watch
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.roles import REWARD_MODELS

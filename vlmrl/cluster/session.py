@@ -15,8 +15,8 @@ import psutil
 
 from vlmrl import startup
 from vlmrl.cluster import LOCAL_ADDRESSES
-from vlmrl.cluster.deaths import Roster
 from vlmrl.cluster.devices import gpu_names, visible_gpus
+from vlmrl.cluster.worker_deaths import Roster
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import gpu_fault_and_fix, hides_gpus, installed_driver
 from vlmrl.system import machine, stops

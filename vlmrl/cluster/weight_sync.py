@@ -10,9 +10,9 @@ from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import SyncError
-from vlmrl.models.transfer import NUM_IN_FLIGHT
+from vlmrl.models.shared_memory import NUM_IN_FLIGHT
+from vlmrl.rollout.gpu_transfer import IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.rollout.reports import ReadbackPlan
-from vlmrl.rollout.transfer import IpcSender, NcclSender, init_infos, merge_offers
 from vlmrl.types import Metrics, Part
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlmrl.cluster.deaths import REPORTED_S, SUSPECTED_S, Member, memory_advice
 from vlmrl.cluster.interfaces import NAMES, interface_variables
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.remote_call import Call, record_call
 from vlmrl.cluster.session import Session, worker_environment
+from vlmrl.cluster.worker_deaths import REPORTED_S, SUSPECTED_S, Member, memory_advice
 from vlmrl.errors import ClusterError, DiedError, VlmrlError
 from vlmrl.startup.driver import has_gpu
-from vlmrl.system import memory, stops
+from vlmrl.system import malloc, stops
 from vlmrl.system.exits import Pidfd
 from vlmrl.system.scratch import MEETING_FILE, enter_from_environment
 
@@ -78,7 +78,7 @@ class _Worker:
         os.environ.update(variables)
         os.environ.update(_loopback() if driver is None else _network(driver))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
-            memory.keep_memory()
+            malloc.keep_memory()
 
     def build(self, build: Callable[[], Any]) -> None:
         self._role = build()

@@ -39,7 +39,7 @@ _IMPORTS = dict.fromkeys(("actor", "critic", "ref", *REWARD_MODELS), 0.55 * GIB)
 """
 _KEPT_BY_MALLOC = 0.67
 """Memory that glibc keeps on CPU after a training pass, as a share of the activations, measured after
-`system.memory.keep_memory`."""
+`system.malloc.keep_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype, plan_adapter
-from vlmrl.models.positions import check_length, max_positions
+from vlmrl.models.max_length import check_length, max_positions
 from vlmrl.observe.sinks import usable_wandb
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
 from vlmrl.rewards.label_check import LabelCheck

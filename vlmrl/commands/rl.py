@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from vlmrl.cluster.build import Progress, RoleBuilder, Roles
 from vlmrl.cluster.engines import RemotePrompts
-from vlmrl.commands.checks import make_checks, report_adapter_check
 from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adapter_plan
+from vlmrl.commands.rl_checks import make_checks, report_adapter_check
 from vlmrl.commands.run import begin_steps, prepare, run_session
+from vlmrl.config.num_steps import check_steps
 from vlmrl.config.run import RlConfig
-from vlmrl.config.schedule import check_steps
 from vlmrl.errors import RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
-from vlmrl.trainer.checkpoints import RunCheckpoints
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.evaluation import Evaluations, with_metric_names
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.rl import LoopState, train
+from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Metrics, Prompt
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vlmrl.cluster.build import RoleBuilder
-from vlmrl.cluster.deaths import report_deaths
+from vlmrl.cluster.machine_watch import watch_machines
 from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import placement_table, plan_arguments
 from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import check_devices
-from vlmrl.cluster.watch import watch_machines
+from vlmrl.cluster.worker_deaths import report_deaths
 from vlmrl.commands.preflight import (
     check_algorithm,
     check_columns,
@@ -26,11 +26,10 @@ from vlmrl.commands.preflight import (
 )
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
+from vlmrl.config.num_steps import last_step_from
 from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
-from vlmrl.config.schedule import last_step_from
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.observe.atomic import checkpoints
 from vlmrl.observe.lock import refuse_if_locked, run_lock
 from vlmrl.observe.log import run_log
 from vlmrl.observe.report import RunReport, parameter_table, save_table
@@ -38,11 +37,12 @@ from vlmrl.observe.run_folder import RunFolder
 from vlmrl.observe.start_times import StartTimes
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.rewarder import check_functions
+from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.stops import kill_and_exit
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
-from vlmrl.trainer.checkpoints import RunCheckpoints, naming_checkpoint
 from vlmrl.trainer.rl import LoopState
+from vlmrl.trainer.run_checkpoints import RunCheckpoints, naming_checkpoint
 
 AnyConfig = RlConfig | SftConfig | EvalConfig
 

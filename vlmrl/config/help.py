@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from vlmrl.config.flags_and_yaml import choices, without_none
 from vlmrl.config.names import subsection
-from vlmrl.config.sources import choices, without_none
 from vlmrl.config.verb import VerbConfig
 
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}

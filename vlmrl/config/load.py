@@ -13,11 +13,11 @@ from pydantic_core import ErrorDetails
 
 from vlmrl.config.aliases import alias_of, explain
 from vlmrl.config.base import ConflictError
+from vlmrl.config.flags_and_yaml import GivenValue, UnknownName, UserInput, read, without_none
 from vlmrl.config.help import default_of
 from vlmrl.config.names import nearest, settings_named_in
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
 from vlmrl.config.run import VERBS
-from vlmrl.config.sources import GivenValue, UnknownName, UserInput, read, without_none
 from vlmrl.config.verb import VerbConfig
 from vlmrl.errors import ConfigError
 

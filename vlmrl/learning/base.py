@@ -21,7 +21,7 @@ from vlmrl.config.vision import Vision
 from vlmrl.data.packing import Pack, place
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.learning.checkpoint import Adapted, load_state, save_state
-from vlmrl.learning.checksums import find_damage
+from vlmrl.learning.checkpoint_checksums import find_damage
 from vlmrl.learning.deepspeed_engine import (
     device,
     init_distributed,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.config.ds import Ds
 from vlmrl.errors import ConfigError
-from vlmrl.learning.checksums import write_checksums
+from vlmrl.learning.checkpoint_checksums import write_checksums
 from vlmrl.learning.ema import Ema
 from vlmrl.learning.safe_load import safe_load
 from vlmrl.learning.weights import NamedTensors, saved_tensors, whole_tensors
@@ -25,8 +25,8 @@ from vlmrl.models.adapter_files import Base, write_adapter
 from vlmrl.models.adapter_plan import PREFIX, AdapterPlan
 from vlmrl.models.adapters import adapter_tensors
 from vlmrl.models.quantize import true_shape
-from vlmrl.observe.atomic import begin, finish, partial, prune
 from vlmrl.plugins import Processor
+from vlmrl.system.atomic_folders import begin, finish, partial, prune
 from vlmrl.system.storage import writing
 
 __all__ = ["Adapted", "load_state", "prune", "save_adapter", "save_model", "save_state"]

@@ -25,7 +25,7 @@ from vlmrl.learning.layout_check import compare_layouts
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapters import adapters_off
-from vlmrl.models.cost import patch_cost
+from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.system.user_function import name_or_function

@@ -12,7 +12,7 @@ from vlmrl.learning.forward import ModelForward, RowsAndMetrics
 from vlmrl.learning.policy import Policy
 from vlmrl.learning.settings import PolicyAndCriticSettings
 from vlmrl.learning.weights import gathered, split_by_bytes
-from vlmrl.models.weights import device_digest, fingerprint
+from vlmrl.models.weight_buckets import device_digest, fingerprint
 from vlmrl.observe.metrics import Metric
 from vlmrl.types import Experience, Totals
 

@@ -20,8 +20,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.adapters import adapter_tensors, delta
 from vlmrl.models.quantize import dequantized, is_four_bit, true_dtype, true_shape
-from vlmrl.models.transfer import Outbox, Ticket, open_ticket
-from vlmrl.models.weights import Bucket, device_digest, fingerprint
+from vlmrl.models.shared_memory import Outbox, Ticket, open_ticket
+from vlmrl.models.weight_buckets import Bucket, device_digest, fingerprint
 from vlmrl.types import Part
 
 NamedTensors = list[tuple[str, Tensor]]

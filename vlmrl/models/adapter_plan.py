@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vlmrl.config.actor import Model
 from vlmrl.config.lora import LARGEST_RANK, Lora
 from vlmrl.errors import ConfigError
-from vlmrl.models.weights import fingerprint
+from vlmrl.models.weight_buckets import fingerprint
 from vlmrl.plugins import ParameterGroup, Processor
 
 if TYPE_CHECKING:

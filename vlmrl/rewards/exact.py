@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.final_answer import final_answer
 from vlmrl.rewards.labels import spellings
 
 # At most three digits of exponent: model output must not make a number that fills the memory.

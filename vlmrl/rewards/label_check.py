@@ -14,8 +14,8 @@ from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.reward import Scoring
 from vlmrl.rewards import exact, local_worker
 from vlmrl.rewards.batch import LABELS, TRL_ONLY
-from vlmrl.rewards.plain import needs_no_parser
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
+from vlmrl.rewards.spelling import needs_no_parser
 
 _TIME_LIMIT_S = 5.0
 """Time limit per label. math-verify stops itself sooner, unless it is inside one long multiplication."""

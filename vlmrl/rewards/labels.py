@@ -3,7 +3,7 @@
 import json
 import re
 
-from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.final_answer import final_answer
 
 _WORD = re.compile(r"(?<!\\)[^\W\d_]{2,}")
 

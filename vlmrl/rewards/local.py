@@ -35,7 +35,7 @@ from pebble import ProcessPool
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import local_worker
 from vlmrl.rewards.batch import Signature
-from vlmrl.rewards.environment import check_passed
+from vlmrl.rewards.environment_variables import check_passed
 from vlmrl.rewards.local_worker import SETTING, Declared, RewardResult
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest

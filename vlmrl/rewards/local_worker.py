@@ -25,7 +25,7 @@ from typing import Any
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.rewards import batch
-from vlmrl.rewards.environment import hide_secrets
+from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
 from vlmrl.system.user_function import load_function, parameters_of, reason

@@ -12,9 +12,9 @@ from math_verify.errors import TimeoutException
 
 from vlmrl.rewards.exact import number, same
 from vlmrl.rewards.failures import TooHardError
-from vlmrl.rewards.final import Final, final_answer
+from vlmrl.rewards.final_answer import Final, final_answer
 from vlmrl.rewards.labels import spellings
-from vlmrl.rewards.plain import (
+from vlmrl.rewards.spelling import (
     bracket_of,
     is_clock,
     is_words,

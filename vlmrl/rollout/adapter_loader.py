@@ -15,7 +15,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from vlmrl.models.weights import digest
+from vlmrl.models.weight_buckets import digest
 from vlmrl.rollout.reports import AdapterDescription, AdapterReport
 from vlmrl.rollout.requests import ADAPTER_ID
 

@@ -15,7 +15,7 @@ import torch
 from vlmrl import plugins, startup
 from vlmrl.errors import ClusterError, DataError, DiedError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
-from vlmrl.models.weights import fingerprint
+from vlmrl.models.weight_buckets import fingerprint
 from vlmrl.rollout import requests
 from vlmrl.rollout.capacity import Limits
 from vlmrl.rollout.compatibility import format_missing
@@ -266,8 +266,8 @@ class RolloutEngine(Inbox):
                 never change them.
 
         Returns:
-            The fingerprint of the tensors that the workers received and loaded (`models.weights.fingerprint`), or for
-            an adapter of those that their layers hold (`models.adapter_plan.adapter_fingerprint`).
+            The fingerprint of the tensors that the workers received and loaded (`models.weight_buckets.fingerprint`),
+            or for an adapter of those that their layers hold (`models.adapter_plan.adapter_fingerprint`).
 
         Raises:
             SyncError: vLLM's model ignored a tensor or lacks one, or its layers hold other weights or another adapter

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError
-from vlmrl.models.transfer import Outbox, Ticket
-from vlmrl.models.weights import Bucket
+from vlmrl.models.shared_memory import Outbox, Ticket
+from vlmrl.models.weight_buckets import Bucket
+from vlmrl.rollout.gpu_transfer import Offer
 from vlmrl.rollout.launch import one_line
-from vlmrl.rollout.transfer import Offer
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -19,16 +19,16 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vlmrl.models.transfer import Reader, Ticket
-from vlmrl.models.weights import digest, unpack_bucket
-from vlmrl.rollout import transfer
+from vlmrl.models.shared_memory import Reader, Ticket
+from vlmrl.models.weight_buckets import digest, unpack_bucket
+from vlmrl.rollout import gpu_transfer
 from vlmrl.rollout.adapter_loader import AdapterUpdate
 from vlmrl.rollout.compatibility import missing_in_worker
 from vlmrl.rollout.prompt_scores import score_as_sampled
 from vlmrl.rollout.readback import Places, Readback
 from vlmrl.rollout.reports import AdapterDescription, ReadbackPlan, Report
 from vlmrl.rollout.vllm_patches import apply_adapter_by_row, hold_unused_generators
-from vlmrl.system.memory import keep_memory
+from vlmrl.system.malloc import keep_memory
 
 
 class WeightReceiver:
@@ -93,11 +93,11 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             self.vlmrl_update.load(unpack_bucket(self.vlmrl_reader.open(ticket)))
 
-    def vlmrl_receive(self, offer: transfer.Offer) -> None:
+    def vlmrl_receive(self, offer: gpu_transfer.Offer) -> None:
         """Load the tensors of a bucket from GPU to GPU."""
         assert self.vlmrl_update is not None
         with set_current_vllm_config(self.vllm_config):
-            transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
+            gpu_transfer.receive(self.weight_transfer_engine, self.vlmrl_update, offer)
 
     def vlmrl_finish(self) -> Report:
         """Finish the update and report it (for an adapter with an AdapterReport).

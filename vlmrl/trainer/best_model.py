@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vlmrl.errors import ConfigError
-from vlmrl.observe.atomic import partial, replace
+from vlmrl.system.atomic_folders import partial, replace
 from vlmrl.system.storage import writing
 from vlmrl.types import Metrics
 

@@ -18,10 +18,10 @@ from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
-from vlmrl.trainer.checkpoints import RunCheckpoints
 from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.protocols import Engine, Rewarder
 from vlmrl.trainer.rl import LoopState
+from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Group, Metrics, Prompt, Sampling, Score
 
 _SEED = 1_000_003

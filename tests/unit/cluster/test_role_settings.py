@@ -25,8 +25,8 @@ from vlmrl.cluster.role_settings import (
     reward_model_settings,
     rewarder_settings,
 )
+from vlmrl.config.num_steps import fraction_done, last_step, last_step_from, optimizer_steps
 from vlmrl.config.run import SftConfig
-from vlmrl.config.schedule import fraction_done, last_step, last_step_from, optimizer_steps
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 

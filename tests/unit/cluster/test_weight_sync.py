@@ -11,7 +11,7 @@ from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import SyncError
-from vlmrl.rollout.transfer import IpcSender, NcclSender
+from vlmrl.rollout.gpu_transfer import IpcSender, NcclSender
 
 Log = list[tuple[Any, ...]]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from vlmrl.cluster.deaths import Member, Roster
 from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, StepPlan
+from vlmrl.cluster.worker_deaths import Member, Roster
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import ClusterError, DiedError
 

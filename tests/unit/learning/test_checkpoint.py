@@ -11,9 +11,9 @@ from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.learning.checkpoint import _check_identity, _write_whole
-from vlmrl.learning.checksums import find_damage, write_checksums
+from vlmrl.learning.checkpoint_checksums import find_damage, write_checksums
 from vlmrl.learning.deepspeed_engine import init_distributed
-from vlmrl.observe.atomic import checkpoints
+from vlmrl.system.atomic_folders import checkpoints
 
 FULL: dict[str, Any] = {
     "model": {"a": [2, 3], "b": [3]},

@@ -15,7 +15,7 @@ from vlmrl.config.lora import Lora
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint, choose_targets, layers, plan_adapter
 from vlmrl.models.tiny import Family
-from vlmrl.models.weights import digest
+from vlmrl.models.weight_buckets import digest
 from vlmrl.plugins import ParameterGroup, Processor
 
 LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -12,7 +12,7 @@ from math_verify.errors import TimeoutException
 
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.rewards.math import score, unusable
-from vlmrl.rewards.plain import needs_no_parser
+from vlmrl.rewards.spelling import needs_no_parser
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import SyncError
-from vlmrl.models.transfer import Ticket, open_ticket
-from vlmrl.models.weights import pack_bucket, unpack_bucket
+from vlmrl.models.shared_memory import Ticket, open_ticket
+from vlmrl.models.weight_buckets import pack_bucket, unpack_bucket
 from vlmrl.rollout.inbox import Inbox
 
 

@@ -9,7 +9,7 @@ import torch
 from layers_of_vllm import Worker, weights
 from torch import Tensor
 
-from vlmrl.models.weights import digest
+from vlmrl.models.weight_buckets import digest
 from vlmrl.rollout.reports import find_problem
 from vlmrl.rollout.worker_extension import WeightUpdate
 

@@ -17,7 +17,7 @@ from small_disk import small_disk, turn_read_only
 
 from vlmrl.errors import StorageError
 from vlmrl.system.storage import check_room, format_bytes, size_of, writing
-from vlmrl.trainer.checkpoints import naming_checkpoint
+from vlmrl.trainer.run_checkpoints import naming_checkpoint
 
 BIG = torch.zeros(2_000_000)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.observe.atomic import checkpoints, prune, remove_partial
+from vlmrl.system.atomic_folders import checkpoints, prune, remove_partial
 from vlmrl.trainer.best_model import Best, keep_best, read_best
 
 PASS = "eval/toy/pass@1"

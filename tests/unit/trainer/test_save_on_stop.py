@@ -17,8 +17,8 @@ from vlmrl.errors import StorageError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
-from vlmrl.trainer.checkpoints import RunCheckpoints
 from vlmrl.trainer.rl import LoopState
+from vlmrl.trainer.run_checkpoints import RunCheckpoints
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from scripted_loop import config, make_prompt, make_rollout
 
-from vlmrl.commands.checks import noise_check
+from vlmrl.commands.rl_checks import noise_check
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Rollout, Sample
 from vlmrl.verify.logprobs import are_alike, noise_floor

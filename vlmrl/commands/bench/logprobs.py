@@ -23,7 +23,7 @@ from vlmrl.config.bench import OutputLayer
 from vlmrl.config.run import LogprobsBench
 from vlmrl.learning.deepspeed_engine import DTYPES, device
 from vlmrl.models.logprobs import token_logprobs
-from vlmrl.system.memory import keep_memory
+from vlmrl.system.malloc import keep_memory
 
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden [T, D], weight [V, D], targets [T] -> log-probs [T]."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vlmrl.system.memory import release_memory
+from vlmrl.system.malloc import release_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"

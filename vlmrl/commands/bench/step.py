@@ -42,10 +42,10 @@ from vlmrl.learning.forward import LogprobForward
 from vlmrl.learning.policy import Policy, PolicyLoss
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import plan_adapter
-from vlmrl.models.cost import patch_cost
+from vlmrl.models.patch_cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
 from vlmrl.plugins import processor_of
-from vlmrl.system.memory import keep_memory
+from vlmrl.system.malloc import keep_memory
 from vlmrl.types import Experience, Floats, Totals
 
 PARTS = ("forward", "backward", "optimizer")

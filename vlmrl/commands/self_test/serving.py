@@ -25,8 +25,8 @@ from vlmrl.cluster.session import session
 from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.commands.checks import adapter_check
 from vlmrl.commands.preflight import actor_adapter_plan
+from vlmrl.commands.rl_checks import adapter_check
 from vlmrl.commands.self_test import models
 from vlmrl.commands.self_test.changeable_policy import ChangeablePolicy
 from vlmrl.commands.self_test.outcome import Broken, Skipped

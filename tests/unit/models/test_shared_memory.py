@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from vlmrl.errors import ClusterError
-from vlmrl.models import transfer
-from vlmrl.models.transfer import Outbox, Reader, open_ticket
-from vlmrl.models.weights import digest, fingerprint, pack_bucket, unpack_bucket
+from vlmrl.models import shared_memory
+from vlmrl.models.shared_memory import Outbox, Reader, open_ticket
+from vlmrl.models.weight_buckets import digest, fingerprint, pack_bucket, unpack_bucket
 
 TENSORS = {
     "a": torch.arange(7, dtype=torch.float32),
@@ -25,8 +25,8 @@ TENSORS = {
 }
 WORKER = """
 import json, sys
-from vlmrl.models.weights import digest, fingerprint, unpack_bucket
-from vlmrl.models.transfer import open_ticket
+from vlmrl.models.weight_buckets import digest, fingerprint, unpack_bucket
+from vlmrl.models.shared_memory import open_ticket
 bucket = open_ticket(json.loads(sys.argv[1]))
 print(fingerprint({name: digest(name, tensor) for name, tensor in unpack_bucket(bucket)}))
 """
@@ -35,7 +35,7 @@ print(fingerprint({name: digest(name, tensor) for name, tensor in unpack_bucket(
 KILLED = """
 import json, os, sys
 import torch
-from vlmrl.models.transfer import Outbox
+from vlmrl.models.shared_memory import Outbox
 outbox = Outbox()
 ticket, _ = outbox.put([("a", torch.ones(1 << 20))])
 print(json.dumps(ticket), flush=True)
@@ -130,7 +130,7 @@ def test_a_larger_bucket_replaces_a_smaller_one_and_is_freed_at_the_end() -> Non
 def test_a_reader_reads_later_writes_and_unmaps_old_and_large_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "_MAX_KEPT", 4096)
+    monkeypatch.setattr(shared_memory, "_MAX_KEPT", 4096)
     others = blocks()
     outbox, readers = Outbox(), [Reader()]
 
@@ -144,13 +144,13 @@ def test_a_reader_reads_later_writes_and_unmaps_old_and_large_blocks(
     # In the same memory, which the reader has mapped.
     assert read(2.0) == [2.0]
     assert len(blocks() - others) == 1
-    for n in range(transfer.NUM_IN_FLIGHT):
+    for n in range(shared_memory.NUM_IN_FLIGHT):
         assert read(float(n)) == [float(n)]
     outbox.begin()
-    assert len(blocks() - others) == transfer.NUM_IN_FLIGHT
+    assert len(blocks() - others) == shared_memory.NUM_IN_FLIGHT
     assert read(3.0, numbers=1025) == [3.0]
     outbox.begin()
-    assert len(blocks() - others) == transfer.NUM_IN_FLIGHT
+    assert len(blocks() - others) == shared_memory.NUM_IN_FLIGHT
     readers.clear()
     assert blocks() == others
 
@@ -164,7 +164,7 @@ def test_a_stale_or_wrong_ticket_changes_the_fingerprint() -> None:
     outbox = Outbox()
     ticket, sent_digests = outbox.put([("a", torch.ones(16)), ("b", torch.zeros(16))])
 
-    def received(stale: transfer.Ticket) -> str:
+    def received(stale: shared_memory.Ticket) -> str:
         return fingerprint({name: digest(name, tensor) for name, tensor in unpack_bucket(open_ticket(stale))})
 
     assert received(ticket) == fingerprint(sent_digests)
@@ -184,7 +184,7 @@ def test_a_lack_of_memory_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     others = blocks()
-    monkeypatch.setattr(transfer.os, call, refuse)
+    monkeypatch.setattr(shared_memory.os, call, refuse)
     with pytest.raises(ClusterError, match=r"cannot share .* No space left on device; (free|raise)"):
         Outbox().put([("a", torch.ones(3))])
     assert blocks() == others

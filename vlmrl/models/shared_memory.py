@@ -3,7 +3,7 @@
 The memory is anonymous (`memfd_create`): a reader opens it as a file descriptor of the process that made it. It has no
 name, so nothing is left behind in /dev/shm however a process ends, the size of /dev/shm (64 MiB in many containers) is
 no limit, and only processes of the same user can open it. It serves engines on CPU and on GPU; only CPU was measured.
-`rollout.transfer` sends weights from GPU to GPU instead.
+`rollout.gpu_transfer` sends weights from GPU to GPU instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vlmrl.errors import ClusterError
-from vlmrl.models.weights import Bucket, digest, layout
+from vlmrl.models.weight_buckets import Bucket, digest, layout
 
 Ticket = dict[str, Any]
 """Everything that a reader needs to open a shared bucket, as strings, numbers and lists, which any RPC can carry."""

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, Protocol
 from rich.text import Text
 
 from vlmrl.config.changes import changed_settings, format_changes, plain_settings
+from vlmrl.config.num_steps import fraction_done
 from vlmrl.config.run import RlConfig, SftConfig
-from vlmrl.config.schedule import fraction_done
 from vlmrl.errors import ConfigError, StorageError, VlmrlError
+from vlmrl.learning.checkpoint_checksums import has_checksums
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
-from vlmrl.learning.checksums import has_checksums
-from vlmrl.observe.atomic import checkpoints, partial, prune, remove, remove_partial, set_aside
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
+from vlmrl.system.atomic_folders import checkpoints, partial, prune, remove, remove_partial, set_aside
 from vlmrl.system.stops import Stopped
 from vlmrl.system.storage import check_room, size_of, writing
 from vlmrl.trainer.best_model import keep_best

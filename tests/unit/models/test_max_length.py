@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.models.positions import check_length, max_positions
+from vlmrl.models.max_length import check_length, max_positions
 
 
 def model(folder: Path, **more: object) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from vlmrl.cluster import deaths
-from vlmrl.cluster.deaths import Member, Roster, report_deaths
+from vlmrl.cluster import worker_deaths
+from vlmrl.cluster.worker_deaths import Member, Roster, report_deaths
 from vlmrl.errors import ClusterError, RewardError
 
 RAY_ERROR = "The actor is dead because its worker process has died.\n" * 40
@@ -55,7 +55,7 @@ class Process:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
-    monkeypatch.setattr(deaths, "oom_kills", lambda: 2)
+    monkeypatch.setattr(worker_deaths, "oom_kills", lambda: 2)
     return Workers(monkeypatch)
 
 
@@ -99,7 +99,7 @@ def test_out_of_memory_is_reported_if_the_kernel_or_ray_reports_it(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers.dead["it"] = RAY_ERROR
-    monkeypatch.setattr(deaths, "oom_kills", lambda: 3)
+    monkeypatch.setattr(worker_deaths, "oom_kills", lambda: 3)
     line = "actor on 10.0.0.2 was killed by the kernel: out of memory; lower --train.max_tokens_per_gpu"
     assert str(roster(-9, role="actor").find_death(0.1)).startswith(line)
     assert "exit code 1" in str(roster(1, role="actor").find_death(0.1)), "the kernel killed another process"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vlmrl.config.ds import Ds
-from vlmrl.models.cost import patch_cost
 from vlmrl.models.load import freeze, load_model
+from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.quantize import four_bit
 from vlmrl.models.tiny import Family
 

@@ -12,9 +12,9 @@ from small_disk import small_disk
 
 from vlmrl.errors import ConfigError, StorageError
 from vlmrl.observe.run_folder import RunFolder
-from vlmrl.trainer.checkpoints import RunCheckpoints, naming_checkpoint
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.rl import LoopState
+from vlmrl.trainer.run_checkpoints import RunCheckpoints, naming_checkpoint
 
 
 @pytest.fixture

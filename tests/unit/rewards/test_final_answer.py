@@ -1,6 +1,6 @@
 import pytest
 
-from vlmrl.rewards.final import Final, final_answer
+from vlmrl.rewards.final_answer import Final, final_answer
 
 
 @pytest.mark.parametrize(

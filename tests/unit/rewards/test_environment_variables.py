@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlmrl.rewards.environment import hide_secrets, is_secret
+from vlmrl.rewards.environment_variables import hide_secrets, is_secret
 
 
 @pytest.mark.parametrize(

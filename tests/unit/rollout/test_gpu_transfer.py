@@ -12,9 +12,8 @@ from torch import Tensor
 
 from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
-from vlmrl.models.weights import device_digest
-from vlmrl.rollout.launch import engine_arguments
-from vlmrl.rollout.transfer import (
+from vlmrl.models.weight_buckets import device_digest
+from vlmrl.rollout.gpu_transfer import (
     NcclSender,
     describe_tensors,
     init_infos,
@@ -22,6 +21,7 @@ from vlmrl.rollout.transfer import (
     receive,
     update_info,
 )
+from vlmrl.rollout.launch import engine_arguments
 
 TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
 

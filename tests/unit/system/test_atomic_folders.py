@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.observe.atomic import begin, checkpoints, finish, prune, remove_partial
+from vlmrl.system.atomic_folders import begin, checkpoints, finish, prune, remove_partial
 
 
 def _checkpoint(folder: Path, text: str) -> None:

@@ -1,10 +1,10 @@
-"""Device digests, on CPU. Buckets: test_transfer.py."""
+"""Device digests, on CPU. Buckets: test_shared_memory.py."""
 
 import pytest
 import torch
 
-from vlmrl.models import weights as module
-from vlmrl.models.weights import checksum, device_digest
+from vlmrl.models import weight_buckets as module
+from vlmrl.models.weight_buckets import checksum, device_digest
 
 
 def test_the_checksum_is_the_weighted_sum_of_the_bits_modulo_2_to_the_64() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from vlmrl.learning.checksums import find_damage, has_checksums, write_checksums
+from vlmrl.learning.checkpoint_checksums import find_damage, has_checksums, write_checksums
 
 OPTIMIZER = "deepspeed/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FILES = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vlmrl.system.memory import keep_memory
+from vlmrl.system.malloc import keep_memory
 
 has_mallopt = hasattr(ctypes.CDLL(None), "mallopt")
 
@@ -16,7 +16,7 @@ def test_freed_memory_stays_with_the_process() -> None:
     # 64 MiB, twice the largest bound that glibc takes, come and go; the kernel is asked for pages the first time alone.
     program = """
 import ctypes, resource, sys
-from vlmrl.system.memory import keep_memory
+from vlmrl.system.malloc import keep_memory
 assert keep_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -44,7 +44,7 @@ def test_released_memory_leaves_the_process() -> None:
     # 64 blocks of a megabyte, of which every second is freed: those that stay would hold a heap up.
     program = """
 import ctypes, os
-from vlmrl.system.memory import release_memory, keep_memory
+from vlmrl.system.malloc import release_memory, keep_memory
 keep_memory()
 assert release_memory()
 libc = ctypes.CDLL(None)

@@ -4,7 +4,7 @@ import re
 
 from vlmrl.rewards.characters import same_characters
 from vlmrl.rewards.exact import number
-from vlmrl.rewards.final import final_answer
+from vlmrl.rewards.final_answer import final_answer
 from vlmrl.rewards.units import measure
 
 _MATH_MODE = tuple((re.escape(a), re.escape(b)) for a, b in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")))

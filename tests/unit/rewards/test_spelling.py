@@ -1,6 +1,6 @@
 import pytest
 
-from vlmrl.rewards.plain import bracket_of, is_words, option_of, plain, same_words
+from vlmrl.rewards.spelling import bracket_of, is_words, option_of, plain, same_words
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 
+from vlmrl.cluster.machine_watch import Status, Watch, probe_node, roles_by_node, watch_machines
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
-from vlmrl.cluster.watch import Status, Watch, probe_node, roles_by_node, watch_machines
 from vlmrl.errors import ClusterError
 
 NODE = Node("b", num_cpus=1, num_gpus=0, address="10.0.0.2", port=7)
