@@ -6,7 +6,7 @@ import torch
 def best_of_group(rewards: torch.Tensor) -> torch.Tensor:
     """Reinforce only the responses above the mean of their group: [N, G] -> [N, G].
 
-    An estimator may declare rewards, scored, sampled, values, penalty, token_rewards, and may also return [B, T].
+    An estimator may declare rewards, scored, sampled, values, kl_penalty, token_rewards, and may also return [B, T].
     """
     return (rewards - rewards.mean(dim=1, keepdim=True)).clamp(min=0.0)
 

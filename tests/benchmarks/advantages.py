@@ -35,7 +35,7 @@ def main() -> None:
     sampled[:, : tokens // 32] = False
     sampled[:, tokens // 2 : tokens // 2 + tokens // 64] = False
     rewards = torch.rand(arguments.responses // arguments.group, arguments.group)
-    penalty, values = 0.01 * torch.randn(sampled.shape), torch.randn(sampled.shape)
+    kl_penalty, values = 0.01 * torch.randn(sampled.shape), torch.randn(sampled.shape)
     process_rewards = {}
     if arguments.steps:
         ends = sampled & (torch.arange(tokens) % arguments.steps == 0)
@@ -52,7 +52,7 @@ def main() -> None:
                 estimator=estimator,
                 gamma=0.99,
                 lambd=0.95,
-                penalty=penalty,
+                kl_penalty=kl_penalty,
                 values=critic,
                 **process_rewards,
             )

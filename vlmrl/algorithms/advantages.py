@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 FLAG = "algo.advantage.estimator"
-ARGUMENTS = ("rewards", "sampled", "values", "penalty", "token_rewards", "scored")
+ARGUMENTS = ("rewards", "sampled", "values", "kl_penalty", "token_rewards", "scored")
 """Arguments that a user's estimator may declare; see `advantages`."""
 
 
@@ -43,7 +43,7 @@ def advantages(
     gamma: float = 1.0,
     lambd: float = 1.0,
     no_std_norm: bool = False,
-    penalty: Float[Tensor, "B T"] | None = None,
+    kl_penalty: Float[Tensor, "B T"] | None = None,
     token_rewards: Float[Tensor, "B T"] | None = None,
     values: Float[Tensor, "B T"] | None = None,
     scored: Bool[Tensor, "N G"] | None = None,
@@ -54,8 +54,8 @@ def advantages(
     advantages are 0. None: all are scored. Estimators with a group baseline treat the only scored response of a group
     in the same way, because it cannot be compared.
 
-    `penalty` is `beta * kl_t`, for a KL that is part of the reward. Like any reward it counts for the token itself and
-    for all earlier ones: `A_t = a - sum_{s >= t} penalty_s`. So it also acts on groups of equal reward, whose
+    `kl_penalty` is `beta * kl_t`, for a KL that is part of the reward. Like any reward it counts for the token itself
+    and for all earlier ones: `A_t = a - sum_{s >= t} kl_penalty_s`. So it also acts on groups of equal reward, whose
     advantages are 0 without it. `token_rewards` come from a process reward model and count for the token itself and all
     earlier ones; estimators with a group baseline first compare them within the group (`step_advantages`).
 
@@ -72,20 +72,22 @@ def advantages(
         ValueError: shapes do not match, or values are missing for an estimator that needs them.
         ConfigError: the user's estimator cannot be called, fails, or returns something else.
     """
-    _check_shapes(rewards, sampled, penalty=penalty, token_rewards=token_rewards, values=values)
+    _check_shapes(rewards, sampled, kl_penalty=kl_penalty, token_rewards=token_rewards, values=values)
     scored = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
     sampled = sampled & scored.reshape(-1, 1)
     if token_rewards is not None:
         token_rewards = token_rewards.masked_fill(~scored.reshape(-1, 1), 0.0)
     if callable(estimator):
-        optional = {"penalty": penalty, "token_rewards": token_rewards, "values": values}
+        optional = {"kl_penalty": kl_penalty, "token_rewards": token_rewards, "values": values}
         return _user_advantages(estimator, _fill_unscored(rewards, scored), sampled, scored=scored, **optional)
-    penalty, token_rewards, values = (None if x is None else time_first(x) for x in (penalty, token_rewards, values))
+    kl_penalty, token_rewards, values = (
+        None if x is None else time_first(x) for x in (kl_penalty, token_rewards, values)
+    )
     step = StepRewards(
         rewards=rewards.double(),
         scored=scored,
         sampled=time_first(sampled),
-        penalty=penalty,
+        kl_penalty=kl_penalty,
         token_rewards=token_rewards,
         values=values,
         gamma=gamma,
@@ -108,7 +110,7 @@ def _user_advantages(
     sampled: Bool[Tensor, "B T"],
     *,
     scored: Bool[Tensor, "N G"],
-    penalty: Float[Tensor, "B T"] | None,
+    kl_penalty: Float[Tensor, "B T"] | None,
     token_rewards: Float[Tensor, "B T"] | None,
     values: Float[Tensor, "B T"] | None,
 ) -> AdvantageEstimate:
@@ -116,7 +118,7 @@ def _user_advantages(
         "rewards": rewards,
         "sampled": sampled,
         "values": values,
-        "penalty": penalty,
+        "kl_penalty": kl_penalty,
         "token_rewards": token_rewards,
         "scored": scored,
     }
@@ -131,12 +133,14 @@ def _user_advantages(
     undeclared = reward_per_token(
         torch.zeros(len(sampled), device=sampled.device),
         sampled,
-        penalty=None if "penalty" in names else penalty,
+        kl_penalty=None if "kl_penalty" in names else kl_penalty,
         token_rewards=None if "token_rewards" in names else token_rewards,
     )
     targets = None
     if values is not None:
-        token_totals = reward_per_token(rewards.reshape(-1), sampled, penalty=penalty, token_rewards=token_rewards)
+        token_totals = reward_per_token(
+            rewards.reshape(-1), sampled, kl_penalty=kl_penalty, token_rewards=token_rewards
+        )
         targets = returns(token_totals, sampled, gamma=1.0)
     return _to_float32(AdvantageEstimate(per_token + returns(undeclared, sampled, gamma=1.0), targets))
 

@@ -22,7 +22,7 @@ class StepRewards(NamedTuple):
     rewards: Float[Tensor, "N G"]
     scored: Bool[Tensor, "N G"]
     sampled: Bool[Tensor, "B T"]
-    penalty: Float[Tensor, "B T"] | None
+    kl_penalty: Float[Tensor, "B T"] | None
     token_rewards: Float[Tensor, "B T"] | None
     values: Float[Tensor, "B T"] | None
     gamma: float
@@ -34,7 +34,7 @@ class StepRewards(NamedTuple):
     def per_token(self) -> Float[Tensor, "B T"]:
         """The total reward of each token."""
         return returns.reward_per_token(
-            self.rewards.reshape(-1), self.sampled, penalty=self.penalty, token_rewards=self.token_rewards
+            self.rewards.reshape(-1), self.sampled, kl_penalty=self.kl_penalty, token_rewards=self.token_rewards
         )
 
 

@@ -32,20 +32,20 @@ def reward_per_token(
     terminal: Float[Tensor, " B"],
     sampled: Bool[Tensor, "B T"],
     *,
-    penalty: Float[Tensor, "B T"] | None = None,
+    kl_penalty: Float[Tensor, "B T"] | None = None,
     token_rewards: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Sum the rewards of each token, in double precision: `terminal` at a response's last sampled token, and
-    `token_rewards - penalty` at all sampled tokens; 0 elsewhere. A response without sampled tokens gets no reward.
+    `token_rewards - kl_penalty` at all sampled tokens; 0 elsewhere. A response without sampled tokens gets no reward.
 
     Raises:
         ValueError: a token reward is not at a sampled token, so it would be lost.
     """
-    if penalty is None:
+    if kl_penalty is None:
         rewards = torch.zeros_like(sampled, dtype=torch.float64)
     else:
         # Not a product with the mask: the penalty may hold infinities where not sampled.
-        rewards = penalty.to(torch.float64, copy=True).neg_().masked_fill_(~sampled, 0.0)
+        rewards = kl_penalty.to(torch.float64, copy=True).neg_().masked_fill_(~sampled, 0.0)
     if token_rewards is not None:
         if bool((~sampled & (token_rewards != 0)).any()):
             raise ValueError("a token reward is at a token that the policy did not sample")

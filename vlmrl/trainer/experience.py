@@ -94,7 +94,7 @@ def make_experience(
         gamma=algo.advantage.gamma,
         lambd=algo.advantage.lambd,
         no_std_norm=algo.advantage.no_std_norm,
-        penalty=None if kl is None or algo.kl.use_loss else kl_coef * kl,
+        kl_penalty=None if kl is None or algo.kl.use_loss else kl_coef * kl,
         token_rewards=token_rewards(all_scores, outputs.samples),
         values=None if outputs.values is None else pad(outputs.values),
         scored=shaped.has_reward,

@@ -26,8 +26,8 @@ def test_group_estimators_apply_the_scalar_to_sampled_tokens_only() -> None:
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
 def test_the_penalty_acts_on_a_group_of_equal_rewards(estimator: str) -> None:
     sampled = torch.tensor([[T, T], [T, F]])
-    penalty = torch.tensor([[0.25, 0.5], [1.0, 0.0]])
-    result = advantages(torch.ones(1, 2), sampled, estimator=estimator, penalty=penalty)
+    kl_penalty = torch.tensor([[0.25, 0.5], [1.0, 0.0]])
+    result = advantages(torch.ones(1, 2), sampled, estimator=estimator, kl_penalty=kl_penalty)
     assert result.advantages.tolist() == [[-0.75, -0.5], [-1.0, 0.0]]
 
 
@@ -46,15 +46,15 @@ def test_a_response_without_tokens_counts_in_its_group_without_an_advantage(esti
 def test_reinforce_discounts_reward_minus_penalty_and_normalises() -> None:
     rewards = torch.tensor([[4.0, 0.0], [1.0, 2.0]])
     sampled = torch.tensor([[T, F, T], [F, T, F], [T, F, F], [F, F, T]])
-    penalty = torch.tensor([[1.0, 9.0, 2.0], [9.0, 1.0, 9.0], [0.0, 9.0, 9.0], [9.0, 9.0, 1.0]])
+    kl_penalty = torch.tensor([[1.0, 9.0, 2.0], [9.0, 1.0, 9.0], [0.0, 9.0, 9.0], [9.0, 9.0, 1.0]])
     # Returns: 4 - 2 = 2 and 2/2 - 1 = 0; -1; 1; 2 - 1 = 1. Mean 3/5, mean square 7/5.
     expected = torch.tensor([[0.0, 0, 2.0], [0, -1.0, 0], [1.0, 0, 0], [0, 0, 1.0]])
     centred = torch.where(sampled, expected - 0.6, 0.0)
     only_centred = advantages(
-        rewards, sampled, estimator="reinforce", gamma=0.5, penalty=penalty, no_std_norm=True
+        rewards, sampled, estimator="reinforce", gamma=0.5, kl_penalty=kl_penalty, no_std_norm=True
     ).advantages
     torch.testing.assert_close(only_centred, centred)
-    result = advantages(rewards, sampled, estimator="reinforce", gamma=0.5, penalty=penalty).advantages
+    result = advantages(rewards, sampled, estimator="reinforce", gamma=0.5, kl_penalty=kl_penalty).advantages
     torch.testing.assert_close(result, centred / math.sqrt(1.4 - 0.36))
 
 
@@ -164,9 +164,9 @@ def test_a_single_scored_response_has_no_advantage(estimator: str) -> None:
     scored = torch.tensor([[T, F], [T, T]])
     sampled = torch.ones(4, 2, dtype=torch.bool)
     steps = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
-    penalty = torch.full((4, 2), 0.5)
+    kl_penalty = torch.full((4, 2), 0.5)
     result = advantages(
-        rewards, sampled, estimator=estimator, scored=scored, token_rewards=steps, penalty=penalty
+        rewards, sampled, estimator=estimator, scored=scored, token_rewards=steps, kl_penalty=kl_penalty
     ).advantages
     assert result[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert result[2, 1] > result[3, 1]
@@ -206,8 +206,8 @@ def test_step_rewards_are_plain_rewards_without_a_group_baseline() -> None:
 def test_mismatched_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards \[2, 3\] and tokens \[4, 5\]"):
         advantages(REWARDS, SAMPLED[:4], estimator="rloo")
-    with pytest.raises(ValueError, match=r"penalty \[6, 4\] does not have the shape of the tokens \[6, 5\]"):
-        advantages(REWARDS, SAMPLED, estimator="rloo", penalty=torch.zeros(6, 4))
+    with pytest.raises(ValueError, match=r"kl_penalty \[6, 4\] does not have the shape of the tokens \[6, 5\]"):
+        advantages(REWARDS, SAMPLED, estimator="rloo", kl_penalty=torch.zeros(6, 4))
 
 
 def test_a_users_scalars_apply_to_every_sampled_token_with_the_penalty() -> None:
@@ -216,21 +216,21 @@ def test_a_users_scalars_apply_to_every_sampled_token_with_the_penalty() -> None
 
     sampled = torch.tensor([[T, T, F], [F, T, F], [T, F, T], [F, F, F]])
     rewards = torch.tensor([[1.0, 0.0], [3.0, 4.0]])
-    penalty = torch.full((4, 3), 0.25)
-    result = advantages(rewards, sampled, estimator=best_of_group, penalty=penalty)
+    kl_penalty = torch.full((4, 3), 0.25)
+    result = advantages(rewards, sampled, estimator=best_of_group, kl_penalty=kl_penalty)
     assert result.advantages.tolist() == [[0.5, 0.75, 0], [0, -0.25, 0], [-0.5, 0, -0.25], [0, 0, 0]]
 
 
 def test_declared_penalties_are_left_to_the_users_estimator() -> None:
-    def mine(rewards: Tensor, *, sampled: Tensor, penalty: Tensor | None, values: Tensor | None = None) -> Tensor:
+    def mine(rewards: Tensor, *, sampled: Tensor, kl_penalty: Tensor | None, values: Tensor | None = None) -> Tensor:
         assert values is None
-        assert penalty is not None
-        return rewards.view(-1, 1) - penalty.view(sampled.shape)
+        assert kl_penalty is not None
+        return rewards.view(-1, 1) - kl_penalty.view(sampled.shape)
 
     sampled = torch.tensor([[T, T], [F, T]])
     steps = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
-    penalty = torch.tensor([[0.5, 0.0], [float("nan"), 2.0]])
-    result = advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator=mine, penalty=penalty, token_rewards=steps)
+    kl_penalty = torch.tensor([[0.5, 0.0], [float("nan"), 2.0]])
+    result = advantages(torch.tensor([[1.0, 3.0]]), sampled, estimator=mine, kl_penalty=kl_penalty, token_rewards=steps)
     # It handles the penalty per token; the step reward, which it does not declare, counts for earlier tokens.
     assert result.advantages.tolist() == [[1.5, 2.0], [0.0, 1.0]]
 
@@ -241,10 +241,10 @@ def test_the_critic_of_a_users_estimator_learns_returns() -> None:
 
     sampled = torch.tensor([[T, T, F], [F, T, T]])
     values = torch.tensor([[0.5, 0.25, 9.0], [9.0, 1.0, 2.0]])
-    penalty = torch.full((2, 3), 0.5)
+    kl_penalty = torch.full((2, 3), 0.5)
     steps = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
     given = {"estimator": mine, "values": values}
-    result = advantages(torch.tensor([[1.0, 3.0]]), sampled, **given, penalty=penalty, token_rewards=steps)  # type: ignore[arg-type]
+    result = advantages(torch.tensor([[1.0, 3.0]]), sampled, **given, kl_penalty=kl_penalty, token_rewards=steps)  # type: ignore[arg-type]
     # Rewards at the end, step rewards at their tokens, a penalty of 0.5 at every token.
     assert result.returns is not None
     assert result.returns.tolist() == [[0.0, 0.5, 0.0], [0.0, 4.0, 2.5]]

@@ -62,7 +62,7 @@ def learnt(
             estimator=estimator,
             lambd=0.95,
             values=values if estimator == "gae" else None,
-            penalty=kl_in_reward * kl_to_reference(old, uniform, estimator="k1") if kl_in_reward else None,
+            kl_penalty=kl_in_reward * kl_to_reference(old, uniform, estimator="k1") if kl_in_reward else None,
         )
         for _ in range(2):
             logprobs, entropy = scored(logits, tokens)

@@ -18,9 +18,9 @@ def test_a_response_is_rewarded_at_its_last_sampled_token() -> None:
 
 
 def test_penalties_and_token_rewards_stay_on_their_tokens() -> None:
-    penalty = torch.tensor([[NAN, 1.0, 7.0, INF, 2.0, 3.0], [0.5, 0.0, 9.0, 9.0, 9.0, 9.0], [NAN] * 6])
+    kl_penalty = torch.tensor([[NAN, 1.0, 7.0, INF, 2.0, 3.0], [0.5, 0.0, 9.0, 9.0, 9.0, 9.0], [NAN] * 6])
     steps = torch.tensor([[0, 0.25, 0, 0, 0, 1.0], [0.0] * 6, [0.0] * 6])
-    result = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED, penalty=penalty, token_rewards=steps)
+    result = reward_per_token(torch.tensor([8.0, 4.0, 9.0]), SAMPLED, kl_penalty=kl_penalty, token_rewards=steps)
     assert result.tolist() == [[0, -0.75, 0, 0, -2.0, 6.0], [-0.5, 4.0, 0, 0, 0, 0], [0] * 6]
 
 
@@ -38,8 +38,8 @@ def test_a_return_discounts_by_sampled_tokens_only() -> None:
 
 def test_a_penalty_counts_for_its_token_and_earlier_ones() -> None:
     sampled = torch.tensor([[F, T, F, T, T], [T, T, F, F, F]])
-    penalty = torch.tensor([[9.0, 1.0, NAN, 2.0, 4.0], [1.0, 0.0, 9.0, 9.0, 9.0]])
-    result = returns(reward_per_token(torch.tensor([8.0, 2.0]), sampled, penalty=penalty), sampled, gamma=0.5)
+    kl_penalty = torch.tensor([[9.0, 1.0, NAN, 2.0, 4.0], [1.0, 0.0, 9.0, 9.0, 9.0]])
+    result = returns(reward_per_token(torch.tensor([8.0, 2.0]), sampled, kl_penalty=kl_penalty), sampled, gamma=0.5)
     # Backwards: 8 - 4 = 4; 4/2 - 2 = 0; 0/2 - 1 = -1. Second row: 2 - 0 = 2; 2/2 - 1 = 0.
     assert result.tolist() == [[0.0, -1.0, 0.0, 0.0, 4.0], [0.0, 2.0, 0.0, 0.0, 0.0]]
 
@@ -94,9 +94,9 @@ def test_ragged_responses_with_gaps_agree_with_the_definitions(seed: int) -> Non
     gamma, lambd = draw.choice([1.0, 0.99, 0.5, 0.0]), draw.choice([1.0, 0.95, 0.3, 0.0])
     sampled = torch.rand(rows, columns) < draw.choice([0.0, 0.3, 0.7, 1.0])
     values = torch.where(sampled, torch.randn(rows, columns), NAN)
-    penalty = torch.where(sampled, torch.randn(rows, columns), INF)
+    kl_penalty = torch.where(sampled, torch.randn(rows, columns), INF)
     steps = torch.where(sampled & (torch.rand(rows, columns) < 0.2), torch.randn(rows, columns), 0.0)
-    paid = reward_per_token(torch.randn(rows), sampled, penalty=penalty, token_rewards=steps)
+    paid = reward_per_token(torch.randn(rows), sampled, kl_penalty=kl_penalty, token_rewards=steps)
     expected_returns, expected = definition(paid, values, sampled, gamma=gamma, lambd=lambd)
     for layout in (lambda x: x, time_first):
         given = [layout(x) for x in (paid, values, sampled)]
