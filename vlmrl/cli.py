@@ -14,7 +14,7 @@ from vlmrl.system.scratch import scratch
 from vlmrl.system.stops import handle_signals
 
 if TYPE_CHECKING:
-    from vlmrl.config.verb import VerbConfig
+    from vlmrl.config.verb_base import VerbConfig
 
 Config = TypeVar("Config", bound="VerbConfig")
 
@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 
 def _rl(words: list[str]) -> int:
-    from vlmrl.config.run import RlConfig
+    from vlmrl.config.verbs import RlConfig
 
     if (arguments := _parse(RlConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.rl import train_rl
@@ -105,7 +105,7 @@ def _rl(words: list[str]) -> int:
 
 
 def _sft(words: list[str]) -> int:
-    from vlmrl.config.run import SftConfig
+    from vlmrl.config.verbs import SftConfig
 
     if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.sft import train_sft
@@ -116,7 +116,7 @@ def _sft(words: list[str]) -> int:
 
 
 def _eval(words: list[str]) -> int:
-    from vlmrl.config.run import EvalConfig
+    from vlmrl.config.verbs import EvalConfig
 
     if (arguments := _parse(EvalConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.evaluate import evaluate
@@ -137,7 +137,7 @@ def _bench(words: list[str]) -> int:
 
 
 def _bench_sync(words: list[str]) -> int:
-    from vlmrl.config.run import SyncBench
+    from vlmrl.config.verbs import SyncBench
 
     if (arguments := _parse(SyncBench, words)) is not None:
         from vlmrl.commands.bench.engines import sync
@@ -148,7 +148,7 @@ def _bench_sync(words: list[str]) -> int:
 
 
 def _bench_rollout(words: list[str]) -> int:
-    from vlmrl.config.run import RolloutBench
+    from vlmrl.config.verbs import RolloutBench
 
     if (arguments := _parse(RolloutBench, words)) is not None:
         from vlmrl.commands.bench.engines import rollout
@@ -159,7 +159,7 @@ def _bench_rollout(words: list[str]) -> int:
 
 
 def _bench_step(words: list[str]) -> int:
-    from vlmrl.config.run import StepBench
+    from vlmrl.config.verbs import StepBench
 
     if (arguments := _parse(StepBench, words)) is not None:
         from vlmrl.commands.bench.step import step
@@ -169,7 +169,7 @@ def _bench_step(words: list[str]) -> int:
 
 
 def _bench_logprobs(words: list[str]) -> int:
-    from vlmrl.config.run import LogprobsBench
+    from vlmrl.config.verbs import LogprobsBench
 
     if (arguments := _parse(LogprobsBench, words)) is not None:
         from vlmrl.commands.bench.logprobs import logprobs
@@ -179,7 +179,7 @@ def _bench_logprobs(words: list[str]) -> int:
 
 
 def _merge(words: list[str]) -> int:
-    from vlmrl.config.run import MergeConfig
+    from vlmrl.config.verbs import MergeConfig
 
     if (arguments := _parse(MergeConfig, words)) is not None:
         from vlmrl.commands.merge import merge
@@ -189,7 +189,7 @@ def _merge(words: list[str]) -> int:
 
 
 def _serve_rm(words: list[str]) -> int:
-    from vlmrl.config.run import ServeConfig
+    from vlmrl.config.verbs import ServeConfig
 
     if (arguments := _parse(ServeConfig, words)) is not None:
         from vlmrl.commands.serve_reward import serve_rm
@@ -234,7 +234,7 @@ def _doctor(words: list[str]) -> int:
 
 def _memory_plan(words: list[str], *, as_json: bool) -> int:
     from vlmrl.config.flags_and_yaml import read
-    from vlmrl.config.run import RlConfig, SftConfig
+    from vlmrl.config.verbs import RlConfig, SftConfig
 
     only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
     given = read(words, RlConfig.settings(), RlConfig.sections()).given

@@ -24,7 +24,7 @@ from run_by_steps import Measurements, medians, rounded, run_by_steps, table
 
 from vlmrl import startup
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 
 RECIPE = ["examples/counting_tiny.yaml", "examples/counting_tiny/quickstart.yaml"]
 SHOWN = ("seconds", "rollout_s", "logprob_s", "update_s", "reward/mean", "pack/tokens", "vision/tower_calls")

@@ -25,7 +25,7 @@ from run_by_steps import Measurements, medians, rounded, run_by_steps, table
 
 from vlmrl import startup
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.models import tiny
 
 HERE = Path(__file__).parent

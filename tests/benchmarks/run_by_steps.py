@@ -16,7 +16,7 @@ from vlmrl.cluster.session import session
 from vlmrl.commands.preflight import actor_adapter_plan, critic_adapter_plan
 from vlmrl.commands.rl import start_roles
 from vlmrl.config.num_steps import last_step
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.plugins import processor_of
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.rl import LoopState, train

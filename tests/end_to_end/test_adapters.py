@@ -12,7 +12,7 @@ from recipes import recipe, steps_of
 from vlmrl.commands.rl import train_rl
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.verbs import RlConfig, SftConfig
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

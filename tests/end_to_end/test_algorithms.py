@@ -17,7 +17,7 @@ from recipes import read_metrics, recipe, steps_of
 
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.models.value_head import value_net
 

@@ -11,7 +11,7 @@ import pytest
 
 from vlmrl.commands.bench.engines import rollout, sync
 from vlmrl.config.load import load
-from vlmrl.config.run import RolloutBench, SyncBench
+from vlmrl.config.verbs import RolloutBench, SyncBench
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -21,7 +21,7 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands import run
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 
 pytestmark = pytest.mark.usefixtures("ray_session")

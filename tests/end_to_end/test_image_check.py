@@ -16,7 +16,7 @@ from engine_pair import Trainer
 from vlmrl import plugins
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.data import Columns
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.config.vllm import Vllm
 from vlmrl.data.media import Blank, InlineMedia
 from vlmrl.errors import SyncError

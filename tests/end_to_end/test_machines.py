@@ -19,7 +19,7 @@ from two_machines import ADDRESSES, TwoMachines, two_machines, why_not
 import vlmrl
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 
 STEPS, KEPT = 4, 2
 REASON = why_not()

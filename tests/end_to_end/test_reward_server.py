@@ -15,7 +15,7 @@ from recipes import recipe, steps_of
 
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -10,7 +10,7 @@ from recipes import DIGITS, recipe, steps_of
 
 from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.models import tiny
 
 KINDS: dict[str, dict[str, Any]] = {

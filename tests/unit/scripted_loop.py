@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.trainer.collect import Ending, PromptBudget
 from vlmrl.trainer.protocols import Critic
 from vlmrl.trainer.rl import LoopState, train

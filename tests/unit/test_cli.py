@@ -237,7 +237,7 @@ def test_parsing_imports_nothing_heavy() -> None:
 import sys
 import vlmrl.cli
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"])
 assert vlmrl.cli.main(["rl", "--help"]) == 0
 heavy = {"torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy", "rich"} & set(sys.modules)

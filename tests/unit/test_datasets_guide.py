@@ -18,8 +18,8 @@ from vlmrl.commands.preflight import check_columns
 from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
-from vlmrl.config.run import VERBS, EvalConfig, RlConfig, SftConfig
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import VERBS, EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor

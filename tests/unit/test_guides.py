@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config.load import load
-from vlmrl.config.run import VERBS, RlConfig
+from vlmrl.config.verbs import VERBS, RlConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [

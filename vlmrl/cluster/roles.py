@@ -13,7 +13,7 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 
 
 def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmrl.cluster.rewards import RewardSources
 from vlmrl.commands.preflight import check_data
 from vlmrl.commands.run import prepare, run_session
-from vlmrl.config.run import EvalConfig
+from vlmrl.config.verbs import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vlmrl.config.num_steps import last_step, optimizer_steps
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ClusterError, RewardError
 from vlmrl.models.adapter_plan import plan_adapter
 from vlmrl.plugins import Processor

@@ -15,7 +15,7 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.load import skeleton

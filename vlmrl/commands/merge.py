@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.config.data import Columns
 from vlmrl.config.names import is_given
-from vlmrl.config.run import MergeConfig
+from vlmrl.config.verbs import MergeConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_files import StoredAdapter, check_base, read_adapter
 from vlmrl.models.adapter_plan import PREFIX

@@ -20,7 +20,7 @@ from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
 from vlmrl.config.data import Data
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.columns import find_columns
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source

@@ -16,7 +16,7 @@ from pathlib import Path
 from vlmrl import startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.system.stops import handle_signals
 
 _RUNS = Path("runs")

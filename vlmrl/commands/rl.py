@@ -12,7 +12,7 @@ from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adap
 from vlmrl.commands.rl_checks import make_checks, report_adapter_check
 from vlmrl.commands.run import begin_steps, prepare, run_session
 from vlmrl.config.num_steps import check_steps
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.transcripts import Transcripts

@@ -11,7 +11,7 @@ from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
 from vlmrl.cluster.rewards import RewardSources
 from vlmrl.cluster.sync_plan import format_sync
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.report import RunReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmrl.commands.preflight import actor_adapter_plan, check_data
 from vlmrl.commands.run import begin_steps, prepare, run_session
 from vlmrl.config.num_steps import check_steps
-from vlmrl.config.run import SftConfig
+from vlmrl.config.verbs import SftConfig
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.trainer.sft import fit
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmrl.config.names import setting_value
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
 
 _IGNORED = ("ckpt.load_enable", "ckpt.output_dir")
 """The output folder and resuming do not change training."""

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from vlmrl.config.base import Section
-from vlmrl.config.run import RlConfig
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import RlConfig
 
 HEADER = "# Written by vlmrl: "
 """The beginning of the file. Recipes begin with their command, `# vlmrl rl --config ...`."""

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from vlmrl.config.flags_and_yaml import choices, without_none
 from vlmrl.config.names import subsection
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
 
 _PLAIN = {str: "TEXT", int: "INT", float: "NUMBER"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 
 

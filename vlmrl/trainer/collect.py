@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.trainer.experience import batch_metrics, shaped_rewards
 from vlmrl.trainer.filtering import FilteredGroup, RewardRange, filter_groups, format_shortage, is_solved

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from vlmrl.config.built_in import REWARD_FUNCTIONS
-from vlmrl.config.run import EvalConfig, RlConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import RewardError, StorageError, VlmrlError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts

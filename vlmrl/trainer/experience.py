@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import has_signal, shape
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vlmrl.algorithms.kl import KlController
 from vlmrl.config.adapters import needs_one_pass
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.parallel import run_parallel
 from vlmrl.system import stops

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.num_steps import fraction_done
-from vlmrl.config.run import RlConfig, SftConfig
+from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.errors import ConfigError, StorageError, VlmrlError
 from vlmrl.learning.checkpoint_checksums import has_checksums
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import SyncError
 from vlmrl.types import Experience, Floats, Group, Metrics
 

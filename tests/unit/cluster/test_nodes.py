@@ -19,7 +19,7 @@ from vlmrl.cluster.nodes import (
 )
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session
-from vlmrl.config.run import EvalConfig, RlConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError
 
 

@@ -19,7 +19,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
-from vlmrl.config.run import MergeConfig
+from vlmrl.config.verbs import MergeConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_files import Base, base_fingerprint, read_adapter, write_adapter

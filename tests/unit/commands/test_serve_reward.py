@@ -14,8 +14,8 @@ from rewards.reward_server import serving
 from vlmrl.commands.serve_reward import ModelScorer, serve_rm
 from vlmrl.config.load import load
 from vlmrl.config.reward import Reward
-from vlmrl.config.run import ServeConfig
 from vlmrl.config.serve import Serve
+from vlmrl.config.verbs import ServeConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import make_pack
 from vlmrl.errors import ConfigError

@@ -5,8 +5,8 @@ import pytest
 from vlmrl.config.adapters import reason_to_merge
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
-from vlmrl.config.run import MergeConfig, RlConfig, SftConfig, StepBench, SyncBench
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import MergeConfig, RlConfig, SftConfig, StepBench, SyncBench
 from vlmrl.errors import ConfigError
 
 MODEL = ["--actor.model_name_or_path", "m"]

@@ -4,7 +4,7 @@ import pytest
 
 from vlmrl.config.built_in import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

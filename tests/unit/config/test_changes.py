@@ -6,7 +6,7 @@ import json
 
 from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 
 WORDS = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
-from vlmrl.config.run import VERBS, RlConfig
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import VERBS, RlConfig
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))

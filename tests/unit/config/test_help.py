@@ -1,8 +1,8 @@
 import pytest
 
 from vlmrl.config.help import help_text
-from vlmrl.config.run import VERBS, EvalConfig, RlConfig
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import VERBS, EvalConfig, RlConfig
 
 
 @pytest.mark.parametrize("kind", VERBS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config.load import load
-from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
+from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

@@ -3,7 +3,7 @@ import pytest
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.ds import Ds
 from vlmrl.config.names import all_but, is_given, nearest, setting_value, settings_named_in
-from vlmrl.config.run import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 
 NAMES = list(RlConfig.settings())
 

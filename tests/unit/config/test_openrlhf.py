@@ -4,7 +4,7 @@ import pytest
 
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
 FLAGS = Path(__file__).with_name("openrlhf_flags.txt").read_text().split()

@@ -8,7 +8,7 @@ import pytest
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
 from vlmrl.config.reward import Reward
-from vlmrl.config.run import EvalConfig, RlConfig, ServeConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, ServeConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

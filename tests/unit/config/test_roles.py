@@ -6,7 +6,7 @@ import pytest
 
 from vlmrl.config.actor import Model
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig, SftConfig, StepBench
+from vlmrl.config.verbs import RlConfig, SftConfig, StepBench
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

@@ -9,7 +9,7 @@ import pytest
 from vlmrl import cli
 from vlmrl.commands import preflight
 from vlmrl.config.load import load
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.system import machine
 from vlmrl.system.machine import GIB, Finding

@@ -18,7 +18,7 @@ from scripted_loop import (
     run,
 )
 
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.trainer.collect import Ending, ExhaustedError, PromptBudget
 from vlmrl.trainer.experience import ScoredBatch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scripted_loop import config, make_prompt, make_rollout
 
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.trainer.filtering import (
     FilteredGroup,
     RewardRange,

@@ -30,7 +30,7 @@ from vlmrl.commands.rl_checks import adapter_check
 from vlmrl.commands.self_test import models
 from vlmrl.commands.self_test.changeable_policy import ChangeablePolicy
 from vlmrl.commands.self_test.outcome import Broken, Skipped
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.responses import to_samples
 from vlmrl.learning.settings import PolicySettings

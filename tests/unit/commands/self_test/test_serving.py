@@ -10,7 +10,7 @@ import pytest
 
 from vlmrl.commands.self_test import serving
 from vlmrl.commands.self_test.outcome import Broken, Skipped
-from vlmrl.config.run import RlConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.types import Floats, Group, Prompt, Rollout, Sample
 
 TOKENS = np.array([5, 6])

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config import names
-from vlmrl.config.run import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
+from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
 from vlmrl.config.vllm import Vllm
 
 

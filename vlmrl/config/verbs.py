@@ -21,7 +21,7 @@ from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
 from vlmrl.config.train import Loop, TrainRl
-from vlmrl.config.verb import VerbConfig
+from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
