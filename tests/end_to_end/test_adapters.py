@@ -150,7 +150,10 @@ def test_an_adapter_from_supervised_training_goes_on_to_learn_in_the_tower_by_me
         return RlConfig.model_validate(options)
 
     train_rl(config(2))
-    assert "merged in, for vLLM does not apply adapters of the vision and projector exactly" in capfd.readouterr().out
+    assert (
+        "merged in, for vLLM does not apply adapters of the vision tower and projector exactly"
+        in capfd.readouterr().out
+    )
     train_rl(config(3, load_enable=True))
     steps = steps_of(tmp_path / "rl")
     assert [line["step"] for line in steps] == [1, 2, 3]

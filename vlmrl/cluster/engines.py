@@ -1,4 +1,4 @@
-"""The prompts and engines of the trainer's Protocols, in processes of their own."""
+"""The prompts and engines of the trainer's Protocols, in separate processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALL = ("weights", "kv_cache")
 
 
 class RemotePrompts:
-    """The stream of prompts in a process of its own: the driver gets token ids and image handles, never pixels."""
+    """The stream of prompts in a separate process: the driver gets token ids and image handles, never pixels."""
 
     def __init__(self, group: WorkerGroup[Source], *, say: Callable[[str], None]) -> None:
         """`say` shows users which rows were dropped, and why."""

@@ -37,7 +37,7 @@ def check_nodes(
         return
     nodes = [machines.nodes[number] for number in numbers]
     addresses = [node.address for node in nodes]
-    # Two Ray nodes may share a machine, each with an environment of its own.
+    # Two Ray nodes may share a machine, each with its own environment.
     names = [a if addresses.count(a) == 1 else f"{a} (port {n.port})" for a, n in zip(addresses, nodes, strict=True)]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Reward sources of a run: functions and servers in processes of their own, and reward models over ranks."""
+"""Reward sources of a run: functions and servers in separate processes, and reward models over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray session of a run: a cluster of its own, or the cluster that the user started."""
+"""The Ray session of a run: a new cluster, or the cluster that the user started."""
 
 from __future__ import annotations
 

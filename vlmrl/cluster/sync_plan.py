@@ -112,5 +112,6 @@ def why_merged(adapter: AdapterPlan) -> str:
     """Return the reason why vLLM cannot apply the adapter itself."""
     if adapter.has_magnitude:
         return "vLLM has no DoRA"
-    parts = " and ".join(sorted(adapter.groups - {"language"}, reverse=True))
+    names = {"vision": "vision tower", "projector": "projector"}
+    parts = " and ".join(name for group, name in names.items() if group in adapter.groups)
     return f"vLLM does not apply adapters of the {parts} exactly"

@@ -279,7 +279,7 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[RoleMemory, int], .
 
 
 def _pools(config: RlConfig | SftConfig) -> list[set[str]]:
-    """Sets of roles that share GPUs; a role with GPUs of its own is a set by itself."""
+    """Sets of roles that share GPUs; a role with its own GPUs is a set by itself."""
     pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
     for pool in pools:
         if "actor" in pool and _is_with_actor(config):

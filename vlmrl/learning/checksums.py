@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: each rank writes and verifies those of its own files, in parallel.
+"""Checksums of a checkpoint's files: each rank writes and verifies those of its files, in parallel.
 
 When a file is written, it is read once more while the kernel still caches it, at 3 to 10 GiB/s (XXH3, 128 bits): for a
 checkpoint of 800 GiB, each of 64 ranks needs a few seconds. When a checkpoint is loaded, its files must be read anyway,

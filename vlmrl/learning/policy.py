@@ -176,7 +176,7 @@ class Policy(TrainableModel, WeightSender):
 
     def _exceeds_kl_bound(self, packs: Sequence[tuple[Pack, Experience]]) -> bool:
         """Whether the KL divergence on the next step's samples exceeds `kl_early_stop`. If a bound is set, this is a
-        collective with a pass of its own: the passes of earlier steps do not include the effect of their own step."""
+        collective with an additional pass: the passes of earlier steps do not include the effect of their own step."""
         if self._loss is None or self._loss.kl_early_stop is None:
             return False
         old_rows: list[tuple[Floats, Bools]] = []

@@ -55,7 +55,7 @@ def written_bytes(tensor: Tensor) -> int:
 
 
 def split_by_bytes(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedTensors]:
-    """Split into runs of at most `max_bytes`; a larger tensor gets a run of its own."""
+    """Split into runs of at most `max_bytes`; a larger tensor gets a separate run."""
     runs: list[NamedTensors] = []
     room = 0
     for name, tensor in tensors:

@@ -75,7 +75,7 @@ class FirstFailures:
                     self._see(group.prompt.source, score.problem, score.failure)
 
     def _see(self, source: str, problem: str, failure: Failure | None) -> None:
-        # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError; numbers make no kind of their own.
+        # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError, without numbers.
         kind = f"{failure} {re.sub(r'[0-9.]+', '#', problem.partition(': ')[0])}"
         if kind in self._known or len(self._known) == _MAX_KINDS:
             return

@@ -183,7 +183,7 @@ class Reader(NamedTuple):
 def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
     """Path -> reader, for all parameters of vLLM's model except weights of quantized layers and of fused experts.
 
-    Those are held in formats of their own, and vlmrl syncs neither.
+    Those are held in other formats, and vlmrl syncs neither.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:

@@ -44,7 +44,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except StorageError:  # it has its message already
         raise
-    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+    except Exception as error:  # torch and safetensors raise their own errors for a full disk
         explanation = _explain(error, folder)
         if explanation is None:
             raise

@@ -160,7 +160,7 @@ def shared(folder: Path) -> Iterator[Pair]:
 
 @contextmanager
 def apart(folder: Path) -> Iterator[Pair]:
-    """Policy and engine on GPUs of their own. Raises Skipped on machines with fewer than two."""
+    """Policy and engine on separate GPUs. Raises Skipped on machines with fewer than two."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs two visible GPUs, there is {torch.cuda.device_count()}")
     with _started(folder, backend="nccl") as pair:
