@@ -151,7 +151,7 @@ def test_an_adapter_from_supervised_training_goes_on_to_learn_in_the_tower_by_me
 
     train_rl(config(2))
     assert (
-        "merged in, for vLLM does not apply adapters of the vision tower and projector exactly"
+        "merged in, because vLLM does not apply adapters of the vision tower and projector exactly"
         in capfd.readouterr().out
     )
     train_rl(config(3, load_enable=True))

@@ -94,7 +94,7 @@ def check_devices(vllm: Vllm, machines: Session, places: Mapping[str, Sequence[P
 def format_sync(adapter: AdapterPlan, *, ds: Ds, vllm: Vllm) -> str:
     """Return one line for users: what the engines get, and why."""
     if not adapter.fits_engine:
-        return f"sync: the whole model with its adapters merged in, for {why_merged(adapter)}"
+        return f"sync: the whole model with its adapters merged in, because {why_merged(adapter)}"
     base = "the model's own"
     if ds.load_in_4bit:
         base = {

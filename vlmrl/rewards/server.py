@@ -209,7 +209,7 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
         except _DisconnectedError:
             return Response(status_code=499)
         except _FullError:
-            problem = f"serve.max_queue {serve.max_queue} responses wait already: come back later"
+            problem = f"serve.max_queue {serve.max_queue} responses wait already: try again later"
             raise HTTPException(503, problem, headers={"Retry-After": "1"}) from None
         except Exception as error:
             _log.error("%s: %s", type(error).__name__, one_line(error))
@@ -227,7 +227,7 @@ async def _read(request: Request, scorer: Scorer, serve: Serve) -> list[RewardRe
         async with asyncio.timeout(serve.body_timeout_s):
             content = await _content(request)
     except TimeoutError:
-        problem = f"the request was not whole after serve.body_timeout_s {serve.body_timeout_s:g}"
+        problem = f"the request was not complete after serve.body_timeout_s {serve.body_timeout_s:g}"
         raise HTTPException(408, problem, headers={"Connection": "close"}) from None
     try:
         requests = await asyncio.to_thread(
@@ -311,7 +311,7 @@ def _end_now() -> None:
 
 
 def check_token(host: str, token: str | None) -> None:
-    """Raises ConfigError for a server that other machines would reach without a token."""
+    """Raise ConfigError for a server that other machines could reach without a token."""
     if not token and not _is_loopback(host):
         raise ConfigError(
             f"serve.host {host} is open to other machines: set the environment variable {TOKEN} to a secret of your "

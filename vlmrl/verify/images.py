@@ -86,7 +86,7 @@ def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float,
     outputs = _compute(name, path, groups)
     rollouts = _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
     if not is_foreign:
-        # First, for swapped images look like other faults too: in another order other images are swapped.
+        # First, because swapped images look like other faults too: in another order, other images are swapped.
         _check_each(name, outputs, rollouts, groups, slack=_SLACK * bound)
     # Values and rewards may be large numbers, and are rounded like them.
     scale = max(1.0, _gap(outputs.true, [np.zeros_like(row) for row in outputs.true])) if is_foreign else 1.0
