@@ -83,7 +83,7 @@ _MAX_SEED = 2**62 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the responses to a prompt are sampled.
+    """Sampling settings of the responses to a prompt.
 
     Raises ConfigError for values that no engine can sample with.
     """

@@ -44,7 +44,7 @@ _LOG_LINES = 200
 
 
 def memory_advice(role: str) -> str:
-    """What to do if a worker of the role may have run out of memory."""
+    """Advice for a role whose worker may have run out of memory."""
     return _ADVICE.get(role, "give the machine more memory")
 
 

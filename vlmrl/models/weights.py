@@ -34,7 +34,7 @@ class Bucket:
     """`float32`, `bfloat16`, ...: attributes of torch."""
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    """Where each tensor starts in `data`, in bytes."""
+    """Start of each tensor in `data`, in bytes."""
     data: NDArray[np.uint8]
 
     @property
