@@ -24,7 +24,7 @@ def rows(*, path: str, split: str, seed: int, question: str = "") -> Rows:
     """Load the images of a split.
 
     With a table, its rows: `file_name` names the image of a row, `file_names` several. Without one, a row per image:
-    its subfolder is the label, and `question` is asked about each.
+    its subfolder is the label, and `question` is the prompt of each image.
 
     Raises:
         DataError: there are no images, or there is neither a table nor a question.

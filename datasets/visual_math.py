@@ -113,20 +113,20 @@ def count(rng: random.Random, difficulty: int) -> Scene:
     cells = 3 + difficulty
     colours = list(COLOURS)[: 2 + difficulty]
     if difficulty == 1:
-        things = [("circle", rng.choice(colours)) for _ in range(rng.randint(1, 9))]
-        question, answer = "How many circles?", len(things)
+        shapes = [("circle", rng.choice(colours)) for _ in range(rng.randint(1, 9))]
+        question, answer = "How many circles?", len(shapes)
     else:
-        things, question, answer = _count_some(rng, colours, cells=cells, compares=difficulty == 3)
-    places = sorted(rng.sample(range(cells * cells), len(things)))
-    rng.shuffle(things)
+        shapes, question, answer = _count_some(rng, colours, cells=cells, compares=difficulty == 3)
+    places = sorted(rng.sample(range(cells * cells), len(shapes)))
+    rng.shuffle(shapes)
 
     def paint(canvas: Canvas) -> None:
         step = 0.94 / cells
-        for place, (shape, name) in zip(places, things, strict=True):
+        for place, (shape, name) in zip(places, shapes, strict=True):
             x, y = 0.03 + (place % cells + 0.5) * step, 0.03 + (place // cells + 0.5) * step
             _shape(canvas, shape, x, y, 0.39 * step, COLOURS[name])
 
-    return Scene(question, answer, f"{cells}{list(zip(places, things, strict=True))}", paint)
+    return Scene(question, answer, f"{cells}{list(zip(places, shapes, strict=True))}", paint)
 
 
 def _count_some(
@@ -136,16 +136,16 @@ def _count_some(
     kinds = ["circle", "square", "triangle"]
     colour, kind, other = rng.choice(colours), rng.choice(kinds), rng.choice(colours)
     count = rng.randint(0, 9 if compares else 7)
-    things = [(kind, colour)] * count
+    shapes = [(kind, colour)] * count
     distractors = [(k, c) for k in kinds for c in colours if (k, c) != (kind, colour)]
-    things += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - count))]
+    shapes += [rng.choice(distractors) for _ in range(rng.randint(0, cells * cells * 2 // 3 - count))]
     if not compares:
-        return things, f"How many {colour} {kind}s?", count
+        return shapes, f"How many {colour} {kind}s?", count
     if rng.random() < 0.5:
-        return things, f"How many shapes are not {other}?", sum(c != other for _, c in things)
-    few, many = sorted(kinds[:2], key=lambda k: sum(thing == k for thing, _ in things))
-    counts = [sum(thing == k for thing, _ in things) for k in (many, few)]
-    return things, f"How many more {many}s than {few}s?", counts[0] - counts[1]
+        return shapes, f"How many shapes are not {other}?", sum(c != other for _, c in shapes)
+    few, many = sorted(kinds[:2], key=lambda k: sum(shape == k for shape, _ in shapes))
+    counts = [sum(shape == k for shape, _ in shapes) for k in (many, few)]
+    return shapes, f"How many more {many}s than {few}s?", counts[0] - counts[1]
 
 
 def _shape(canvas: Canvas, shape: str, x: float, y: float, radius: float, fill: Colour) -> None:

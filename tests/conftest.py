@@ -1,4 +1,4 @@
-"""What every test session needs: an environment that imports the stack, no network, and a reason beside each skip."""
+"""Set-up of all test sessions: an environment that imports the stack, no network, and a reason for each skip."""
 
 import os
 from pathlib import Path

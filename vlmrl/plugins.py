@@ -23,7 +23,7 @@ MODEL_FLAG = "actor.model_name_or_path"
 """The setting that names the model, for messages, in all verbs but `merge`."""
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 ONLY_SAFETENSORS = (
-    "pickled weights can run code when they are loaded, so vlmrl reads *.safetensors alone: take a version of the "
+    "pickled weights can run code when they are loaded, so vlmrl reads only *.safetensors: take a version of the "
     "model that has them, or write one with save_pretrained() of Transformers where you trust the files"
 )
 """The advice for a model without safetensors, for messages."""
@@ -76,25 +76,25 @@ class Processor(Protocol):
         """Decode [T] to text, without special tokens."""
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """The model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3].
+        """Return the model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3].
 
         Empty without images.
         """
 
     def token_types(self, tokens: Ints) -> Ints:
-        """The type of each token, [T]: 0 text, 1 image, 2 video."""
+        """Return the type of each token, [T]: 0 text, 1 image, 2 video."""
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Number of patches in time, height and width of an image of this (width, height)."""
+        """Return the number of patches in time, height and width of an image of this (width, height)."""
 
     def num_tokens(self, size: tuple[int, int]) -> int:
-        """Number of prompt tokens of an image of this (width, height)."""
+        """Return the number of prompt tokens of an image of this (width, height)."""
 
     def dummy_sample(self) -> Sample | None:
-        """The smallest sample with an image, without sampled tokens; None when the model takes no images."""
+        """Return the smallest sample with an image, without sampled tokens; None when the model takes no images."""
 
     def parameter_group(self, name: str) -> ParameterGroup:
-        """The part of the model that a Hugging Face parameter name belongs to."""
+        """Return the part of the model that a Hugging Face parameter name belongs to."""
 
     def save(self, folder: Path) -> None:
         """Write tokenizer and processor files, so that `folder` loads by itself."""
@@ -109,7 +109,7 @@ def plugin(kind: Literal["processors", "datasets"], name: str) -> ModuleType:
 
 
 def plugin_names(kind: Literal["processors", "datasets"]) -> list[str]:
-    """The files of a plugin folder, without `.py`."""
+    """Return the files of a plugin folder, without `.py`."""
     folder = import_module(f"vlmrl.{kind}")
     return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
 
@@ -231,6 +231,6 @@ def looks_local(path: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

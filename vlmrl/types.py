@@ -47,7 +47,7 @@ class Media(Protocol):
         """(width, height) in pixels, after resizing."""
 
     def fetch(self) -> Pixels:
-        """The pixels, [height, width, 3], at the size that trainer and engine both use."""
+        """Return the pixels, [height, width, 3], at the size that trainer and engine both use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +77,13 @@ class Prompt:
     """The dataset column of the label."""
 
 
-_LARGEST_SEED = 2**62 - 1
+_MAX_SEED = 2**62 - 1
 """vLLM gives response k of a request the seed + k, as a signed 64-bit number: this leaves room for every k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the responses to a prompt are sampled.
+    """Sampling settings of the responses to a prompt.
 
     Raises ConfigError for values that no engine can sample with.
     """
@@ -120,7 +120,7 @@ class Sampling:
         A hash and not `seed + index`: sums would give response 1 of one prompt the noise of response 0 of the next.
         """
         name = f"{self.seed}/{index}".encode()
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") & _LARGEST_SEED
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") & _MAX_SEED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +179,7 @@ class Score:
 
     @property
     def failed(self) -> bool:
-        """There is no score, for whatever reason."""
+        """There is no score."""
         return self.failure is not None
 
     @property
@@ -214,7 +214,7 @@ class Sample:
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.sampled)} values of `sampled`")
 
     def left_out(self) -> Sample:
-        """A copy with no token in the loss."""
+        """Return a copy with no token in the loss."""
         return replace(self, sampled=np.zeros_like(self.sampled), prefix=self.prompt_length)
 
     @property
@@ -258,11 +258,11 @@ class Experience:
                 raise ValueError(f"the {name} of an experience do not match the lengths of its samples")
 
     def select(self, rows: Sequence[int]) -> Experience:
-        """The experience of these samples, in this order."""
+        """Return the experience of these samples, in this order."""
         return self.rearranged([self.samples[r] for r in rows], lambda column: [column[r] for r in rows])
 
     def rearranged(self, samples: Sequence[Sample], pick: Callable[[Sequence[Floats]], Sequence[Floats]]) -> Experience:
-        """An experience of `samples`, with `pick` applied to every column that is not None."""
+        """Return an experience of `samples`, with `pick` applied to every column that is not None."""
         picked: dict[str, Any] = {
             name: pick(getattr(self, name)) for name in _COLUMNS if getattr(self, name) is not None
         }

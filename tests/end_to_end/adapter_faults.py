@@ -1,4 +1,4 @@
-"""Workers of vLLM that do an adapter wrong, each in its way. vLLM imports this by name, in its own process."""
+"""vLLM workers with planted faults in adapter updates. vLLM imports them by name, in its own process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ignores(AdapterUpdate):
 
 class Keeps(AdapterUpdate):
     def activate(self, tensors: dict[str, Tensor]) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
 
 class Forgets(AdapterUpdate):
@@ -37,8 +37,8 @@ class SwapsLayers(AdapterUpdate):
         other = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
         swapped = {}
         for name, tensor in tensors.items():
-            found = next(part for part in other if part in name)
-            swapped[name.replace(found, other[found])] = tensor
+            source = next(part for part in other if part in name)
+            swapped[name.replace(source, other[source])] = tensor
         super().activate(swapped)
 
 
@@ -50,8 +50,8 @@ class LosesOne(AdapterUpdate):
 
 
 class LosesOneOnTheWay(AdapterUpdate):
-    def load(self, tensors: Any, **how: Any) -> None:
-        super().load(((n, t) for n, t in tensors if "layers.1.mlp.down_proj.lora_B" not in n), **how)
+    def load(self, tensors: Any, **options: Any) -> None:
+        super().load(((n, t) for n, t in tensors if "layers.1.mlp.down_proj.lora_B" not in n), **options)
 
 
 class AppliesTwice(AdapterUpdate):

@@ -1,4 +1,4 @@
-"""Tasks of learning_rank.py: what a model computes with beside its weights, and what it says of tokens far apart."""
+"""Tasks of learning_rank.py: buffers of models, and log-probs of distant tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 NUM_TOKENS = 2048
 SIDE = 140
-"""Of the image, in pixels."""
+"""Size of the image in pixels."""
 
 
 def sharpened(model: Path, out: Path) -> str:
-    """A copy of a model whose attention picks out single tokens, so that it matters where they stand."""
+    """Copy a model and sharpen its attention, so that positions of tokens matter."""
     import shutil
 
     from safetensors.numpy import load_file, save_file
@@ -27,12 +27,12 @@ def sharpened(model: Path, out: Path) -> str:
 
 
 def buffers(net: Any) -> dict[str, np.ndarray]:
-    """Every floating buffer, by `type name`; in fp32, which holds bf16 exactly."""
+    """Return all floating-point buffers by `type name`, in fp32, which holds bf16 exactly."""
     return {f"{b.dtype} {name}": b.float().numpy() for name, b in net.named_buffers() if b.is_floating_point()}
 
 
 def far(out: Path, *, model: str, **settings: Any) -> None:
-    """Buffers of a policy, and its log-probs of 2,048 tokens after an image."""
+    """Save buffers of a policy, and its log-probs of 2,048 tokens after an image."""
     from learning_rank import PACKED, packs_of, policy
 
     from vlmrl.config.data import Columns
@@ -50,17 +50,17 @@ def far(out: Path, *, model: str, **settings: Any) -> None:
 
 
 def built(out: Path, *, models: dict[str, str], stage: int) -> None:
-    """Buffers of models in bf16: as a policy reads them, and with a value head."""
+    """Save buffers of models in bf16: loaded as a policy, and with a value head."""
     from vlmrl.config.ds import Ds
     from vlmrl.learning.deepspeed_engine import sharded_loading
     from vlmrl.models.load import load_model
     from vlmrl.models.value_head import value_net
 
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
-    found: dict[str, np.ndarray] = {}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    arrays: dict[str, np.ndarray] = {}
     for family, model in models.items():
         with sharded_loading(Ds(zero_stage=stage, param_dtype="bf16")):  # type: ignore[arg-type]
-            nets = {"policy": load_model(model, **how), "critic": value_net(model, head_seed=0, **how)}
+            nets = {"policy": load_model(model, **options), "critic": value_net(model, head_seed=0, **options)}
         for kind, net in nets.items():
-            found |= {f"{family} {kind} {name}": value for name, value in buffers(net).items()}
-    np.savez(out.with_suffix(".npz"), **found)
+            arrays |= {f"{family} {kind} {name}": value for name, value in buffers(net).items()}
+    np.savez(out.with_suffix(".npz"), **arrays)

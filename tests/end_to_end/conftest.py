@@ -1,4 +1,4 @@
-"""What end-to-end tests share: one Ray session, and tiny models that are built once."""
+"""Shared fixtures of end-to-end tests: one Ray session, and tiny models that are built once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """Runs inside these tests use this Ray session instead of one each. Three roles may be apart in it."""
+    """One Ray session for all runs of these tests, with room for three separate roles."""
     with session(num_cpus=max(3, os.cpu_count() or 1)):
         yield
 
 
 @pytest.fixture(scope="session")
 def digits_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A reward that a random model can learn in seconds, as `reward.remote_url` takes it."""
+    """A reward that a random model can learn in seconds, as a value of `reward.remote_url`."""
     file = tmp_path_factory.mktemp("reward") / "digits.py"
     file.write_text(DIGITS)
     return f"{file}:digits"

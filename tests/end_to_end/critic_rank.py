@@ -1,4 +1,4 @@
-"""What one rank does in test_learning_critic.py: gradients of losses, critics, pairs of policy and critic. A script."""
+"""Script of one rank in test_learning_critic.py: gradients of losses, critics, pairs of policy and critic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CUTS: dict[str, dict[str, Any]] = {
     for layout in ("padded", "packed", "shared")
     for many, most in (("one", None), ("many", 3))
 }
-"""On one rank a single micro-batch, and four of them."""
+"""On one rank: a single micro-batch, and four."""
 
 
 def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> CriticSettings:
@@ -63,30 +63,30 @@ def settings(model: str, *, stage: int = 0, lr: float = 0.01, **more: Any) -> Cr
 
 
 def critic(
-    model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", four_bit: bool = False, **how: Any
+    model: str, *, lora: dict[str, Any] | None = None, dtype: str = "fp32", four_bit: bool = False, **options: Any
 ) -> Any:
     ds = Ds(param_dtype=dtype, load_in_4bit=four_bit)  # type: ignore[arg-type]
     adapter = None if lora is None else plan(model, lora, {})
-    return replace(settings(model, **how), ds=ds, adapter=adapter).build()
+    return replace(settings(model, **options), ds=ds, adapter=adapter).build()
 
 
 def gradients(out: Path, *, model: str, old: str) -> None:
-    """Of every loss, for every cut, summed over the ranks: one long row each."""
-    found: dict[str, np.ndarray] = {}
+    """Save the gradient of every loss for every cut, summed over the ranks and flattened."""
+    arrays: dict[str, np.ndarray] = {}
     learner = policy(model)
-    # Outside of DeepSpeed's engine, which would take them for those of a step.
+    # Outside of DeepSpeed's engine, which would accumulate them for a step.
     learner._forward._call = learner._forward._module
     for name, knobs in LOSSES.items():
         given = {"kind": name, "aggregation": "token", "max_new_tokens": 8, "kl_estimator": "k3"} | knobs
         if "correction" in given:
             given["correction"] = Correction(*given["correction"])
         learner._loss = PolicyLoss(**given)
-        found |= {f"{name}.{cut}": _gradient(learner, learner._policy_loss, old, cut) for cut in CUTS}
+        arrays |= {f"{name}.{cut}": _gradient(learner, learner._policy_loss, old, cut) for cut in CUTS}
     valued = critic(model)
     valued._forward._call = valued._forward._module
-    found |= {f"value.{cut}": _gradient(valued, valued._value_loss, old, cut) for cut in CUTS}
+    arrays |= {f"value.{cut}": _gradient(valued, valued._value_loss, old, cut) for cut in CUTS}
     if torch.distributed.get_rank() == 0:
-        np.savez(out.with_suffix(".npz"), **found)
+        np.savez(out.with_suffix(".npz"), **arrays)
 
 
 def _gradient(learner: Any, loss: Any, old: str, cut: str) -> np.ndarray:
@@ -104,7 +104,7 @@ def _gradient(learner: Any, loss: Any, old: str, cut: str) -> np.ndarray:
 
 
 def _experience(learner: Any, pack: Pack, rows: list[Sample], old: str) -> Experience:
-    """Values that are near those of now, and returns that are not."""
+    """Make old values near the current ones, and returns far from them."""
     columns = columns_of(old, rows)
     rng = np.random.default_rng(2)
     values = [rng.normal(scale=0.3, size=len(s.tokens)).astype(np.float32) for s in rows]
@@ -133,20 +133,20 @@ def _work(learner: Any, old: str, cut: str, steps: int) -> tuple[list[Any], list
 
 
 def stop(out: Path, *, model: str, old: str, bound: float | None) -> None:
-    """How many of two steps are taken, by a policy that starts from what it is."""
+    """Count how many of two steps are taken before the KL bound stops the update."""
     learner = policy(model, loss={"kl_early_stop": bound}, stage=2)
     steps, total = _work(learner, old, "shared_one", 2)
-    said = dict(learner.logprobs([pack for pack, _ in steps[0]])[0])
+    logprobs = dict(learner.logprobs([pack for pack, _ in steps[0]])[0])
     fresh = []
     for pack, given in steps[0]:
         held = zip(pack.ids, pack.samples, strict=True)
-        own = [said[i] if i >= 0 else np.zeros(len(s.tokens), "f") for i, s in held]
-        fresh.append((pack, replace(given, old_logprobs=own)))
+        old_logprobs = [logprobs[i] if i >= 0 else np.zeros(len(s.tokens), "f") for i, s in held]
+        fresh.append((pack, replace(given, old_logprobs=old_logprobs)))
     _write(out, {}, learner.update([fresh] * 2, total), {})
 
 
 def retuned(out: Path, *, model: str, old: str, stage: int, dtype: str = "fp32") -> None:
-    """What a policy that goes on from a checkpoint moves by, when its settings say otherwise than those of before."""
+    """Resume a policy from a checkpoint with other optimizer settings."""
     schedule = {"lr_scheduler": "linear", "lr_warmup_ratio": 0.0}
     learner = policy(model, stage=stage, dtype=dtype, **schedule)
     learner.update(*_work(learner, old, "shared_one", 2))
@@ -167,8 +167,8 @@ def retuned(out: Path, *, model: str, old: str, stage: int, dtype: str = "fp32")
 
 
 def average(out: Path, *, model: str, old: str, stage: int, lora: dict[str, Any] | None = None) -> None:
-    """The weights at first and after each of two steps, and their moving average: saved, and once more by another
-    policy that goes on from a checkpoint."""
+    """Save the initial weights, those after each of two steps, and their moving average, also from a policy that
+    resumes from a checkpoint."""
     learner = policy(model, stage=stage, lora=lora, ema_beta=0.75)
     part = "whole" if lora is None else "adapter"
     held = [weights(learner, part)]
@@ -191,7 +191,7 @@ def average(out: Path, *, model: str, old: str, stage: int, lora: dict[str, Any]
         other.load_checkpoint(folder)
     except ConfigError as error:
         refused = str(error)
-    tensors = {f"{n}.{name}": tensor for n, found in enumerate(held) for name, tensor in found.items()}
+    tensors = {f"{n}.{name}": tensor for n, state in enumerate(held) for name, tensor in state.items()}
     _write(out, tensors, [], {"refused": refused})
 
 
@@ -204,11 +204,11 @@ def value(
     steps: int = 2,
     save: str | None = None,
     again: str | None = None,
-    **how: Any,
+    **options: Any,
 ) -> None:
-    """Steps of a critic: what it said before and after, its weights, what it tells. With `again` a checkpoint and two
-    more, which another that goes on from it must take too."""
-    learner = critic(model, **how)
+    """Train a critic; save its values before and after, its weights and its metrics. With `again`, also write a
+    checkpoint, and compare two further steps with those of a critic that resumes from it."""
+    learner = critic(model, **options)
     packs = packs_of(learner, samples(learner._processor), **CUTS[cut])
     before, _ = learner.values(packs)
     metrics = learner.update_values(*_work(learner, old, cut, steps))
@@ -218,23 +218,23 @@ def value(
     if again:
         learner.save_critic_checkpoint(Path(again))
         learner.update_values(*_work(learner, old, cut, 2))
-        other = critic(model, **how)
+        other = critic(model, **options)
         other.load_critic_checkpoint(Path(again))
         other.update_values(*_work(other, old, cut, 2))
         one, two = _weights(learner), _weights(other)
         assert all(np.array_equal(one[name], two[name]) for name in one), "a continued critic is another"
         return
-    rows = {f"{kind}.{i}": row for kind, found in (("before", before), ("after", after)) for i, row in found}
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, rows)
-    np.savez(out.with_name(f"{out.name}.values.npz"), **{name: row for rank in every for name, row in rank.items()})
+    rows = {f"{kind}.{i}": row for kind, indexed in (("before", before), ("after", after)) for i, row in indexed}
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, rows)
+    np.savez(out.with_name(f"{out.name}.values.npz"), **{name: row for rank in by_rank for name, row in rank.items()})
     _write(out, _weights(learner), metrics, {"table": learner.critic_table()})
 
 
 def pair(
     out: Path, *, model: str, other: str, old: str, cut: str, stage: int = 0, critic_stage: int = 0, **frozen: bool
 ) -> None:
-    """A policy and a critic in one process: log-probs, values, a step of each, a checkpoint; what the towers did."""
+    """Train a policy and a critic in one process; save how often the towers ran for log-probs, values and steps."""
     from vlmrl.observe.metrics import reduce
 
     given = settings(other, stage=critic_stage, **frozen)
@@ -255,9 +255,9 @@ def pair(
     assert both.shares_features() == shares
     back = _weights(both), _weights(both._critic)
     assert all(np.array_equal(was[name], now[name]) for was, now in zip(held, back, strict=True) for name in was)
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, [*counts, *steps])
-    towers = [reduce([of_rank[i] for of_rank in every])["vision/tower_calls"] for i in range(len(every[0]))]
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, [*counts, *steps])
+    towers = [reduce([of_rank[i] for of_rank in by_rank])["vision/tower_calls"] for i in range(len(by_rank[0]))]
     both_held = {f"policy.{n}": t for n, t in held[0].items()} | {f"critic.{n}": t for n, t in held[1].items()}
     _write(out, both_held, steps, {"towers": towers, "shares": shares})
 
@@ -280,21 +280,23 @@ def _policy_settings(model: str, stage: int, frozen: dict[str, bool]) -> PolicyS
 
 
 def _weights(learner: Any) -> dict[str, np.ndarray]:
-    """Under the names of the files, on rank 0."""
+    """Return the weights under their checkpoint names, on rank 0."""
     from vlmrl.learning.weights import checkpoint_names, saved_tensors, whole_tensors
 
-    found = list(whole_tensors(learner._net, saved_tensors(learner._net), max_bytes=1 << 30))
-    return {n: t.float().detach().numpy().copy() for n, t in (checkpoint_names(learner._net, found) if found else [])}
+    tensors = list(whole_tensors(learner._net, saved_tensors(learner._net), max_bytes=1 << 30))
+    return {
+        n: t.float().detach().numpy().copy() for n, t in (checkpoint_names(learner._net, tensors) if tensors else [])
+    }
 
 
 def _write(out: Path, tensors: dict[str, np.ndarray], metrics: list[dict[str, Any]], more: dict[str, Any]) -> None:
     from vlmrl.observe.metrics import reduce
 
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, metrics)
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, metrics)
     if torch.distributed.get_rank() == 0:
         np.savez(out.with_suffix(".npz"), **tensors)
-        steps = [reduce([rank[step] for rank in every]) for step in range(len(metrics))]
+        steps = [reduce([rank[step] for rank in by_rank]) for step in range(len(metrics))]
         out.with_suffix(".json").write_text(json.dumps({"steps": steps} | more, default=list))
 
 

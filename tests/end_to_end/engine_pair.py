@@ -1,4 +1,4 @@
-"""What tests of the rollout engine share: an engine and, beside it, the trainer's side in its plainest form."""
+"""Shared parts of the rollout engine's tests: an engine and a minimal trainer of the same model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COLUMNS = Columns(max_pixels=200 * 200)
 TEMPERATURE = 0.7
 SAMPLING = Sampling(n=3, temperature=TEMPERATURE, top_p=1.0, max_new_tokens=12, seed=0)
 EXACT = 5e-5
-"""fp32 noise of small random models is 1e-6; the smallest real fault below is 1e-3."""
+"""fp32 noise of small random models is 1e-6; the smallest fault in these tests causes 1e-3."""
 
 
 class PlantableEngine(RolloutEngine):
-    """Its workers can be told to load weights wrongly (`weight_faults`)."""
+    """An engine whose workers can be made to load weights wrongly (`weight_faults`)."""
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"worker_extension_cls": "weight_faults.Faulty"}
@@ -62,7 +62,7 @@ def rollout_engine(
 
 
 class Trainer:
-    """The trainer's side, in its plainest form: a Transformers model, one forward pass per answer."""
+    """A minimal trainer: a Transformers model, one forward pass per response."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -72,7 +72,7 @@ class Trainer:
         self.net = factory.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
 
     def prompt(self, index: int, question: str, *, images: int = 0, tools: plugins.Processor | None = None) -> Prompt:
-        """A prompt whose images follow from `index`: asked again, it is the same prompt with the same image hashes."""
+        """Make a prompt whose images depend only on `index`: the same index gives the same image hashes."""
         tools = tools or self.tools
         rng = np.random.default_rng(index)
         side = tools.resize_factor or 0
@@ -89,14 +89,14 @@ class Trainer:
         return [self.prompt(i, "how many dots?", images=n) for i, n in enumerate((1, 0, 3))]
 
     def logprobs(self, group: Group, rollout: Rollout) -> Floats:
-        """Of the distribution that the answer was sampled from."""
+        """Compute log-probs under the distribution that the response was sampled from."""
         logits = self._logits(group, rollout)
         logits[:, list(self.tools.banned_tokens)] -= 100.0
-        return _of_answer(logits / TEMPERATURE, rollout)
+        return _sampled_logprobs(logits / TEMPERATURE, rollout)
 
     def plain_logprobs(self, group: Group, rollout: Rollout) -> Floats:
-        """Of the model itself."""
-        return _of_answer(self._logits(group, rollout), rollout)
+        """Compute log-probs at temperature 1, without banned tokens."""
+        return _sampled_logprobs(self._logits(group, rollout), rollout)
 
     @torch.no_grad()
     def _logits(self, group: Group, rollout: Rollout) -> torch.Tensor:
@@ -107,37 +107,37 @@ class Trainer:
         return self.net(**inputs).logits[0]
 
     def difference(self, groups: Sequence[Group]) -> float:
-        """The largest difference between the engine's log-probs and ours."""
+        """Return the largest difference between the log-probs of engine and trainer."""
         pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
         return max(float(np.abs(self.logprobs(g, r) - r.logprobs).max()) for g, r in pairs)
 
     @torch.no_grad()
     def change(self, part: str, *, by: float = 0.1) -> bool:
-        """Add noise to `vision`, `projector`, `language` layers, `embeddings` or `everything`. Whether anything
-        matched.
+        """Add noise to `vision`, `projector`, `language` layers, `embeddings` or `everything`. Return whether any
+        parameter matched.
         """
-        found = False
+        has_matched = False
         for name, parameter in self.net.named_parameters():
             is_embedding = "embed_tokens" in name or "lm_head" in name
             group = "embeddings" if is_embedding else self.tools.parameter_group(name)
             if part in (group, "everything"):
-                found = True
+                has_matched = True
                 parameter.add_(torch.randn_like(parameter) * by * max(float(parameter.std()), 0.01))
-        return found
+        return has_matched
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.net.named_parameters())
 
 
-def _of_answer(logits: torch.Tensor, rollout: Rollout) -> Floats:
-    seen = torch.log_softmax(logits[:-1], dim=-1)
-    found = seen.gather(1, torch.from_numpy(rollout.tokens)[1:, None])[:, 0]
-    return np.concatenate([[0.0], found.numpy()]) * rollout.sampled
+def _sampled_logprobs(logits: torch.Tensor, rollout: Rollout) -> Floats:
+    logprobs = torch.log_softmax(logits[:-1], dim=-1)
+    sampled_logprobs = logprobs.gather(1, torch.from_numpy(rollout.tokens)[1:, None])[:, 0]
+    return np.concatenate([[0.0], sampled_logprobs.numpy()]) * rollout.sampled
 
 
 @dataclasses.dataclass
 class Pair:
-    """An engine and a trainer of the same model, and the event loop that the engine lives in."""
+    """An engine and a trainer of the same model, with the engine's event loop."""
 
     engine: RolloutEngine
     trainer: Trainer
@@ -146,21 +146,21 @@ class Pair:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
 
-    def answers(self, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> list[Group]:
         async def ask() -> list[Group]:
             return await asyncio.gather(*(self.engine.generate(prompt, sampling) for prompt in prompts))
 
         return self.run(ask())
 
     def difference(self) -> float:
-        return self.trainer.difference(self.answers(self.trainer.prompts()))
+        return self.trainer.difference(self.generate(self.trainer.prompts()))
 
     def plant(self, fault: str) -> None:
-        """Let the worker do the next updates as this class of `weight_faults` does."""
+        """Switch the worker to this class of `weight_faults` for the next updates."""
         self.run(self.engine._call("vlmrl_plant", fault))
 
     def sync(self, *, version: int | None = None, vision_changed: bool = True, skip: str = "") -> str:
-        """Send all weights, in three buckets, but for those whose name ends in `skip`."""
+        """Send all weights in three buckets, except those whose name ends in `skip`."""
         weights = [(name, w) for name, w in self.trainer.weights() if not (skip and name.endswith(skip))]
         return self.run(sync(self.engine, weights, version or self.engine.version + 1, vision_changed=vision_changed))
 
@@ -175,7 +175,7 @@ async def sync(engine: RolloutEngine, weights: Any, version: int, *, vision_chan
 
 
 class Engines:
-    """One engine at a time: asked for another, it stops the one before."""
+    """At most one running engine: starting another stops the previous one."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -205,7 +205,7 @@ class Engines:
 
 
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """What `parent` started for an engine: not Ray, which other tests of this session may have left running."""
+    """Return the engine processes below `parent`; Ray's, which other tests may have left running, are not included."""
     return [
         process
         for child in parent.children()

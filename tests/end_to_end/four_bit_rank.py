@@ -1,4 +1,4 @@
-"""What one rank does in test_four_bit.py: starts DeepSpeed around a base in 4 bits, takes a step, looks. A script."""
+"""Script of one rank in test_four_bit.py: start DeepSpeed with a 4-bit base, take a step, and compare the base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import end_together
 
 
 def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[str, Any]:
-    """Whether the bits are what they were, what the base and the merged weights are off by, and what is held."""
+    """Return the number of changed tensors, the errors of base and merged weights, and the bytes that are held."""
     from vlmrl.config.actor import Model
     from vlmrl.config.data import Columns
     from vlmrl.config.ds import Ds
@@ -56,11 +56,11 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
     engine.step()
 
     tensors = saved_tensors(net)
-    found: dict[str, Any] = {"bits": len(bits), "changed": 0, "base": 0.0, "merged": 0.0}
+    result: dict[str, Any] = {"bits": len(bits), "changed": 0, "base": 0.0, "merged": 0.0}
     for run in ([pair] for pair in tensors):
         with gathered(run, adapters_of=net):
             (name, tensor), (layer, _, _) = run[0], run[0][0].rpartition(".")
-            found["changed"] += name in bits and digest(name, tensor) != bits[name]
+            result["changed"] += name in bits and digest(name, tensor) != bits[name]
             (_, whole), (kept, merged) = (
                 checkpoint_tensors(net, run, merge=False)[0],
                 checkpoint_tensors(net, run, merge=True)[0],
@@ -68,19 +68,19 @@ def look(*, model: str, stage: int, dtype: str, storage: str = "auto") -> dict[s
             wanted = numbers[kept].float()
             if name.endswith(".weight") and layer in plan.targets:
                 wanted = wanted + delta(net.get_submodule(layer))
-            found["base"] = max(found["base"], float((whole - numbers[kept]).abs().max()))
-            found["merged"] = max(found["merged"], float((merged.float() - wanted).abs().max()))
+            result["base"] = max(result["base"], float((whole - numbers[kept]).abs().max()))
+            result["merged"] = max(result["merged"], float((merged.float() - wanted).abs().max()))
     del numbers, wanted, whole, merged, tensor, run
     trainable = sum(getattr(p, "ds_numel", p.numel()) for p in net.parameters() if p.requires_grad)
-    return found | {"base_bytes": base, "held": _held() - before, "trainable": trainable}
+    return result | {"base_bytes": base, "held": _held() - before, "trainable": trainable}
 
 
 def _held() -> int:
-    """Bytes of all tensors that are alive in this process, views counted once."""
+    """Return the bytes of all live tensors of this process, views counted once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        # Asking what a lazy module is would import it.
+        # isinstance() on a lazy module would import it.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
@@ -95,7 +95,7 @@ if __name__ == "__main__":
     init_distributed(60)
     torch.set_num_threads(1)
     out, model = Path(sys.argv[1]), sys.argv[2]
-    results = {name: look(model=model, **how) for name, how in json.loads(sys.argv[3]).items()}
+    results = {name: look(model=model, **options) for name, options in json.loads(sys.argv[3]).items()}
     if torch.distributed.get_rank() == 0:
         out.write_text(json.dumps(results))
     end_together()

@@ -1,4 +1,4 @@
-"""Workers of vLLM whose adapters go wrong after they were proven right. vLLM imports this in its own process."""
+"""vLLM workers whose adapters become wrong after the readback. vLLM imports them in its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmrl.rollout.worker_extension import WeightReceiver
 
 
 class Late(AdapterUpdate):
-    """Reports what is right, and then lets `spoil` have the layers."""
+    """Reports correct layers, and then calls `spoil` on them."""
 
     @torch.no_grad()
     def complete(self) -> AdapterReport:
@@ -24,12 +24,12 @@ class Late(AdapterUpdate):
         return report
 
     def matrices(self) -> Iterator[Tensor]:
-        """Every A and B in place, layer by layer."""
+        """Return all A and B in place, layer by layer."""
         for _, layer, _ in self._layers():
             yield from (*layer.lora_a_stacked, *layer.lora_b_stacked)
 
     def spoil(self, before: list[Tensor]) -> None:
-        """Nothing is spoiled."""
+        """Do nothing."""
 
 
 class Ignores(Late):
@@ -67,7 +67,7 @@ class SwapsLayers(Late):
 class Faulty(WeightReceiver):
     @torch.no_grad()
     def vlmrl_scale_layer(self, factor: float) -> None:
-        """One layer of the model says so many times what it said."""
+        """Multiply the output of one layer of the model."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         next(p for name, p in parameters.items() if name.endswith("layers.1.post_attention_layernorm.weight")).mul_(
             factor

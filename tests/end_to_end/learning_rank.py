@@ -1,4 +1,4 @@
-"""What one rank does in test_learning*.py: works through the tasks of a job and leaves its findings. A script."""
+"""Script of one rank in test_learning*.py: run the tasks of a job and write their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vlmrl.types import Experience, Floats, Sample, Totals
 SHARED = {"layout": "shared", "max_tokens": 10_000}
 PACKED = {"layout": "packed", "max_tokens": 10_000}
 PADDED = {"layout": "padded", "max_tokens": 1}
-"""Every sample is a micro-batch of its own."""
+"""One sample per micro-batch."""
 
 
 def policy(
@@ -78,7 +78,7 @@ def plan(model: str, lora: dict[str, Any], actor: dict[str, Any]) -> Any:
 
 
 def samples(tools: Any) -> list[Sample]:
-    """Five groups of ragged samples, with no image, one and two; in one of them the policy spoke twice."""
+    """Five groups of ragged samples, with no image, one and two; in one of them the policy has two turns."""
     rng = np.random.default_rng(0)
     rows = []
     for group, grids in enumerate([[], [(2, 2)], [(2, 3), (1, 2)], [], [(3, 2)]]):
@@ -140,31 +140,31 @@ def experience(pack: Pack, column: Callable[[int, int], Floats], *, kl_coef: flo
 def weights(learner: Any, part: str = "whole") -> dict[str, np.ndarray]:
     from vlmrl.models.weight_buckets import digest, fingerprint, unpack_bucket
 
-    found: dict[str, torch.Tensor] = {}
-    # Small enough that there are many buckets, and that one tensor is larger than a bucket. Each takes the memory of
-    # the one before.
+    tensors: dict[str, torch.Tensor] = {}
+    # Small enough for many buckets, and for one tensor to exceed a bucket. Each bucket reuses the memory of the
+    # previous one.
     for i in range(learner.begin_sync(30_000, part)):
         ticket = learner.share(i, i)
         assert (ticket is None) == (torch.distributed.get_rank() > 0)
         if ticket is not None:
-            found |= {n: t.clone() for n, t in unpack_bucket(learner.bucket(ticket))}
-    told, num_bytes = learner.finish_sync()
-    if found and part != "adapter":
-        assert told == fingerprint({n: digest(n, t) for n, t in found.items()})
-        assert num_bytes == sum(t.numel() * t.element_size() for t in found.values())
-    return {n: t.float().numpy() for n, t in found.items()}
+            tensors |= {n: t.clone() for n, t in unpack_bucket(learner.bucket(ticket))}
+    sent_fingerprint, num_bytes = learner.finish_sync()
+    if tensors and part != "adapter":
+        assert sent_fingerprint == fingerprint({n: digest(n, t) for n, t in tensors.items()})
+        assert num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    return {n: t.float().numpy() for n, t in tensors.items()}
 
 
 def score(out: Path, *, model: str) -> None:
-    """Log-probs under the starting weights: what the experiences of all other tasks are made of."""
+    """Save log-probs under the initial weights; the experiences of all other tasks are made from them."""
     from vlmrl.learning.settings import ReferenceSettings
 
     learner = policy(model)
     rows = samples(learner._processor)
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, cut in (("shared", SHARED), ("packed", PACKED), ("padded", PADDED)):
         for i, values in learner.logprobs(packs_of(learner, rows, **cut))[0]:
-            found[f"{name}.{i}"] = values
+            arrays[f"{name}.{i}"] = values
     reference = ReferenceSettings(
         actor=Model(model_name_or_path=model),
         ds=Ds(param_dtype="fp32"),
@@ -173,12 +173,12 @@ def score(out: Path, *, model: str) -> None:
         temperature=0.7,
         bans=True,
     ).build()
-    # The second time, a frozen tower has nothing left to do.
+    # The second time, the features of a frozen tower are cached.
     for name, calls in (("reference", 4), ("again", 0)):
         scored, counts = reference.logprobs(packs_of(learner, rows, **SHARED))
-        found |= {f"{name}.{i}": values for i, values in scored}
+        arrays |= {f"{name}.{i}": values for i, values in scored}
         assert counts["vision/tower_calls"].value == (calls if learner._processor.resize_factor else 0)
-    np.savez(out.with_suffix(".npz"), **found)
+    np.savez(out.with_suffix(".npz"), **arrays)
 
 
 def update(
@@ -195,7 +195,7 @@ def update(
     kl_coef: float = 0.0,
     **settings: Any,
 ) -> None:
-    """Two optimizer steps: weights and metrics to `out`, the model to `save`.
+    """Take two optimizer steps; write weights and metrics to `out`, the model to `save`.
 
     With `look`, after passes that an update would make and that are thrown away. With `warm`, after one in which rank 0
     has met all the images that it will meet again, and the others none of theirs. With `prove`, after passes in fp32
@@ -251,38 +251,38 @@ def adapt(
     save: str | None = None,
     **settings: Any,
 ) -> None:
-    """Steps of an adapter: what it and its base say before and after, what is synced of it, the folder."""
+    """Train an adapter; save log-probs with and without it before and after, its synced tensors, and its folder."""
     from vlmrl.observe.metrics import reduce
 
     learner = policy(model, **settings)
     rows = samples(learner._processor)
     packs = packs_of(learner, rows, **cut)
     parts = {f"{part} at first": weights(learner, part) for part in ("base", "whole")}
-    found = {"start": learner.logprobs(packs)[0], "start_off": learner.logprobs(packs, adapter=False)[0]}
+    indexed_logprobs = {"start": learner.logprobs(packs)[0], "start_off": learner.logprobs(packs, adapter=False)[0]}
     was_zero = learner.adapter_is_zero()
     metrics = _train(learner, old, cut, steps)
-    found["on"], counts = learner.logprobs(packs)
-    found["off"], others = learner.logprobs(packs, adapter=False)
+    indexed_logprobs["on"], counts = learner.logprobs(packs)
+    indexed_logprobs["off"], others = learner.logprobs(packs, adapter=False)
     parts |= {part: weights(learner, part) for part in ("base", "whole", "adapter")}
     fingerprint, num_bytes = learner.finish_sync()
     zero = [was_zero, learner.adapter_is_zero()]
     if save:
         learner.save_model(Path(save))
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, (found, [*metrics, counts, others]))
-    told = {"table": learner.table(), "cost": learner.traits()[0]}
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, (indexed_logprobs, [*metrics, counts, others]))
+    result = {"table": learner.table(), "cost": learner.traits()[0]}
     if torch.distributed.get_rank() == 0:
         for name, tensors in parts.items():
             np.savez(out.with_name(f"{out.name}.{name.replace(' ', '_')}.npz"), **tensors)
-        rows_of = {f"{kind}.{i}": row for rank, _ in every for kind, values in rank.items() for i, row in values}
+        rows_of = {f"{kind}.{i}": row for rank, _ in by_rank for kind, values in rank.items() for i, row in values}
         np.savez(out.with_name(f"{out.name}.logprobs.npz"), **rows_of)
-        passes = [reduce([of_rank[i] for _, of_rank in every]) for i in range(len(metrics) + 2)]
-        told |= {"zero": zero, "fingerprint": fingerprint, "bytes": num_bytes, "passes": passes}
-        out.with_suffix(".json").write_text(json.dumps(told, default=list))
+        passes = [reduce([of_rank[i] for _, of_rank in by_rank]) for i in range(len(metrics) + 2)]
+        result |= {"zero": zero, "fingerprint": fingerprint, "bytes": num_bytes, "passes": passes}
+        out.with_suffix(".json").write_text(json.dumps(result, default=list))
 
 
 def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
-    """Two steps, a checkpoint, two more."""
+    """Take two steps, write a checkpoint, and take two more."""
     learner = policy(model, **settings)
     _train(learner, old, SHARED, 2)
     _draw()
@@ -292,7 +292,7 @@ def unbroken(out: Path, *, model: str, old: str, folder: str, **settings: Any) -
 
 
 def continued(out: Path, *, model: str, old: str, folder: str, **settings: Any) -> None:
-    """The two more, from the checkpoint."""
+    """Take the two further steps from the checkpoint."""
     learner = policy(model, **settings)
     _draw()
     extra = learner.load_checkpoint(Path(folder))
@@ -301,7 +301,7 @@ def continued(out: Path, *, model: str, old: str, folder: str, **settings: Any) 
 
 
 def fails(out: Path, *, task: str, **arguments: Any) -> None:
-    """The error of another task."""
+    """Save the error message of another task."""
     from vlmrl.errors import VlmrlError
 
     try:
@@ -311,7 +311,7 @@ def fails(out: Path, *, task: str, **arguments: Any) -> None:
 
 
 def poisoned(out: Path, *, model: str, where: str, stage: int) -> None:
-    """A third step whose loss, or whose gradient alone, is not a number."""
+    """Take a third step whose loss, or only whose gradient, is NaN."""
     learner = policy(model, stage=stage)
     rows = samples(learner._processor)
     packs = packs_of(learner, rows, **PACKED)
@@ -328,8 +328,8 @@ def poisoned(out: Path, *, model: str, where: str, stage: int) -> None:
 
 
 def columns_of(old: str, rows: Sequence[Sample]) -> list[list[Floats]]:
-    """Advantages, and the log-probs of the policy before, of the reference and of the engine: far enough from those of
-    now that some tokens are clipped, dropped or held."""
+    """Make advantages and log-probs of old policy, reference and engine, far enough from the current ones that some
+    tokens are clipped or masked."""
     kept = np.load(old)
     rng = np.random.default_rng(1)
     advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in rows]
@@ -351,12 +351,12 @@ def _train(learner: Any, old: str, cut: dict[str, Any], steps: int, *, kl_coef: 
 def _write(out: Path, learner: Any, metrics: Sequence[dict[str, Any]]) -> None:
     from vlmrl.observe.metrics import reduce
 
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, metrics)
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, metrics)
     tensors = weights(learner)
     if torch.distributed.get_rank() == 0:
         np.savez(out.with_suffix(".npz"), **tensors)
-        steps = [reduce([rank[step] for rank in every]) for step in range(len(metrics))]
+        steps = [reduce([rank[step] for rank in by_rank]) for step in range(len(metrics))]
         state = sum(
             t.numel() for s in learner._engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t)
         )
@@ -371,8 +371,8 @@ def _write_state(out: Path, learner: Any, extra: dict[str, Any]) -> None:
     _digest(learner._engine.optimizer.state_dict(), "", state)
     rates = learner._engine.get_lr()
     draws = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
-    found = {"weights": digest, "optimizer": state, "rates": rates, "draws": draws, "extra": extra}
-    out.with_suffix(f".{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    digests = {"weights": digest, "optimizer": state, "rates": rates, "draws": draws, "extra": extra}
+    out.with_suffix(f".{torch.distributed.get_rank()}.json").write_text(json.dumps(digests))
 
 
 def _digest(value: Any, name: str, into: dict[str, str]) -> None:

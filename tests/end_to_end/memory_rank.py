@@ -1,11 +1,11 @@
-"""One trainer rank by itself: takes optimizer steps on made-up samples and prints the most memory that it held.
+"""A single trainer rank: take optimizer steps on synthetic samples and print the peak memory.
 
     python memory_rank.py MODEL '{"role": "critic", "ds": {"zero_stage": 2}}'
 
 The role is actor, critic, or both: an actor with its critic in one process.
 
-What it held is the process's resident memory above that after its imports; the caller has glibc give back at once what
-is freed (MALLOC_MMAP_THRESHOLD_), so that it is what the rank uses and not what the C library keeps.
+The peak is the process's resident memory minus that after its imports. The caller makes glibc return freed memory
+immediately (MALLOC_MMAP_THRESHOLD_), so that memory cached by the C library is not counted.
 """
 
 import json
@@ -17,7 +17,7 @@ from vlmrl import startup
 
 startup.prepare()
 
-import bitsandbytes  # noqa: E402, F401 - its import is no memory of the rank's
+import bitsandbytes  # noqa: E402, F401 - its import does not count as the rank's memory
 import numpy as np  # noqa: E402
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
@@ -47,7 +47,7 @@ PROMPT, ANSWER, IMAGE = 320, 704, 224
 
 
 def main(path: str, case: dict[str, Any]) -> None:
-    """Two packs a step, of one sample each, for two steps: the second has the optimizer's state and a gradient."""
+    """Take two steps of two packs with one sample each: the second starts with optimizer state and a gradient."""
     ds, columns, role = Ds.model_validate({"param_dtype": "fp32", **case["ds"]}), Columns(), case.get("role", "actor")
     checkpointing = {"gradient_checkpointing_enable": case.get("checkpointing", False)}
     thawed = {"freeze_visual_encoder": False, "freeze_projector": False}
@@ -103,8 +103,8 @@ def main(path: str, case: dict[str, Any]) -> None:
     if role != "actor":
         valued = trainer_memory(with_value_head(size), role="critic", model=critic.as_model, **where)
         roles.append(colocated_critic(roles[0], valued, shares_features=False) if roles else valued)
-    told = {f"{one.name}: {part.name}": part.num_bytes for one in roles for part in one.parts}
-    print(json.dumps({"measured": measured, "estimated": sum(told.values()), "parts": told}))
+    estimated = {f"{one.name}: {part.name}": part.num_bytes for one in roles for part in one.parts}
+    print(json.dumps({"measured": measured, "estimated": sum(estimated.values()), "parts": estimated}))
 
 
 if __name__ == "__main__":

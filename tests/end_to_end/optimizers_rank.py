@@ -1,4 +1,4 @@
-"""What one rank does in test_optimizers_ranks.py: takes steps with Muon, keeps a moving average, looks. A script."""
+"""Script of one rank in test_optimizers_ranks.py: steps of Muon, and a moving average of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FROZEN = "model.layers.0.mlp.up_proj.weight"
 
 
 class Trained:
-    """A model under DeepSpeed that takes steps on sequences dealt out to the ranks."""
+    """A model under DeepSpeed that is trained on sequences split over the ranks."""
 
     def __init__(self, *, model: str, stage: int, dtype: str, optim: str, offload: bool = False) -> None:
         from vlmrl.config.actor import Model
@@ -54,7 +54,7 @@ class Trained:
         self.engine.step()
 
     def weights(self) -> dict[str, Tensor]:
-        """All that are saved, whole and in fp32, the same on all ranks."""
+        """Return all saved weights, unsharded in fp32, the same on all ranks."""
         from vlmrl.learning.weights import gathered, saved_tensors
 
         tensors = saved_tensors(self.net)
@@ -65,9 +65,9 @@ class Trained:
         return {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
 
 
-def muon(folder: Path, **how: Any) -> None:
-    """The weights after a few steps, and which of them Muon moved."""
-    learner = Trained(optim="muon", **how)
+def muon(folder: Path, **options: Any) -> None:
+    """Save the weights after a few steps, and which of them Muon has updated."""
+    learner = Trained(optim="muon", **options)
     moved = [name for name, p in learner.net.named_parameters() if p.requires_grad and p.use_muon]
     for number in range(STEPS):
         learner.step(number)
@@ -77,26 +77,26 @@ def muon(folder: Path, **how: Any) -> None:
         (folder / "moved.json").write_text(json.dumps(moved))
 
 
-def resume(folder: Path, **how: Any) -> None:
-    """How far a run that went on from a checkpoint is from one that was never stopped."""
-    one = Trained(optim="muon", **how)
+def resume(folder: Path, **options: Any) -> None:
+    """Save the largest difference between a resumed and an uninterrupted run."""
+    one = Trained(optim="muon", **options)
     one.step(0)
     one.engine.save_checkpoint(str(folder / "checkpoint"), tag="x")
     one.step(1)
     wanted = one.weights()
-    other = Trained(optim="muon", **how)
+    other = Trained(optim="muon", **options)
     other.engine.load_checkpoint(str(folder / "checkpoint"), tag="x")
     other.step(1)
-    found = other.weights()
+    resumed = other.weights()
     refused = [_planted(other.engine, folder, kind) for kind in ("model_states", "optim_states")]
     if torch.distributed.get_rank() == 0:
-        worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+        worst = max(float((resumed[name] - wanted[name]).abs().max()) for name in wanted)
         ran = (folder / "ran").exists()
-        (folder / "found.json").write_text(json.dumps({"worst": worst, "refused": refused, "ran": ran}))
+        (folder / "result.json").write_text(json.dumps({"worst": worst, "refused": refused, "ran": ran}))
 
 
 class Payload:
-    """What runs when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
@@ -106,7 +106,7 @@ class Payload:
 
 
 def _planted(engine: Any, folder: Path, kind: str) -> str | None:
-    """What loading says of a checkpoint whose files of a kind hold a payload each; None where it has no such file."""
+    """Return the error of loading a checkpoint with a payload in its files of a kind; None if it has no such file."""
     from vlmrl.errors import ConfigError
     from vlmrl.learning.safe_load import CLASSES, safe_load
 
@@ -125,12 +125,12 @@ def _planted(engine: Any, folder: Path, kind: str) -> str | None:
     return "loaded"
 
 
-def average(folder: Path, **how: Any) -> None:
-    """What the average is off by from the definition, what a swap leaves behind, and what a checkpoint does."""
+def average(folder: Path, **options: Any) -> None:
+    """Save the average's error, and the differences that a swap and a checkpoint leave."""
     from vlmrl.errors import ConfigError
     from vlmrl.learning.ema import Ema
 
-    learner, twin = Trained(optim="adam", **how), Trained(optim="adam", **how)
+    learner, twin = Trained(optim="adam", **options), Trained(optim="adam", **options)
     ema = Ema(learner.net, beta=BETA)
     wanted = start = before = twin.weights()
     for number in range(STEPS):
@@ -139,7 +139,7 @@ def average(folder: Path, **how: Any) -> None:
         twin.step(number)
         before = twin.weights()
         wanted = {name: BETA * wanted[name] + (1 - BETA) * now for name, now in before.items()}
-    # Nobody looks at the learner's weights before: ZeRO-3 still has some of them whole, from its last step.
+    # The learner's weights are not read earlier: ZeRO-3 still holds some of them unsharded after its last step.
     with ema.swapped():
         inside = learner.weights()
     for one in (learner, twin):
@@ -164,7 +164,7 @@ def average(folder: Path, **how: Any) -> None:
             bare.load(what)
         except ConfigError as error:
             refused[name] = str(error)
-    found = {
+    result = {
         "error": _worst(inside, wanted),
         "frozen": _worst(inside, start, lambda name: name not in trained),
         "moved": _worst(before, start),
@@ -177,7 +177,7 @@ def average(folder: Path, **how: Any) -> None:
         "refused": refused,
     }
     if torch.distributed.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "result.json").write_text(json.dumps(result))
 
 
 def _worst(one: dict[str, Tensor], two: dict[str, Tensor], where: Callable[[str], bool] = lambda _: True) -> float:
@@ -192,9 +192,9 @@ if __name__ == "__main__":
 
     init_distributed(60)
     torch.set_num_threads(1)
-    for out, what, how in json.loads(Path(sys.argv[1]).read_text()):
+    for out, what, options in json.loads(Path(sys.argv[1]).read_text()):
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        {"muon": muon, "resume": resume, "average": average}[what](folder, **how)
+        {"muon": muon, "resume": resume, "average": average}[what](folder, **options)
         torch.distributed.barrier()
     end_together()

@@ -1,8 +1,8 @@
-"""Loads the model in a folder with Transformers, then with vLLM, and asks both the same: no vlmrl in this process.
+"""Generate from the model in a folder with Transformers and with vLLM, without vlmrl in the process.
 
     python plain_engine.py FOLDER
 
-The last line of its output is JSON: for each the four tokens that it finds most likely after a question.
+The last line of output is JSON: the four greedy tokens of each after the same question.
 """
 
 import json
@@ -17,15 +17,15 @@ def tokens_of_both(model: str) -> dict[str, list[int]]:
     tokenizer = AutoProcessor.from_pretrained(model).tokenizer
     question = tokenizer("<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n").input_ids
     net = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
-    asked = torch.tensor([question])
-    answered = net.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=4, do_sample=False)
+    prompt = torch.tensor([question])
+    generated = net.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
     engine = LLM(model, dtype="float32", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**28)
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
     output = engine.generate({"prompt_token_ids": question}, greedy, use_tqdm=False)[0]
-    return {"transformers": answered[0, len(question) :].tolist(), "vllm": list(output.outputs[0].token_ids)}
+    return {"transformers": generated[0, len(question) :].tolist(), "vllm": list(output.outputs[0].token_ids)}
 
 
 if __name__ == "__main__":
-    answers = tokens_of_both(sys.argv[1])
+    tokens = tokens_of_both(sys.argv[1])
     assert not [name for name in sys.modules if name.partition(".")[0] == "vlmrl"]
-    print(json.dumps(answers), flush=True)
+    print(json.dumps(tokens), flush=True)

@@ -1,11 +1,10 @@
-"""A reward model that sees, in a few lines: it learns which answers to visual_math's questions are right.
+"""Train a small vision-language reward model that prefers correct responses to visual_math's questions.
 
     .venv/bin/python tests/end_to_end/preferences.py runs/quickstart/sft/model runs/visual_math_reward/model
 
-It starts from a model that answers such questions, and gets a head of its own. Of each question it meets the right
-answer and wrong ones, and learns to prefer the right one to all of them: Luce's model of a choice among many, which
-among two is Bradley and Terry's (arXiv:1706.03741). The layout `shared` looks at the picture once, however many answers
-there are to it.
+It starts from a model that was trained on such questions, and gets a new head. For each question it sees the correct
+response and wrong ones, and learns to prefer the correct one to all others: the Plackett-Luce model, which for two
+responses is Bradley-Terry (arXiv:1706.03741). With the layout `shared`, the image is encoded once for all responses.
 """
 
 # ruff: noqa: E402 - the stack can be imported once it is prepared
@@ -54,8 +53,8 @@ def teach(
     lr: float = 3e-4,
     seed: int = 0,
 ) -> float:
-    """Write a reward model that starts from `base` to `out`; the share of held-out wrong answers that it gives less
-    than the right one."""
+    """Train a reward model from `base` and write it to `out`. Return the share of held-out wrong responses that score
+    lower than the correct one."""
     torch.manual_seed(seed)
     reader = processor(base, min_pixels=3136, max_pixels=100_000)
     net = value_net(base, dtype=torch.float32, attn_implementation=implementation("auto", CPU), head_seed=seed)
@@ -71,13 +70,13 @@ def teach(
         optimizer.step()
         rate.step()
     held_out = evaluate(valuer.eval(), reader, dataset, seed)
-    every = torch.cat([held_out.right.flatten(), held_out.wrong.flatten()])
-    save_value_model(net, reader, out, scale=Scale(float(every.mean()), float(every.std())))
+    all_scores = torch.cat([held_out.right.flatten(), held_out.wrong.flatten()])
+    save_value_model(net, reader, out, scale=Scale(float(all_scores.mean()), float(all_scores.std())))
     return float((held_out.right > held_out.wrong).float().mean())
 
 
 class Pairs(tuple[Tensor, Tensor]):
-    """[N, 1] scores of right answers and [N, NUM_WRONG] of wrong ones to the same questions."""
+    """Scores of correct responses, [N, 1], and of wrong ones to the same questions, [N, NUM_WRONG]."""
 
     @property
     def right(self) -> Tensor:
@@ -90,43 +89,45 @@ class Pairs(tuple[Tensor, Tensor]):
 
 @torch.no_grad()
 def evaluate(valuer: ValueModel, reader: Processor, dataset: str, seed: int) -> Pairs:
-    """Scores of answers to 256 questions that were not learnt from."""
-    found = [apart(scores(valuer, reader, pack)) for pack in packs(reader, dataset, "test", 64, 4, seed)]
-    return Pairs((torch.cat([pairs.right for pairs in found]), torch.cat([pairs.wrong for pairs in found])))
+    """Score responses to 256 held-out questions."""
+    batches = [apart(scores(valuer, reader, pack)) for pack in packs(reader, dataset, "test", 64, 4, seed)]
+    return Pairs((torch.cat([pairs.right for pairs in batches]), torch.cat([pairs.wrong for pairs in batches])))
 
 
 def scores(valuer: ValueModel, reader: Processor, pack: Pack) -> Tensor:
-    """[B] of each sample of a pack that lies in one row, from the state at its last token."""
+    """Score the samples of a single-row pack from the state at each last token: [B]."""
     positions = states_at(pack, [np.arange(len(s.tokens)) == len(s.tokens) - 1 for s in pack.samples])
     values = valuer(model_inputs(valuer.net, reader, pack), positions=positions).values
     return values[positions["scored"]]
 
 
-def apart(found: Tensor) -> Pairs:
-    by_question = found.view(-1, 1 + NUM_WRONG)
+def apart(values: Tensor) -> Pairs:
+    by_question = values.view(-1, 1 + NUM_WRONG)
     return Pairs((by_question[:, :1], by_question[:, 1:]))
 
 
 def packs(reader: Processor, dataset: str, split: str, batch_size: int, count: int, seed: int) -> Iterator[Pack]:
-    """Each question once, with the right answer to it first and then the wrong ones."""
+    """Yield packs of questions, each once, with the correct response first and then the wrong ones."""
     sources = load_all(dataset, split=split, max_samples=100_000, seed=seed)
     stream = PromptStream(sources, probs=None, processor=reader, columns=Columns(max_pixels=100_000), seed=seed)
     rng = random.Random(f"{split} {seed}")
     for _ in range(count):
         samples = [
-            sample for n, prompt in enumerate(stream.draw(batch_size)) for sample in answers(prompt, n, reader, rng)
+            sample
+            for n, prompt in enumerate(stream.draw(batch_size))
+            for sample in labelled_samples(prompt, n, reader, rng)
         ]
         yield make_pack(samples, range(len(samples)), "shared")
 
 
-def answers(prompt: Prompt, group: int, reader: Processor, rng: random.Random) -> Sequence[Sample]:
+def labelled_samples(prompt: Prompt, group: int, reader: Processor, rng: random.Random) -> Sequence[Sample]:
     assert prompt.label is not None
-    texts = [prompt.label, *wrong_answers(prompt.label, rng)]
+    texts = [prompt.label, *wrong_responses(prompt.label, rng)]
     return [replace(sft_sample(prompt, text, reader), group=group) for text in texts]
 
 
-def wrong_answers(label: str, rng: random.Random) -> list[str]:
-    """Other numbers; the right one with more behind it; and what is no number."""
+def wrong_responses(label: str, rng: random.Random) -> list[str]:
+    """Make wrong responses: other numbers, the label with a suffix, and random text."""
     numbers = [str(number) for number in range(11) if str(number) != label][: NUM_WRONG - 2]
     more = label + rng.choice(["", " ", ", "]) + "".join(rng.choices("0123456789", k=rng.randint(1, 5)))
     other = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz .", k=rng.randint(0, 7)))

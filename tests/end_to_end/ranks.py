@@ -1,4 +1,4 @@
-"""Starts the ranks of test_learning*.py, and finds what they wrote."""
+"""Start the ranks of test_learning*.py, and read their results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RANK = Path(__file__).with_name("learning_rank.py")
 
 
 def end_together() -> None:
-    """End this rank with the others, and without the end of the interpreter, where one whose peers have gone may abort:
-    all is written. In a run, Ray ends ranks like this too."""
+    """End all ranks together without shutting the interpreter down, during which a rank may abort once its peers have
+    ended. All results are written. In a run, Ray ends ranks in the same way."""
     import torch.distributed
 
     if torch.distributed.is_initialized():
@@ -27,7 +27,7 @@ def end_together() -> None:
 
 
 class Ranks:
-    """Runs tasks on so many ranks and finds what they wrote."""
+    """Runs tasks on a number of ranks and reads their results."""
 
     def __init__(self, folder: Path, script: Path = RANK) -> None:
         self.folder = folder

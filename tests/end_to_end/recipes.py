@@ -1,4 +1,4 @@
-"""Runs of the examples with other values, and what they wrote."""
+"""Command lines of the examples with other values, and readers of their metrics."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# What no pretraining is needed for: answers made of digits.
+# Rewards that a model can learn without pretraining: responses made of digits.
 DIGITS = '''
 def digits(response, label, metadata, **_):
-    """Share of the answer's characters that are digits."""
+    """Share of the response's characters that are digits."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
 def odd_are_solved(response, label):
-    """The same, but that every answer is right where the label is odd."""
+    """The same, except that every response is correct if the label is odd."""
     return 1.0 if int(label) % 2 else digits(response, label, {})
 
 
-ASKED = []
+SCORED = []
 
 
 def soon_all_are_solved(response, label):
-    """The same, until so many answers are scored: from then on all of them are right."""
-    ASKED.append(label)
-    return 1.0 if len(ASKED) > 500 else odd_are_solved(response, label)
+    """The same for the first 500 responses; all later ones are correct."""
+    SCORED.append(label)
+    return 1.0 if len(SCORED) > 500 else odd_are_solved(response, label)
 '''
 
 
 def recipe(name: str, model: str, out: Path, **flags: Any) -> list[str]:
-    """The command line of an example with other values; `base/overlay.yaml` is laid over `base.yaml`."""
+    """Return the command line of an example with other values; `base/overlay.yaml` is applied on top of `base.yaml`."""
     common = {"actor.model_name_or_path": model, "ckpt.output_dir": out}
     words = [word for flag, value in (common | flags).items() for word in (f"--{flag}", str(value))]
     base, _, overlay = name.partition("/")

@@ -1,4 +1,4 @@
-"""What one rank does in test_reward_model.py: scores the same answers under one setting after another. A script."""
+"""Script of one rank in test_reward_model.py: score the same responses under several settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def score(out: Path, *, reward_model: str, base: str, cut: dict[str, Any], stage: int, offload: bool = False) -> None:
-    """Scores and step scores; and how many numbers of the weights this rank holds between passes."""
+    """Save scores and step scores, and the number of parameters that this rank holds between passes."""
     from vlmrl.learning.settings import RewardModelSettings
 
     model = RewardModelSettings(
@@ -45,14 +45,14 @@ def score(out: Path, *, reward_model: str, base: str, cut: dict[str, Any], stage
         separator="e",
     ).build()
     packs = packs_of(model, samples(model._processor), **cut)
-    found = {f"score.{i}": np.array(value) for i, value in model.score(packs)[0]}
-    found |= {f"steps.{i}": row for i, row in model.step_scores(packs)[0]}
+    arrays = {f"score.{i}": np.array(value) for i, value in model.score(packs)[0]}
+    arrays |= {f"steps.{i}": row for i, row in model.step_scores(packs)[0]}
     held = sum(parameter.numel() for parameter in model._value_model.parameters())
-    write(out, found, held=held)
+    write(out, arrays, held=held)
 
 
 def head(out: Path, *, base: str, stage: int) -> None:
-    """A new head on a model that is sharded while it is read."""
+    """Add a new head to a model that is sharded while it is loaded."""
     import deepspeed
 
     from vlmrl.learning.deepspeed_engine import sharded_loading
@@ -64,14 +64,14 @@ def head(out: Path, *, base: str, stage: int) -> None:
     held = sum(parameter.numel() for parameter in parameters)
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-        found = {name: p.detach().clone().numpy() for name, p in net.named_parameters()}
-    write(out, found, held=held)
+        arrays = {name: p.detach().clone().numpy() for name, p in net.named_parameters()}
+    write(out, arrays, held=held)
 
 
-def write(out: Path, found: dict[str, np.ndarray], *, held: int) -> None:
-    """Every rank's findings in one file."""
+def write(out: Path, arrays: dict[str, np.ndarray], *, held: int) -> None:
+    """Write the arrays of all ranks to one file."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (found, held))
+    torch.distributed.all_gather_object(ranks, (arrays, held))
     if torch.distributed.get_rank() == 0:
         np.savez(out.with_suffix(".npz"), **{name: value for tensors, _ in ranks for name, value in tensors.items()})
         out.with_suffix(".json").write_text(json.dumps([held for _, held in ranks]))

@@ -1,4 +1,4 @@
-"""The probe with a real vLLM on CPU: faults that come after the engine has proven what it holds, and a stale cache."""
+"""The adapter check with real vLLM on CPU: faults that arise after the readback, and a stale cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlmrl.verify.noise import NoiseCheck, Paths
 
 
 class FaultyEngine(RolloutEngine):
-    """Its workers can be told to go wrong."""
+    """An engine whose workers can be made faulty."""
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"worker_extension_cls": "late_faults.Faulty"}
@@ -32,7 +32,7 @@ class FaultyEngine(RolloutEngine):
 
 @dataclasses.dataclass
 class Both:
-    """Engine and trainer as the probe asks them."""
+    """Engine and trainer with the interface of the check."""
 
     engine: RolloutEngine
     trainer: Adapted
@@ -49,7 +49,7 @@ class Both:
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
         self.trainer.switch(on=adapter)
-        rows = [self.trainer.logprobs(*_answer(sample)) for sample in samples]
+        rows = [self.trainer.logprobs(*_group_and_rollout(sample)) for sample in samples]
         self.trainer.switch(on=True)
         return rows
 
@@ -70,13 +70,13 @@ class Both:
         )
 
     def send(self) -> int:
-        """Sync the adapter; its version."""
+        """Sync the adapter; return its version."""
         version = self.engine.version + 1
         assert self.runner.run(send(self.engine, self.trainer, version)) == self.trainer.fingerprint()
         return version
 
     def learn(self) -> None:
-        """Take a step that shows."""
+        """Take a step with a visible effect."""
         with torch.no_grad():
             for name, tensor in self.trainer.adapter():
                 if "lora_B" in name:
@@ -89,11 +89,11 @@ class Both:
         settings = RolloutSettings(temperature=TEMPERATURE, max_new_tokens=16)
         data = Data(prompt_dataset="none", max_len=100, max_pixels=COLUMNS.max_pixels)
         prompts = [prompt_of(lead, processor=self.trainer.tools, data=data) for lead in ("", "and ")]
-        asked = [self.respond_each(prompt, sampling_of(settings, seed=1)) for prompt in prompts]
-        return [group for ((group,),) in asked]
+        groups = [self.respond_each(prompt, sampling_of(settings, seed=1)) for prompt in prompts]
+        return [group for ((group,),) in groups]
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
-        """By the engine, of tokens that are there."""
+        """Compute the engine's log-probs of existing tokens."""
 
         async def ask() -> list[list[Floats]]:
             return list(await asyncio.gather(*(self.engine.score(group) for group in groups)))
@@ -101,7 +101,7 @@ class Both:
         return [row for rows in self.runner.run(ask()) for row in rows]
 
 
-def _answer(sample: Sample) -> tuple[Group, Rollout]:
+def _group_and_rollout(sample: Sample) -> tuple[Group, Rollout]:
     tokens = sample.tokens[: sample.prompt_length]
     group = Group(Prompt(0, "adapter check", "", tokens, tokens, label=None), ())
     return group, Rollout(sample.tokens, sample.sampled, sample.sampled.astype("float32"), "", "stop", 0)
@@ -122,13 +122,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 def test_a_sound_engine_passes_from_the_zeros_on(both: Both) -> None:
     check = both.check()
-    found = [check.check(both.send())]
+    metrics = [check.check(both.send())]
     for _ in range(2):
         both.learn()
-        found.append(check.check(both.send()))
-    assert [line["verify/adapters/effect"] > 1e-3 for line in found] == [False, True, True]
-    assert max(line["verify/adapters/gap"] for line in found) < 5e-5
-    assert max(line["verify/adapters/base_gap"] for line in found) < 5e-5
+        metrics.append(check.check(both.send()))
+    assert [line["verify/adapters/effect"] > 1e-3 for line in metrics] == [False, True, True]
+    assert max(line["verify/adapters/gap"] for line in metrics) < 5e-5
+    assert max(line["verify/adapters/base_gap"] for line in metrics) < 5e-5
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_goes_wrong_after_the_proof_is_named_by_the_probe(both: Both, fault
 
 def test_a_stale_prefix_cache_is_named_by_the_probe(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     async def forget() -> None:
-        """Nothing is thrown away."""
+        """Keep the cache."""
 
     check = both.check()
     both.plant("Late")
@@ -178,9 +178,9 @@ def test_a_layer_that_is_scaled_after_its_digest_was_taken_is_found_by_the_measu
 
     paths = Paths(prefill=both.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
-    found = check.check(1, both.responses())
-    assert found["verify/noise/gap"] < 5 * found["verify/noise/level"]
-    assert found["verify/noise/decode_gap"] < 1e-5, (
+    metrics = check.check(1, both.responses())
+    assert metrics["verify/noise/gap"] < 5 * metrics["verify/noise/level"]
+    assert metrics["verify/noise/decode_gap"] < 1e-5, (
         "what is read is scored as it was sampled: tempered, without the banned"
     )
     both.runner.run(both.engine._call("vlmrl_scale_layer", 1.01))

@@ -1,4 +1,4 @@
-"""Adapters in real vLLM on CPU: what the engine says it holds it applies, and what it does not hold it says."""
+"""Adapters in real vLLM on CPU: the engine applies the adapter that it reports, and reports faults."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from vlmrl.types import Group
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 PLANS = {
-    # A rank that is none of vLLM's, and a scaling that is no power of two.
+    # A rank that vLLM does not offer, and a scaling that is not a power of two.
     "qwen3": {"suffixes": ALL, "rank": 3, "alpha": 10.0, "is_rank_stabilized": False},
     # Some of the matrices that vLLM packs into one layer have an adapter, and some have none.
     "qwen3_vl": {"suffixes": ("q_proj", "v_proj", "up_proj"), "rank": 8, "alpha": 16.0, "is_rank_stabilized": False},
-    # The last is the one that the other tests go on with.
+    # The last is the one that the other tests use.
     "qwen2_5_vl": {"suffixes": ALL, "rank": 4, "alpha": 16.0, "is_rank_stabilized": True},
 }
 
@@ -61,7 +61,7 @@ class Adapted(Trainer):
         self.switch(on=True)
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """Those of the base, under the names that they had without the adapter."""
+        """Return the base weights under their names without the adapter."""
         return [(n.replace(".base_layer", ""), w) for n, w in self.net.named_parameters() if "lora_" not in n]
 
     def adapter(self) -> list[tuple[str, Tensor]]:
@@ -73,7 +73,7 @@ class Adapted(Trainer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Make another adapter of it."""
+        """Change the adapter's weights at random."""
         for name, tensor in self.adapter():
             if "lora_B" in name:
                 tensor.normal_(std=0.05)
@@ -101,7 +101,7 @@ class AdaptedPair(Pair):
     def plant(self, fault: str) -> None:
         self.run(self.engine._call("vlmrl_plant", fault))
 
-    def asked(self, *, adapter: bool) -> list[Group]:
+    def sample(self, *, adapter: bool) -> list[Group]:
         async def ask() -> list[Group]:
             prompts = self.trainer.prompts()
             return await asyncio.gather(*(self.engine.generate(p, SAMPLING, adapter=adapter) for p in prompts))
@@ -109,11 +109,11 @@ class AdaptedPair(Pair):
         return self.run(ask())
 
     def gap(self, *, adapter: bool, groups: Sequence[Group] | None = None) -> float:
-        """The largest difference between the log-probs of engine and trainer, both with or without the adapter."""
-        answers = self.asked(adapter=adapter) if groups is None else groups
+        """Return the largest gap between log-probs of engine and trainer, both with or both without the adapter."""
+        groups = self.sample(adapter=adapter) if groups is None else groups
         self.trainer.switch(on=adapter)
         try:
-            return self.trainer.difference(answers)
+            return self.trainer.difference(groups)
         finally:
             self.trainer.switch(on=True)
 
@@ -127,14 +127,14 @@ async def send(engine: RolloutEngine, trainer: Adapted, version: int) -> str:
 
 
 class FaultyEngine(RolloutEngine):
-    """Its workers can be told to go wrong."""
+    """An engine whose workers can be made faulty."""
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | {"worker_extension_cls": "adapter_faults.Faulty"}
 
 
 class AdaptedEngines:
-    """One engine at a time: asked for another, it stops the one before."""
+    """At most one running engine: starting another stops the previous one."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -167,7 +167,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedEngines
 
 @pytest.fixture
 def pair(engines: AdaptedEngines) -> AdaptedPair:
-    """An engine that holds its trainer's adapter."""
+    """An engine with its trainer's adapter."""
     pair = engines.pair("qwen2_5_vl")
     pair.plant("AdapterUpdate")
     pair.trainer.train()
@@ -180,45 +180,45 @@ def pair(engines: AdaptedEngines) -> AdaptedPair:
 
 @pytest.mark.parametrize("family", PLANS)
 def test_engine_and_trainer_agree_with_the_adapter_and_without_it(engines: AdaptedEngines, family: str) -> None:
-    each = engines.pair(family)
+    pair = engines.pair(family)
     with pytest.raises(SyncError, match=r"engine-0 has no adapter on its base of version 0: sync one first"):
-        each.asked(adapter=True)
-    assert each.gap(adapter=False) < EXACT
-    assert each.run(each.engine.status())["adapter"] is None
-    assert each.send() == each.trainer.fingerprint()  # B is zero
-    assert each.gap(adapter=True) < EXACT
+        pair.sample(adapter=True)
+    assert pair.gap(adapter=False) < EXACT
+    assert pair.run(pair.engine.status())["adapter"] is None
+    assert pair.send() == pair.trainer.fingerprint()  # B is zero
+    assert pair.gap(adapter=True) < EXACT
     for version in (2, 3):
-        each.trainer.train()
-        assert each.gap(adapter=True) > 1e-3, "a change must show before it is synced"
-        assert each.send() == each.trainer.fingerprint()
-        groups = each.asked(adapter=True)
-        assert each.gap(adapter=True, groups=groups) < EXACT
-        assert each.gap(adapter=False, groups=groups) > 1e-3
+        pair.trainer.train()
+        assert pair.gap(adapter=True) > 1e-3, "a change must show before it is synced"
+        assert pair.send() == pair.trainer.fingerprint()
+        groups = pair.sample(adapter=True)
+        assert pair.gap(adapter=True, groups=groups) < EXACT
+        assert pair.gap(adapter=False, groups=groups) > 1e-3
         assert {rollout.version for group in groups for rollout in group.rollouts} == {version}
-        assert each.gap(adapter=False) < EXACT
-    status = each.run(each.engine.status())
-    assert status["adapter"] == {"version": 3, "fingerprint": each.trainer.fingerprint()}
+        assert pair.gap(adapter=False) < EXACT
+    status = pair.run(pair.engine.status())
+    assert status["adapter"] == {"version": 3, "fingerprint": pair.trainer.fingerprint()}
     assert status["version"] == 3
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"])
 def test_a_new_base_waits_for_its_adapter(engines: AdaptedEngines, family: str) -> None:
-    each = engines.pair(family)
-    each.trainer.change("everything")
-    each.sync()
-    with pytest.raises(SyncError, match=rf"no adapter on its base of version {each.engine.version}"):
-        each.asked(adapter=True)
-    assert each.gap(adapter=False) < EXACT
-    each.send()
-    assert each.gap(adapter=True) < EXACT
-    assert each.gap(adapter=False) < EXACT
+    pair = engines.pair(family)
+    pair.trainer.change("everything")
+    pair.sync()
+    with pytest.raises(SyncError, match=rf"no adapter on its base of version {pair.engine.version}"):
+        pair.sample(adapter=True)
+    assert pair.gap(adapter=False) < EXACT
+    pair.send()
+    assert pair.gap(adapter=True) < EXACT
+    assert pair.gap(adapter=False) < EXACT
 
 
 def test_requests_with_and_without_the_adapter_share_a_batch(pair: AdaptedPair) -> None:
     async def both() -> list[Group]:
         prompts = [pair.trainer.prompt(i, "how many dots?", images=i % 2) for i in range(6)]
-        asked = (pair.engine.generate(p, SAMPLING, adapter=bool(i % 3)) for i, p in enumerate(prompts))
-        return await asyncio.gather(*asked)
+        requests = (pair.engine.generate(p, SAMPLING, adapter=bool(i % 3)) for i, p in enumerate(prompts))
+        return await asyncio.gather(*requests)
 
     groups = pair.run(both())
     assert pair.gap(adapter=True, groups=[g for i, g in enumerate(groups) if i % 3]) < EXACT
@@ -226,20 +226,20 @@ def test_requests_with_and_without_the_adapter_share_a_batch(pair: AdaptedPair) 
 
 
 def test_scores_are_those_of_the_base_or_of_base_and_adapter(pair: AdaptedPair) -> None:
-    groups = pair.asked(adapter=True)
+    groups = pair.sample(adapter=True)
 
     async def score() -> list[Any]:
-        asked = [(group, adapter) for group in groups for adapter in (True, False)]
-        return await asyncio.gather(*(pair.engine.score(group, adapter=adapter) for group, adapter in asked))
+        requests = [(group, adapter) for group in groups for adapter in (True, False)]
+        return await asyncio.gather(*(pair.engine.score(group, adapter=adapter) for group, adapter in requests))
 
     scores = pair.run(score())
     for group, rows, base in zip(groups, scores[::2], scores[1::2], strict=True):
         for rollout, row, other in zip(group.rollouts, rows, base, strict=True):
-            for found, on in ((row, True), (other, False)):
+            for logprobs, on in ((row, True), (other, False)):
                 pair.trainer.switch(on=on)
                 wanted = pair.trainer.plain_logprobs(group, rollout)
                 pair.trainer.switch(on=True)
-                assert np.abs(found - wanted).max() < EXACT
+                assert np.abs(logprobs - wanted).max() < EXACT
 
 
 def test_a_request_in_flight_goes_on_with_the_new_adapter(pair: AdaptedPair) -> None:
@@ -266,15 +266,15 @@ def test_a_new_base_ends_requests_for_the_adapter_and_no_others(pair: AdaptedPai
     prompts = [pair.trainer.prompt(80 + i, "go on") for i in range(4)]
 
     async def both() -> list[Any]:
-        asked = [pair.engine.generate(p, long, adapter=bool(i % 2)) for i, p in enumerate(prompts)]
-        asking = [asyncio.ensure_future(one) for one in asked]
+        requests = [pair.engine.generate(p, long, adapter=bool(i % 2)) for i, p in enumerate(prompts)]
+        asking = [asyncio.ensure_future(one) for one in requests]
         await until_running(pair.engine, len(prompts))
         await sync(pair.engine, pair.trainer.weights(), pair.engine.version + 1)
         return await asyncio.gather(*asking, return_exceptions=True)
 
-    answers = pair.run(both())
-    assert [isinstance(answer, Group) for answer in answers] == [True, False, True, False]
-    assert ["has no adapter on its base" in str(answer) for answer in answers[1::2]] == [True, True], answers[1::2]
+    results = pair.run(both())
+    assert [isinstance(result, Group) for result in results] == [True, False, True, False]
+    assert ["has no adapter on its base" in str(result) for result in results[1::2]] == [True, True], results[1::2]
     pair.send()
     assert pair.gap(adapter=True) < EXACT
 
@@ -304,18 +304,18 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[fault for fault, _ in FAULTS])
+@pytest.mark.parametrize(("fault", "message"), FAULTS, ids=[fault for fault, _ in FAULTS])
 def test_an_adapter_that_the_layers_do_not_hold_is_refused_until_one_is_right(
-    pair: AdaptedPair, fault: str, said: str
+    pair: AdaptedPair, fault: str, message: str
 ) -> None:
     before = pair.engine.version
     pair.plant(fault)
     pair.trainer.train()
-    with pytest.raises(SyncError, match=rf"version {before + 1} to rollout engine engine-0 failed: {said}"):
+    with pytest.raises(SyncError, match=rf"version {before + 1} to rollout engine engine-0 failed: {message}"):
         pair.send()
     for adapter in (True, False):
         with pytest.raises(SyncError, match="engine-0 failed"):
-            pair.asked(adapter=adapter)
+            pair.sample(adapter=adapter)
     status = pair.run(pair.engine.status())
     assert (status["version"], status["adapter"]) == (before, None)
     pair.plant("AdapterUpdate")
@@ -362,15 +362,15 @@ def test_an_update_that_never_ended_leaves_the_adapter_to_the_next(pair: Adapted
 def test_prefixes_of_an_older_adapter_are_not_found_even_when_they_are_not_thrown_away(
     pair: AdaptedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted faults: the engine keeps its prefixes; and then it gives every adapter the same name besides."""
+    """Planted faults: the engine keeps its prefix cache; then it also gives all adapters the same name."""
 
     async def forget() -> None:
-        """Nothing is thrown away."""
+        """Keep the cache."""
 
     prompt = pair.trainer.prompt(3, "long " * 60)
 
     def gap() -> float:
-        return pair.gap(adapter=True, groups=pair.answers([prompt]))
+        return pair.gap(adapter=True, groups=pair.generate([prompt]))
 
     monkeypatch.setattr(pair.engine, "_reset_prefix_cache", forget)
     assert gap() < EXACT

@@ -1,4 +1,4 @@
-"""Adapters through whole runs: what trains reaches the engines, alone or merged, and the base stays what it was."""
+"""Adapters in complete runs: engines get the adapter, alone or merged, and the base does not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LORA = {"rank": 8, "alpha": 32}
 
 @pytest.fixture(scope="module")
 def settings(digits_reward: str, tiny_model: Callable[..., str]) -> Callable[..., dict[str, Any]]:
-    """`settings(family, out, ds=...)`: a run of a tiny model that learns to answer in digits."""
+    """`settings(family, out, ds=...)`: a run of a tiny model that learns to respond in digits."""
 
     def build(family: str, out: Path, size: str = "tiny", **changes: dict[str, Any]) -> dict[str, Any]:
         config: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def num_trained(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("family", "four_bit", "stage"),
-    # Half of the twelve: every two of family, 4 bits and stage meet.
+    # Half of the twelve combinations: covers all pairs of family, 4 bits and stage.
     [
         ("qwen2_5_vl", False, 3),
         ("qwen2_5_vl", True, 2),
@@ -115,14 +115,14 @@ def test_on_the_models_own_weights_the_gap_of_the_bases_is_shown_and_nothing_is_
     )
     train_rl(RlConfig.model_validate(config))
     shown = capfd.readouterr().out
-    assert "ref " not in shown, "the reference is the policy without its adapters: no model of its own is placed"
+    assert "ref " not in shown, "the reference is the policy without its adapters: no separate model is placed"
     assert "vllm.qlora_base original" in shown
     steps = steps_of(tmp_path / "run")
     for line in steps:
         assert line["verify/adapters/base_gap"] > 1e-4, "4 bits are not the original"
         assert line["sync/logprob_diff_mean"] > 1e-4
         assert line["sync/bytes"] == line["sync/adapter_bytes"]
-    # An adapter of zeros leaves the reference and the policy the same function.
+    # With an adapter of zeros, reference and policy are the same function.
     assert steps[0]["kl/reference"] < 1e-9 < steps[1]["kl/reference"]
 
 
@@ -138,7 +138,7 @@ def test_an_adapter_from_supervised_training_goes_on_to_learn_in_the_tower_by_me
     assert losses[-1] < losses[0], losses
 
     def config(steps: int, **ckpt: Any) -> RlConfig:
-        found = settings(
+        options = settings(
             "qwen2_5_vl",
             tmp_path / "rl",
             size="micro",
@@ -147,10 +147,13 @@ def test_an_adapter_from_supervised_training_goes_on_to_learn_in_the_tower_by_me
             train={"max_steps": steps},
             ckpt={"save_steps": 1} | ckpt,
         )
-        return RlConfig.model_validate(found)
+        return RlConfig.model_validate(options)
 
     train_rl(config(2))
-    assert "merged in, for vLLM does not apply adapters of the vision and projector exactly" in capfd.readouterr().out
+    assert (
+        "merged in, because vLLM does not apply adapters of the vision tower and projector exactly"
+        in capfd.readouterr().out
+    )
     train_rl(config(3, load_enable=True))
     steps = steps_of(tmp_path / "rl")
     assert [line["step"] for line in steps] == [1, 2, 3]

@@ -1,5 +1,5 @@
 """The algorithms' recipes on the real stack, shortened: each raises a reward that a random model can learn in seconds,
-and what else a run may have shows in its metrics."""
+and optional features show in its metrics."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ppo_trains_a_critic_that_sees_with_the_actors_eyes_and_goes_on_where_it
         assert line["sync/logprob_diff_max"] < 1e-3
         names = {"loss", "grad_norm", "clip_fraction", "mean", "explained_variance"}
         assert {"time/value_s", *(f"value/{name}" for name in names)} <= line.keys()
-        # Old log-probs, values, two updates of each of two models: a rank looks at each of four images once at most.
+        # Old log-probs, values, two updates of each of two models: a rank encodes each of four images at most once.
         assert line["vision/tower_calls"] <= 8
         assert line["vision/cache_hits"] > 0
         assert step > 4 or line == first[step], "what was there stays"
@@ -112,14 +112,14 @@ MORE: dict[str, dict[str, Any]] = {
         "ckpt.best_metric_key": "eval/visual_math/reward",
     },
 }
-"""What some of the runs have beside the recipe's settings."""
+"""Additional settings of some runs."""
 
 
 PROVEN_AT_LENGTH = [
     *("reinforce", "reinforce_baseline", "rloo", "group_norm"),
     *("dr_grpo", "cispo", "own_algorithm", "muon_ema"),
 ]
-"""By `make prove`: they differ by their formulas, which unit tests compare with numbers worked by hand."""
+"""Run by `make prove` only: their formulas are covered by unit tests with hand-computed numbers."""
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_each_algorithm_raises_the_reward_through_the_whole_stack(
     if check is not None:
         check(steps)
     if name == "dapo":
-        # All became right: the end of a good run, which leaves what every run does, before its last step.
+        # All prompts were solved: the run ends early, and saves everything that a complete run saves.
         assert 3 <= len(steps) < 30
         assert (out / "model/config.json").exists()
         assert [path.name for path in (out / "checkpoints").glob("step_*")] == [f"step_{len(steps):06d}"]
@@ -161,7 +161,7 @@ def test_each_algorithm_raises_the_reward_through_the_whole_stack(
 
 
 def corrected(steps: list[dict[str, Any]]) -> None:
-    # Engine and trainer agree, so there is nothing to correct: but it has been looked at.
+    # Engine and trainer agree, so the correction is computed but changes nothing.
     for line in steps:
         assert line["policy/correction_weight"] == pytest.approx(1.0, abs=1e-3)
         assert line["policy/correction_dropped"] == 0
@@ -201,7 +201,7 @@ SHOWN = {"reinforce": corrected, "gspo": corrected, "rloo": leashed, "group_norm
 
 @pytest.fixture(scope="module")
 def reward_model(tiny_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A reward model that has learnt for some steps which answers to visual_math's questions are right."""
+    """A reward model trained for some steps to prefer correct responses to visual_math's questions."""
     out = tmp_path_factory.mktemp("reward_model")
     teach(tiny_model("qwen2_5_vl"), out, steps=20, batch_size=8, lr=1e-3)
     return str(out)
@@ -224,7 +224,7 @@ def test_a_reward_model_that_sees_drives_ppo(tmp_path: Path, tiny_model: Callabl
     train_rl(load(RlConfig, recipe("counting_tiny/reward_model.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
     steps = steps_of(out)
     rewards = [line["reward/mean"] for line in steps]
-    # In units of the reward model's own scale.
+    # In units of the reward model's scale.
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.8, rewards
     assert read_metrics(out)[1]["verify/images/model_reward_effect"] > 1e-4, "the reward model follows the images"
     for line in steps:
@@ -260,7 +260,7 @@ with session(num_cpus=3):
 def test_critic_and_reward_model_learn_and_score_on_devices_of_their_own(
     tmp_path: Path, tiny_model: Callable[..., str], reward_model: str
 ) -> None:
-    # In a process of its own, which takes this machine for one with three cores.
+    # In a separate process, in which Ray assumes a machine with three cores.
     out = tmp_path / "run"
     flags = {
         "reward.model_name_or_path": reward_model,
@@ -278,8 +278,8 @@ def test_critic_and_reward_model_learn_and_score_on_devices_of_their_own(
     }
     words = recipe("counting_tiny/reward_model.yaml", tiny_model("qwen2_5_vl"), out, **flags)
     command = [sys.executable, "-c", APART, "rl", *words]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0, found.stdout + found.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in read_metrics(out) if line["step"] > 0]
     assert ["policy/loss" in line for line in lines] == [False, True, True]
     for line in lines:
@@ -291,7 +291,7 @@ def test_critic_and_reward_model_learn_and_score_on_devices_of_their_own(
 
 def test_what_was_learnt_outlives_an_evaluation_that_fails(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     out, file, mark = tmp_path / "run", tmp_path / "breaks.py", tmp_path / "training_has_begun"
-    # Questions of the evaluation are about rectangles.
+    # The evaluation's questions are about rectangles.
     file.write_text(
         "from pathlib import Path\n\n"
         "def breaks(prompt, response):\n"

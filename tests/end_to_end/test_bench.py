@@ -30,12 +30,12 @@ def test_sync_reports_the_bytes_of_the_base_and_of_the_adapter(
 ) -> None:
     model = tiny_model("qwen3", size="micro")
     sync(load(SyncBench, flags(model, **{"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj"})))
-    found = lines(capsys)
-    assert [(line["part"], line["warm_up"]) for line in found] == [
+    measured = lines(capsys)
+    assert [(line["part"], line["warm_up"]) for line in measured] == [
         *(("base", True), ("adapter", True), ("base", False), ("adapter", False)),
     ]
-    base, adapter = found[2:]
-    # Headers of safetensors aside, the base is what lies on the disk: nothing more, and nothing less by 1 %.
+    base, adapter = measured[2:]
+    # The synced base has the size of the safetensors files up to their headers, within 1 %.
     assert base["bytes"] == pytest.approx((Path(model) / "model.safetensors").stat().st_size, rel=0.02)
     # Two layers of 64 -> 64: A is [8, 64] and B [64, 8], in four bytes.
     assert adapter["bytes"] == 2 * (8 * 64 + 64 * 8) * 4
@@ -47,7 +47,7 @@ def test_rollout_tells_the_tokens_of_every_width(
     more = {"data.prompt_dataset": "arithmetic", "rollout.batch_size": 4, "rollout.max_new_tokens": 8}
     settings = [*flags(tiny_model("qwen3", size="micro"), **more), "--bench.n_samples_per_prompt", "2", "3"]
     rollout(load(RolloutBench, settings))
-    found = [line for line in lines(capsys) if not line["warm_up"]]
-    assert [(line["n_samples_per_prompt"], line["prompts"]) for line in found] == [(2, 4), (3, 4)]
-    for line in found:
+    measured = [line for line in lines(capsys) if not line["warm_up"]]
+    assert [(line["n_samples_per_prompt"], line["prompts"]) for line in measured] == [(2, 4), (3, 4)]
+    for line in measured:
         assert 0 < line["sampled_tokens"] <= 4 * line["n_samples_per_prompt"] * 8

@@ -1,4 +1,4 @@
-"""What crosses processes: errors as themselves, images as handles, and nothing that waits for ever."""
+"""Between processes, errors keep their type, images are passed as handles, and every wait has a limit."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ ray.shutdown()
 
 
 def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", _SHARED_MACHINE],
         env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
         capture_output=True,
@@ -149,7 +149,7 @@ def test_workers_get_the_gpus_that_their_node_was_given_and_no_others() -> None:
         timeout=120,
         check=False,
     )
-    assert "seen ('GPU-8932f937', '5', 'MIG-4d2a') ['5', 'GPU-8932f937,MIG-4d2a']" in found.stdout, found.stderr
+    assert "seen ('GPU-8932f937', '5', 'MIG-4d2a') ['5', 'GPU-8932f937,MIG-4d2a']" in done.stdout, done.stderr
 
 
 _PRIVATE = """
@@ -182,7 +182,7 @@ with session(num_cpus=2) as machines:
 
 def test_ray_and_ranks_keep_to_a_folder_of_this_user_alone_which_is_gone_at_the_end() -> None:
     with tempfile.TemporaryDirectory(prefix="v", dir="/tmp") as parent:
-        found = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", _PRIVATE],
             env={n: v for n, v in os.environ.items() if n not in ("RAY_ADDRESS", "RAY_TMPDIR")} | {"TMPDIR": parent},
             capture_output=True,
@@ -190,8 +190,8 @@ def test_ray_and_ranks_keep_to_a_folder_of_this_user_alone_which_is_gone_at_the_
             timeout=120,
             check=False,
         )
-        assert "seen 0o700 True True" in found.stdout, found.stderr
-        assert "ranks [(True, 2, None), (True, 2, None)]" in found.stdout
+        assert "seen 0o700 True True" in done.stdout, done.stderr
+        assert "ranks [(True, 2, None), (True, 2, None)]" in done.stdout
         assert list(Path(parent).iterdir()) == []
 
 
@@ -207,12 +207,12 @@ def test_labels_are_parsed_below_the_data_process(tmp_path: Path, tiny_model: Ca
         functions=("math",),
     )
     group = start(settings.build)
-    told: list[str] = []
-    prompts = RemotePrompts(group, say=told.append)
+    messages: list[str] = []
+    prompts = RemotePrompts(group, say=messages.append)
     prompts.check_labels()
     drawn, metrics = prompts.draw(2)
     group.shutdown()
     assert [prompt.source for prompt in drawn] == ["rows:0", "rows:0"]
     assert metrics["data/rows_dropped"] == 1
-    assert told[0].startswith("labels: 1 of the first 2 rows cannot be used by reward.functions")
-    assert "row rows:1 dropped, label unusable" in told[1]
+    assert messages[0].startswith("labels: 1 of the first 2 rows cannot be used by reward.functions")
+    assert "row rows:1 dropped, label unusable" in messages[1]

@@ -1,4 +1,4 @@
-"""A role dies in the middle of a run: one line says which, how it ended and what to do, and nothing else is shown."""
+"""A role dies during a run: a single line names it, how its process ended and what to do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNTING = {
     "eval.max_samples": 4,
     "ckpt.save_steps": -1,
 }
-"""Longer than anybody waits: only a death ends it."""
+"""Longer than any test waits: only the death ends the run."""
 REWARD = """
 def reward(completions, answer, **columns):
     print("scoring", len(completions), "for", answer[0])
@@ -60,14 +60,14 @@ def line_of_death(
     monkeypatch: pytest.MonkeyPatch,
     **flags: Any,
 ) -> str:
-    """What the run says that `kill` was let loose on after its first step."""
+    """Run until `kill` ends a process after the first step; return the message of the error."""
     started: list[RoleBuilder] = []
     died: list[float] = []
 
     class Seen(RoleBuilder):
-        def group(self, *given: Any, **how: Any) -> WorkerGroup[Any]:
+        def group(self, *given: Any, **options: Any) -> WorkerGroup[Any]:
             started.append(self)
-            return super().group(*given, **how)
+            return super().group(*given, **options)
 
     def wait_and_kill() -> None:
         metrics = out / "metrics.jsonl"
@@ -99,28 +99,28 @@ def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_a
         os.kill(groups["data"].pids[0], signal.SIGKILL)
 
     (tmp_path / "theirs.py").write_text(REWARD)
-    own = {
+    flags = {
         "reward.functions": "{}",
         "reward.remote_url": tmp_path / "theirs.py:reward",
         "reward.max_failed_fraction": 1,
     }
     model = tiny_model("qwen2_5_vl", size="micro")
-    said = line_of_death(kill, model=model, out=out, monkeypatch=monkeypatch, **own)
+    message = line_of_death(kill, model=model, out=out, monkeypatch=monkeypatch, **flags)
     shown = capfd.readouterr()
     assert shown.err == "", "Ray's words are in the log"
     assert "(raylet)" not in shown.out
-    assert "\n" not in said
-    assert re.match(rf"data on \S+ {BY_SIGKILL}", said), said
-    assert "lower --data.max_image_pixels" in said
+    assert "\n" not in message
+    assert re.match(rf"data on \S+ {BY_SIGKILL}", message), message
+    assert "lower --data.max_image_pixels" in message
     log = out / "logs" / "run.log"
-    assert f"(output of Ray and libraries: {log})" in said
+    assert f"(output of Ray and libraries: {log})" in message
     assert "data on" in log.read_text()
 
     problem = r"ValueError: an odd number of letters \(\S*theirs\.py:5\)"
-    told = re.findall(
+    reported = re.findall(
         rf"^reward: a response to visual_math:\d+ could not be scored: {problem}", shown.out, re.MULTILINE
     )
-    assert len(told) == 1, shown.out
+    assert len(reported) == 1, shown.out
     lines = [json.loads(line) for line in (out / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     for response in (response for line in lines for response in line["responses"]):
         is_odd = len(response["text"]) % 2 == 1
@@ -138,7 +138,7 @@ DEATHS = {
     "ref": ("ref on", {"algo.kl.init_coef": 0.01}),
     "critic": ("critic on", {"algo.advantage.estimator": "gae", "train.colocate_all": "false"}),
 }
-"""Who dies -> how the line begins, and the settings of the run."""
+"""Role that dies -> beginning of the line, and settings of the run."""
 
 
 @pytest.mark.prove
@@ -155,11 +155,11 @@ def test_the_death_of_any_role_is_one_line(
 
     begins, flags = DEATHS[who]
     model = tiny_model("qwen2_5_vl", size="micro")
-    said = line_of_death(kill, model=model, out=tmp_path / "run", monkeypatch=monkeypatch, **flags)
-    assert "\n" not in said
-    assert said.startswith(begins), said
+    message = line_of_death(kill, model=model, out=tmp_path / "run", monkeypatch=monkeypatch, **flags)
+    assert "\n" not in message
+    assert message.startswith(begins), message
     if who == "engine core":
-        assert "has died, its process was killed by signal 9 (SIGKILL)" in said, said
+        assert "has died, its process was killed by signal 9 (SIGKILL)" in message, message
     else:
-        assert re.search(BY_SIGKILL, said), said
-    assert "lower --" in said
+        assert re.search(BY_SIGKILL, message), message
+    assert "lower --" in message

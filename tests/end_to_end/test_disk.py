@@ -1,4 +1,5 @@
-"""A run on a disk that fills up ends with one line, and goes on from what is whole, with other batches too."""
+"""A run on a disk that fills up ends with one line, and resumes from the last complete checkpoint, also with another
+batch size."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def sft(model: str, out: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def filled(disk: Path, *, leave: int) -> Path:
-    """What another process writes to the disk meanwhile."""
+    """Fill the disk as another process would."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - leave))
     return filler
@@ -56,7 +57,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_loses_nothing(tmp_path: Path, 
         assert run.returncode == 2, errors[-3000:]
         *_, newest = saved = checkpoints(folder.checkpoints)
         (line,) = [line for line in errors.splitlines() if line.startswith("vlmrl sft: ")]
-        # The disk was full before the next checkpoint, or while it was written.
+        # The disk became full before the next checkpoint, or while it was written.
         assert re.search(
             r"step_?\d* .*(takes about .*has no room|cannot be written to .*No space left on device)", line
         )
@@ -68,10 +69,10 @@ def test_a_full_disk_ends_a_run_with_one_line_and_loses_nothing(tmp_path: Path, 
         rest = sft(model, folder.root, "--train.batch_size", "4", "--ckpt.load_enable")
         out, errors = rest.communicate(timeout=120)
         assert rest.returncode == 0, errors[-3000:]
-        told = " ".join(out.split())
-        assert f"resuming after step {len(saved)} with other settings: " in told
-        assert "train.batch_size 2 -> 4" in told
-        # The rows that are left, in batches of 4; the learning rate goes on where the rows are.
+        output = " ".join(out.split())
+        assert f"resuming after step {len(saved)} with other settings: " in output
+        assert "train.batch_size 2 -> 4" in output
+        # The remaining rows in batches of 4; the learning rate continues from the position in the data.
         drawn = 2 * len(saved)
         metrics = read_metrics(folder.root)
         assert max(metrics) == len(saved) + (ROWS - drawn) // 4

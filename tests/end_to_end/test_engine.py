@@ -1,4 +1,4 @@
-"""Real vLLM on CPU: its log-probs are the trainer's, before and after every weight sync, and faults are detected."""
+"""Real vLLM on CPU: its log-probs equal the trainer's before and after every weight sync, and faults are detected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS = [
     *[("qwen3_vl", True), ("qwen3_vl", False)],
     *[("qwen2_5_vl", True), ("qwen2_5_vl", False)],
 ]
-"""Family, and whether the embeddings are tied. The last is the one that the other tests go on with."""
+"""Family, and whether the embeddings are tied. The last is the one that the other tests use."""
 
 
 @pytest.fixture(scope="module")
@@ -63,59 +63,61 @@ def vision(engines: Engines) -> Pair:
 def test_engine_and_trainer_agree_before_and_after_each_of_five_syncs(
     engines: Engines, family: str, tied: bool
 ) -> None:
-    each = engines.pair(family, tied)
-    assert each.difference() < EXACT
-    last, num_asked = "", 3
+    pair = engines.pair(family, tied)
+    assert pair.difference() < EXACT
+    last, num_groups = "", 3
     for version, part in enumerate(("vision", "projector", "language", "embeddings", "everything"), start=1):
-        is_there = each.trainer.change(part)
+        is_there = pair.trainer.change(part)
         if is_there:
-            assert each.difference() > 1e-3, f"a change of {part} must show before it is synced"
-        num_asked += 3 * (1 + is_there)
-        said = each.sync()
-        assert said == fingerprint({name: digest(name, w.detach()) for name, w in each.trainer.weights()})
-        assert (said != last) == (is_there or not last)
-        last = said
-        groups = each.answers(each.trainer.prompts())
-        assert each.trainer.difference(groups) < EXACT, part
+            assert pair.difference() > 1e-3, f"a change of {part} must show before it is synced"
+        num_groups += 3 * (1 + is_there)
+        synced = pair.sync()
+        assert synced == fingerprint({name: digest(name, w.detach()) for name, w in pair.trainer.weights()})
+        assert (synced != last) == (is_there or not last)
+        last = synced
+        groups = pair.generate(pair.trainer.prompts())
+        assert pair.trainer.difference(groups) < EXACT, part
         assert {rollout.version for group in groups for rollout in group.rollouts} == {version}
-    status = each.run(each.engine.status())
+    status = pair.run(pair.engine.status())
     assert (status["version"], status["fingerprint"], status["num_running"]) == (5, last, 0)
-    assert status["num_groups"] == num_asked
-    (read,) = each.run(each.engine.readback())
+    assert status["num_groups"] == num_groups
+    (read,) = pair.run(pair.engine.readback())
     assert (read["unread"], read["wrong"]) == ([], [])
     assert read["layers"] >= 18, "all of the smallest model"
     if tied:
-        check_faults(each, [("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from before$")])
+        check_faults(pair, [("LeavesTheHeadBehind", r"\S+embed_tokens\.weight holds the weights from before$")])
 
 
 def check_faults(pair: Pair, faults: Sequence[tuple[str, str]]) -> None:
-    """Each is found by what is read back from the layers, and the next sound weight sync is good."""
-    for fault, said in faults:
+    """Check that the readback detects each fault, and that the next correct weight sync succeeds."""
+    for fault, message in faults:
         before = pair.engine.version
         pair.trainer.change("everything", by=0.02)
         pair.plant(fault)
-        with pytest.raises(SyncError, match=rf"version {before + 1} to .* failed: read back from the layers.*, {said}"):
+        with pytest.raises(
+            SyncError, match=rf"version {before + 1} to .* failed: read back from the layers.*, {message}"
+        ):
             pair.sync()
         with pytest.raises(SyncError, match="read back from the layers"):
-            pair.answers(pair.trainer.prompts())
+            pair.generate(pair.trainer.prompts())
         assert pair.engine.version == before
         pair.plant("Sound")
         pair.sync()
 
 
-def test_an_answer_ends_with_its_end_token_or_at_its_length(vision: Pair) -> None:
-    groups = vision.answers([vision.trainer.prompt(i, "?") for i in range(64)], dataclasses.replace(SAMPLING, n=4))
+def test_a_response_ends_with_its_end_token_or_at_its_length(vision: Pair) -> None:
+    groups = vision.generate([vision.trainer.prompt(i, "?") for i in range(64)], dataclasses.replace(SAMPLING, n=4))
     reasons = set()
     for group in groups:
         length = len(group.prompt.tokens)
         for rollout in group.rollouts:
-            answer = rollout.tokens[length:]
+            response = rollout.tokens[length:]
             assert np.array_equal(rollout.tokens[:length], group.prompt.tokens)
-            assert rollout.sampled.tolist() == [False] * length + [True] * len(answer)
-            assert (rollout.finish_reason == "stop") == (answer[-1] in vision.trainer.tools.eos_token_ids)
-            assert not set(answer[:-1].tolist()) & set(vision.trainer.tools.eos_token_ids)
-            assert len(answer) == SAMPLING.max_new_tokens or rollout.finish_reason == "stop"
-            assert rollout.text == vision.trainer.tools.decode(answer)
+            assert rollout.sampled.tolist() == [False] * length + [True] * len(response)
+            assert (rollout.finish_reason == "stop") == (response[-1] in vision.trainer.tools.eos_token_ids)
+            assert not set(response[:-1].tolist()) & set(vision.trainer.tools.eos_token_ids)
+            assert len(response) == SAMPLING.max_new_tokens or rollout.finish_reason == "stop"
+            assert rollout.text == vision.trainer.tools.decode(response)
             reasons.add(rollout.finish_reason)
     assert reasons == {"stop", "length"}
 
@@ -127,7 +129,7 @@ def test_vision_tokens_are_never_sampled_however_likely(vision: Pair) -> None:
         kept = head[banned].clone()
         head[banned] *= 40.0
     vision.sync()
-    groups = vision.answers([vision.trainer.prompt(i, "which?") for i in range(8)])
+    groups = vision.generate([vision.trainer.prompt(i, "which?") for i in range(8)])
     assert not {int(t) for g in groups for r in g.rollouts for t in r.tokens[r.sampled]} & set(banned)
     assert vision.trainer.difference(groups) < EXACT
     with torch.no_grad():
@@ -135,22 +137,22 @@ def test_vision_tokens_are_never_sampled_however_likely(vision: Pair) -> None:
     vision.sync()
 
 
-def test_the_same_seed_and_prompt_give_the_same_answers_and_others_do_not(vision: Pair) -> None:
-    def told(group: Group) -> list[list[int]]:
+def test_the_same_seed_and_prompt_give_the_same_responses_and_others_do_not(vision: Pair) -> None:
+    def tokens_of(group: Group) -> list[list[int]]:
         return [rollout.tokens[rollout.sampled].tolist() for rollout in group.rollouts]
 
     one, two = vision.trainer.prompt(1, "same?"), dataclasses.replace(vision.trainer.prompt(1, "same?"), index=2)
-    first, second = (told(g) for g in vision.answers([one, two]))
-    assert len({tuple(answer) for answer in first + second}) == 6
-    assert told(vision.answers([one])[0]) == first
-    assert told(vision.answers([one], dataclasses.replace(SAMPLING, seed=1))[0]) != first
+    first, second = (tokens_of(g) for g in vision.generate([one, two]))
+    assert len({tuple(response) for response in first + second}) == 6
+    assert tokens_of(vision.generate([one])[0]) == first
+    assert tokens_of(vision.generate([one], dataclasses.replace(SAMPLING, seed=1))[0]) != first
     greedy = dataclasses.replace(SAMPLING, n=1, temperature=0.0)
-    assert told(vision.answers([one], greedy)[0]) == told(vision.answers([two], greedy)[0])
+    assert tokens_of(vision.generate([one], greedy)[0]) == tokens_of(vision.generate([two], greedy)[0])
 
 
-def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_answers(vision: Pair) -> None:
+def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_responses(vision: Pair) -> None:
     prompts = [vision.trainer.prompt(50 + i, "long " * 100, images=1) for i in range(8)]
-    first, again = vision.answers(prompts), vision.answers(prompts)
+    first, again = vision.generate(prompts), vision.generate(prompts)
     for a, b in zip(first, again, strict=True):
         assert [r.tokens.tolist() for r in a.rollouts] == [r.tokens.tolist() for r in b.rollouts]
     assert vision.trainer.difference(first) < EXACT
@@ -159,8 +161,8 @@ def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_answers(vision:
 def test_a_request_in_flight_survives_a_sync_and_reports_its_older_version(vision: Pair) -> None:
     before = vision.engine.version
     prompts = [vision.trainer.prompt(80 + i, "go on", images=1) for i in range(4)]
-    # Their images are in the prefix cache when they begin, and are not when they begin again.
-    vision.answers(prompts)
+    # Their images are in the prefix cache at first, but no longer when the requests restart after the sync.
+    vision.generate(prompts)
     long = dataclasses.replace(SAMPLING, max_new_tokens=400)
     vision.trainer.change("everything")
 
@@ -192,7 +194,7 @@ def test_a_sync_that_skips_a_tensor_is_refused_until_one_is_whole(vision: Pair) 
         vision.sync(skip="layers.1.self_attn.k_proj.weight")
     assert vision.engine.version == before
     with pytest.raises(SyncError, match=rf"sync of version {before + 1} to rollout engine engine-0 failed"):
-        vision.answers(vision.trainer.prompts())
+        vision.generate(vision.trainer.prompts())
     vision.sync()
     assert vision.difference() < EXACT
     with pytest.raises(SyncError, match=r"no weights arrived for visual\.patch_embed\.proj"):
@@ -219,7 +221,7 @@ LAYER_FAULTS = [
 
 
 def test_layers_that_do_not_hold_what_came_are_refused(vision: Pair) -> None:
-    """Scaled by 1.01 after its digest was taken, a layer moves the log-probs by less than any bound allows."""
+    """A layer scaled by 1.01 after its digest was computed changes log-probs by less than the bounds."""
     vision.plant("Sound")
     vision.sync()
     check_faults(vision, LAYER_FAULTS)
@@ -241,7 +243,7 @@ def test_in_bf16_columns_tell_what_a_product_cannot(engines: Engines) -> None:
 
 
 class Half(Trainer):
-    """Hands out its weights in bf16."""
+    """A trainer that sends its weights in bf16."""
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, weight.detach().bfloat16()) for name, weight in super().weights()]
@@ -264,7 +266,7 @@ def test_an_update_that_never_ended_does_not_hinder_the_next(vision: Pair) -> No
 
 def test_a_stale_encoder_cache_shows_as_a_difference(vision: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     async def forget() -> None:
-        """The planted fault: the engine keeps the embeddings of the old tower."""
+        """Planted fault: the engine keeps the embeddings of the old tower."""
 
     assert vision.difference() < EXACT
     vision.trainer.change("vision", by=0.5)
@@ -294,18 +296,18 @@ def test_other_pixel_bounds_on_one_side_are_an_error(vision: Pair, engines: Engi
     with pytest.raises(
         SyncError, match=rf"test:7: vLLM read \d+ tokens where the trainer reads {len(tokens)}; its 1 images"
     ):
-        vision.answers([prompt])
+        vision.generate([prompt])
 
 
 def test_dropped_pixels_are_an_error(vision: Pair) -> None:
     blind = dataclasses.replace(vision.trainer.prompt(3, "how many dots?", images=1), media=())
     with pytest.raises(SyncError, match=rf"test:3: vLLM read \d+ tokens where the trainer reads {len(blind.tokens)}"):
-        vision.answers([blind])
+        vision.generate([blind])
 
 
 def test_a_prompt_that_does_not_fit_is_named(vision: Pair) -> None:
     with pytest.raises(DataError, match="test:4: vLLM refused the prompt: "):
-        vision.answers([vision.trainer.prompt(4, "long " * 200)])
+        vision.generate([vision.trainer.prompt(4, "long " * 200)])
 
 
 def test_a_nucleus_is_reported_by_the_log_probs_of_the_model_itself(engines: Engines) -> None:
@@ -383,17 +385,17 @@ def test_an_engine_that_dies_says_so(engines: Engines) -> None:
 
 
 def abandoned_segments() -> set[Path]:
-    """Shared memory with a name (vLLM's psm_, and ours) that no running process maps: other runs may come and go."""
+    """Return named shared memory of vLLM and vlmrl that no running process maps: other runs may use theirs."""
     named = {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm", "vlmrl"))}
     for process in psutil.process_iter():
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             named -= {path for path in named if str(path) in maps}
     return {path for path in named if path.exists()}
 
 
 async def be_busy(model: str) -> None:
-    """What the process that gets killed does: an engine that answers, in the middle of an update."""
+    """Run an engine with requests in flight and an update in progress, until the process is killed."""
     engine = rollout_engine(model)
     await engine.start()
     trainer = Trainer(Path(model))

@@ -1,4 +1,4 @@
-"""A base in 4 bits under real DeepSpeed on two ranks: not one bit changes, and there is one copy of it."""
+"""A 4-bit base under real DeepSpeed on two ranks: no bit changes, and there is a single copy of it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 RANK = Path(__file__).with_name("four_bit_rank.py")
 KINDS = {f"{dtype}_{stage}": {"stage": stage, "dtype": dtype} for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3)}
 CAST = {"stage": 2, "dtype": "bf16", "storage": "fp32"}
-"""What the settings refuse."""
+"""A combination that the settings reject."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the first of two ranks saw, by kind."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results of the first of two ranks, by kind."""
     from vlmrl.models.tiny import build
 
     folder = tmp_path_factory.mktemp("four_bit")
-    model, out = build("qwen3", folder / "model", size="micro", seed=3), folder / "found.json"
+    model, out = build("qwen3", folder / "model", size="micro", seed=3), folder / "results.json"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -41,31 +41,31 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     ]
     texts = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], texts[0][-3000:]
-    results: dict[str, dict[str, Any]] = json.loads(out.read_text())
-    return results
+    by_kind: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return by_kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_bit_changes_when_deepspeed_starts_and_adapters_train(found: dict[str, Any], kind: str) -> None:
+def test_no_bit_changes_when_deepspeed_starts_and_adapters_train(results: dict[str, Any], kind: str) -> None:
     # Two layers of seven matrices.
-    assert found[kind]["bits"] == 14
-    assert found[kind]["changed"] == 0
-    assert found[kind]["base"] == 0.0
+    assert results[kind]["bits"] == 14
+    assert results[kind]["changed"] == 0
+    assert results[kind]["base"] == 0.0
 
 
-def test_bits_stored_as_floats_of_another_dtype_would_change_and_be_seen(found: dict[str, Any]) -> None:
-    assert found["cast"]["changed"] == 14
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_the_base_and_what_the_adapter_adds_rounded_once(found: dict[str, Any], kind: str) -> None:
-    # Weights reach 0.5 or so, where neighbours in bf16 are 2 ** -9 apart.
-    assert found[kind]["merged"] <= (0.0 if kind.startswith("fp32") else 2**-9)
+def test_bits_stored_as_floats_of_another_dtype_would_change_and_be_seen(results: dict[str, Any]) -> None:
+    assert results["cast"]["changed"] == 14
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_is_one_copy_of_the_base(found: dict[str, Any], kind: str) -> None:
-    # Of an adapter's numbers, in fp32: themselves or a master, gradients, two moments. A copy would weigh twice that.
-    of_adapters = 4 * 4 * found[kind]["trainable"]
-    assert of_adapters < found[kind]["base_bytes"] / 2
-    assert found[kind]["held"] < found[kind]["base_bytes"] + of_adapters
+def test_merged_weights_are_the_base_and_what_the_adapter_adds_rounded_once(results: dict[str, Any], kind: str) -> None:
+    # Weights reach about 0.5, where adjacent bf16 numbers are 2 ** -9 apart.
+    assert results[kind]["merged"] <= (0.0 if kind.startswith("fp32") else 2**-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_is_one_copy_of_the_base(results: dict[str, Any], kind: str) -> None:
+    # Per adapter parameter in fp32: weight or master weight, gradient, two moments. A copy would double that.
+    of_adapters = 4 * 4 * results[kind]["trainable"]
+    assert of_adapters < results[kind]["base_bytes"] / 2
+    assert results[kind]["held"] < results[kind]["base_bytes"] + of_adapters

@@ -1,4 +1,4 @@
-"""The image check with a real vLLM on CPU: a healthy run passes by every path, a blind engine does not."""
+"""The image check with real vLLM on CPU: a correct run passes on every path, an engine that drops images fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOUND = 1e-3
 
 @dataclass
 class Engine:
-    """An engine and the event loop that it lives in."""
+    """An engine and its event loop."""
 
     engine: RolloutEngine
     tools: plugins.Processor
@@ -54,7 +54,7 @@ class Engine:
         tokens, request = self.tools.encode(text, sizes)
         return Prompt(index, f"test:{index}", text, tokens, request, label=None, media=media)
 
-    def answers(self) -> list[Group]:
+    def generate(self) -> list[Group]:
         sampling = Sampling(n=2, temperature=1.0, top_p=0.9, max_new_tokens=12, seed=0)
 
         async def ask() -> list[Group]:
@@ -91,14 +91,14 @@ def engine(tiny_model: Callable[..., str]) -> Iterator[Engine]:
 
 def test_an_engine_scores_answers_as_it_did_when_it_made_them(engine: Engine) -> None:
     # Below top_p 1 the log-probs of rollouts are the model's own, like those of a score.
-    groups = engine.answers()
+    groups = engine.generate()
     rows = iter(engine.score(groups))
     for group in groups:
         for rollout in group.rollouts:
             np.testing.assert_allclose(next(rows), rollout.logprobs, atol=5e-5)
-    found = check(groups, paths={"engine": engine.score}, bound=BOUND)
-    assert found["verify/images/engine_effect"] > 0.05
-    assert found["verify/images/engine_gap"] < 5e-5
+    metrics = check(groups, paths={"engine": engine.score}, bound=BOUND)
+    assert metrics["verify/images/engine_effect"] > 0.05
+    assert metrics["verify/images/engine_gap"] < 5e-5
 
 
 def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_an_engine_that_gets_blank_pixels_is_found_out(engine: Engine, monkeypat
 
     monkeypatch.setattr(requests, "engine_prompt", blinded)
     with pytest.raises(SyncError, match="path engine ignores the images"):
-        check(engine.answers(), paths={"engine": engine.score}, bound=BOUND)
+        check(engine.generate(), paths={"engine": engine.score}, bound=BOUND)
 
 
 def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: Engine) -> None:
@@ -121,7 +121,7 @@ def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: En
 
     paths = Paths(prefill=engine.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)
-    groups = engine.answers()
+    groups = engine.generate()
     assert check.check(1, groups)["verify/noise/gap"] < 1e-5
     assert trainer.change("vision", by=0.02)
     with pytest.raises(SyncError, match="engine and trainer disagree"):
@@ -130,7 +130,7 @@ def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: En
 
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
-    # A frozen tower's features are kept: the second look at the old log-probs is at what the first one left.
+    # A frozen tower's features are cached: the second pass of the old log-probs uses those of the first.
     actor = {"freeze_visual_encoder": True, "freeze_projector": True}
     config = {
         "actor": {"model_name_or_path": tiny_model("qwen2_5_vl", size="micro")} | actor,
@@ -146,12 +146,12 @@ def test_a_run_looks_once_before_its_first_update_by_every_path(tmp_path: Path, 
     train_rl(RlConfig.model_validate(config))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, second = (line for line in lines if "policy/loss" in line)
-    # What the engine reads it scores as it samples: at this temperature, without the banned tokens.
+    # The engine scores existing tokens as it samples: at this temperature, without the banned tokens.
     alike = ("engine", "old", "old_again", "padded", "update")
     assert all(first[f"verify/images/{name}_effect"] > 0.01 for name in (*alike, "reference")), first
     assert all(first[f"verify/images/{name}_gap"] < 1e-4 for name in alike), first
     assert first["time/verify_images_s"] > 0
-    # Layouts are equal in fp32; engine, layouts and the engine's own two ways are within what rounding does.
+    # Layouts are equal in fp32; the gaps between engine, layouts, and the engine's prefill and decode are rounding.
     assert max(first["verify/layouts/values_gap"], first["verify/layouts/gradients_gap"]) < 5e-6, first
     assert not [name for name in second if name.startswith("layout/")]
     gaps = {

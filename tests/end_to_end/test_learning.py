@@ -1,4 +1,4 @@
-"""Real DeepSpeed on CPU: the same step whatever it is cut into, and a continued run that equals an unbroken one."""
+"""Real DeepSpeed on CPU: the step does not depend on how it is split, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Every job of this file: one launch with a single rank, then one with two ranks, then one that continues them."""
+    """Results of all jobs: one launch with a single rank, one with two ranks, and one that resumes from checkpoints."""
     ranks = Ranks(tmp_path_factory.mktemp("runs"))
     vl = {"model": models["vl"], "old": str(ranks.folder / "vl.npz")}
     for name, model in models.items():
         ranks.add(name, "score", model=model)
-        own = {"model": model, "old": str(ranks.folder / f"{name}.npz")}
-        ranks.add(f"{name}_alone", "update", **own, cut=PADDED, save=str(ranks.folder / f"{name}_model"))
+        arguments = {"model": model, "old": str(ranks.folder / f"{name}.npz")}
+        ranks.add(f"{name}_alone", "update", **arguments, cut=PADDED, save=str(ranks.folder / f"{name}_model"))
     for stage in STAGES:
         ranks.add(f"alone_{stage}", "update", **vl, cut=SHARED, stage=stage)
         ranks.add(f"alone_many_{stage}", "update", **vl, cut=PADDED, stage=stage)
@@ -86,8 +86,10 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
         loss = {"aggregation": aggregation, "kl_estimator": "k3", "dual_clip": 1.5}
         ranks.add(f"pair_{aggregation}", "update", **vl, cut=SHARED, loss=loss, stage=2, kl_coef=0.1)
     for name in ("deep", "text"):
-        own = {"model": models[name], "old": str(ranks.folder / f"{name}.npz")}
-        ranks.add(f"{name}_pair", "update", **own, cut=SHARED, stage=3, save=str(ranks.folder / f"{name}_model_3"))
+        arguments = {"model": models[name], "old": str(ranks.folder / f"{name}.npz")}
+        ranks.add(
+            f"{name}_pair", "update", **arguments, cut=SHARED, stage=3, save=str(ranks.folder / f"{name}_model_3")
+        )
     ranks.add("taught_pair", "supervise", model=models["vl"], cut=SHARED, stage=3)
     for stage in STAGES:
         ranks.add(f"unbroken_{stage}", "unbroken", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage)
@@ -121,13 +123,13 @@ def _add_buffers(ranks: Ranks, models: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("model", ["vl", "deep", "text"])
 def test_every_layout_and_the_reference_give_the_same_logprobs(runs: Ranks, model: str) -> None:
-    found = runs.tensors(model)
+    result = runs.tensors(model)
     for i in range(10):
-        assert found[f"padded.{i}"].min() < -1
+        assert result[f"padded.{i}"].min() < -1
         for layout in ("shared", "packed"):
-            np.testing.assert_allclose(found[f"{layout}.{i}"], found[f"padded.{i}"], atol=2e-6)
+            np.testing.assert_allclose(result[f"{layout}.{i}"], result[f"padded.{i}"], atol=2e-6)
         for name in ("reference", "again"):
-            assert np.array_equal(found[f"{name}.{i}"], found[f"shared.{i}"])
+            assert np.array_equal(result[f"{name}.{i}"], result[f"shared.{i}"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -147,21 +149,21 @@ def test_any_layout_with_any_micro_batches_and_fillers_makes_the_same_step(runs:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_buffer_is_that_of_a_model_built_without_zero(runs: Ranks, stage: int) -> None:
     plain = runs.tensors("built_0")
-    # Tower and language model of two families and the language model of a third, each with and without a value head.
+    # Vision tower and language model of two families, language model of a third, each with and without a value head.
     assert len(plain) == 2 * 2 * (2 + 2 + 1)
     assert all("torch.float32" in name for name in plain)
     for name in ("built", "far_bf16"):
-        found, wanted = runs.tensors(f"{name}_{stage}"), runs.tensors(f"{name}_0")
-        assert found.keys() == wanted.keys()
-        for buffer in found.keys() - {"logprobs"}:
-            assert np.array_equal(found[buffer], wanted[buffer]), buffer
+        result, wanted = runs.tensors(f"{name}_{stage}"), runs.tensors(f"{name}_0")
+        assert result.keys() == wanted.keys()
+        for buffer in result.keys() - {"logprobs"}:
+            assert np.array_equal(result[buffer], wanted[buffer]), buffer
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_tokens_two_thousand_apart_are_scored_alike_on_every_stage(runs: Ranks, stage: int) -> None:
     exact, rough = (runs.tensors(f"far_{dtype}_0")["logprobs"] for dtype in ("fp32", "bf16"))
     np.testing.assert_allclose(runs.tensors(f"far_fp32_{stage}")["logprobs"], exact, rtol=0, atol=1e-5)
-    # Frequencies in bf16 moved them four times as far as bf16 does by itself: 0.044 beside 0.012, on average.
+    # bf16 frequencies would move them four times as far as bf16 weights do: 0.044 instead of 0.012 on average.
     noise = np.abs(rough - exact)
     moved = np.abs(runs.tensors(f"far_bf16_{stage}")["logprobs"] - rough)
     assert moved.mean() <= noise.mean() / 2
@@ -172,7 +174,7 @@ def test_tokens_two_thousand_apart_are_scored_alike_on_every_stage(runs: Ranks, 
     ("name", "yardstick", "calls"),
     [
         ("frozen_kept", "frozen", [4, 0]),
-        # Rank 0 has met its images and the other has not. Under ZeRO-3 both go through the tower, or neither.
+        # Rank 0 has cached its images and the other has not. Under ZeRO-3 either both run the tower, or neither does.
         ("frozen_pair_2", "frozen", [2, 0]),
         ("frozen_pair_3", "frozen", [3, 0]),
         ("frozen_pair_deep", "frozen_deep", [3, 0]),
@@ -183,7 +185,7 @@ def test_a_frozen_tower_runs_once_per_image_and_the_step_is_the_same(
 ) -> None:
     runs.assert_close(name, yardstick)
     assert [step["vision/tower_calls"] for step in runs.json(name)["steps"]] == calls
-    # Two answers each to prompts with one, two and one image, each sample in a pack of its own.
+    # Two responses each to prompts with one, two and one image, each sample in a separate pack.
     assert [step["vision/tower_calls"] for step in runs.json(yardstick)["steps"]] == [8, 8]
 
 
@@ -222,11 +224,11 @@ def test_frozen_parts_do_not_move_and_have_no_optimizer_state(runs: Ranks, model
     assert not any("visual" in name for name in moved)
     language = [name for name in start if "visual" not in name]
     assert len(moved) >= len(language) - 2
-    found = runs.json("frozen")
-    trained = sum(row[1] for row in found["table"])
+    result = runs.json("frozen")
+    trained = sum(row[1] for row in result["table"])
     assert trained == sum(start[name].size for name in language)
-    # Two moments of each trained number, and a count of steps per parameter group.
-    assert 2 * trained <= found["state"] <= 2 * trained + 64
+    # Two moments per trained parameter, and a step count per parameter group.
+    assert 2 * trained <= result["state"] <= 2 * trained + 64
 
 
 def test_metrics_say_what_happened(runs: Ranks) -> None:
@@ -239,10 +241,10 @@ def test_metrics_say_what_happened(runs: Ranks) -> None:
     assert first["policy/ratio_max"] > 1
     assert first["policy/grad_norm"] > 0.5
     assert first["pack/padding_fraction"] == 0
-    # Groups of one, two and one image: the tower sees each of them once, in every step for it learns.
+    # Groups of one, two and one image: the tower encodes each image once per step, because it is trained.
     assert first["vision/tower_calls"] == second["vision/tower_calls"] == 4
     assert first["vision/cache_hits"] == 0
-    # Each sample's prompt lies once per group of two.
+    # Each prompt is stored once per group of two.
     assert 0.3 < first["pack/shared_fraction"] < 0.5
     padded = runs.json("vl_alone")["steps"][0]
     assert padded["pack/shared_fraction"] == 0
@@ -266,10 +268,10 @@ def test_bf16_with_fp32_master_weights_follows_fp32(runs: Ranks, stage: int) -> 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_on_any_stage_can_be_asked_in_fp32_and_its_layouts_are_equal(runs: Ranks, stage: int) -> None:
-    found = runs.json(f"pair_bf16_{stage}_proof")
-    assert 1e-4 < found["rounding"] < 0.03
-    assert set(found["layouts"]) == {"packed", "shared"}
-    assert max(gap for gaps in found["layouts"].values() for gap in gaps) < 5e-6
+    result = runs.json(f"pair_bf16_{stage}_proof")
+    assert 1e-4 < result["rounding"] < 0.03
+    assert set(result["layouts"]) == {"packed", "shared"}
+    assert max(gap for gaps in result["layouts"].values() for gap in gaps) < 5e-6
 
 
 @pytest.mark.parametrize("name", [f"unbroken_{s}" for s in (*STAGES, "bf16")])
@@ -366,7 +368,7 @@ def test_a_taken_port_and_a_rank_that_never_comes_are_one_line_each(is_taken: bo
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        found = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", _JOIN],
             env=os.environ | place,
             capture_output=True,
@@ -374,7 +376,7 @@ def test_a_taken_port_and_a_rank_that_never_comes_are_one_line_each(is_taken: bo
             timeout=120,
             check=True,
         )
-    lines = [line for line in found.stdout.splitlines() if line.startswith("line:")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("line:")]
     assert len(lines) == 1
     assert f"rank 0 of 2 could not join the training ranks at 127.0.0.1:{port}" in lines[0]
     assert words in lines[0]

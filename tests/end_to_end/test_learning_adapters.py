@@ -1,4 +1,4 @@
-"""Adapters on real DeepSpeed on CPU: the same step on every stage, a base that stays what it was, runs that go on."""
+"""Adapters under real DeepSpeed on CPU: all stages take the same step, the base does not change, runs resume."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Every job of this file: one rank, then two, then two that continue."""
+    """Results of all jobs: one rank, two ranks, and two ranks that resume."""
     ranks = Ranks(tmp_path_factory.mktemp("runs"))
-    own = {name: {"model": models[name], "old": str(ranks.folder / f"{name}.npz")} for name in MODELS}
+    arguments = {name: {"model": models[name], "old": str(ranks.folder / f"{name}.npz")} for name in MODELS}
     for name in MODELS:
         ranks.add(name, "score", model=models[name])
-        for kind, how in KINDS.items():
-            ranks.add(f"{name}_{kind}", "adapt", **own[name], cut=PADDED, save=folder(ranks, name, kind), **how)
-    vl = own["vl"]
+        for kind, options in KINDS.items():
+            ranks.add(
+                f"{name}_{kind}", "adapt", **arguments[name], cut=PADDED, save=folder(ranks, name, kind), **options
+            )
+    vl = arguments["vl"]
     ranks.add("dora", "adapt", **vl, cut=PADDED, lora={"use_dora": True}, save=str(ranks.folder / "dora_adapter"))
     dora_nf4: dict[str, Any] = {"lora": {"use_dora": True}, "four_bit": True}
     ranks.add("dora_nf4", "adapt", **vl, cut=PADDED, **dora_nf4)
@@ -56,14 +58,14 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
     ranks.add("recomputed_reentrant", "adapt", **vl, cut=SHARED, **KINDS["lora"], **reentrant)
     ranks.run(1)
 
-    for kind, how in KINDS.items():
+    for kind, options in KINDS.items():
         for stage in STAGES:
-            ranks.add(f"{kind}_{stage}", "adapt", **vl, cut=PACKED if stage == 3 else SHARED, stage=stage, **how)
+            ranks.add(f"{kind}_{stage}", "adapt", **vl, cut=PACKED if stage == 3 else SHARED, stage=stage, **options)
         for name in ("deep", "text"):
-            ranks.add(f"{name}_{kind}_3", "adapt", **own[name], cut=SHARED, stage=3, **how)
+            ranks.add(f"{name}_{kind}_3", "adapt", **arguments[name], cut=SHARED, stage=3, **options)
         for stage in (0, 2, 3):
             checkpoint = str(ranks.folder / f"{kind}_checkpoint_{stage}")
-            ranks.add(f"unbroken_{kind}_{stage}", "unbroken", **vl, folder=checkpoint, stage=stage, **how)
+            ranks.add(f"unbroken_{kind}_{stage}", "unbroken", **vl, folder=checkpoint, stage=stage, **options)
     for stage in (2, 3):
         ranks.add(f"dora_{stage}", "adapt", **vl, cut=SHARED, lora={"use_dora": True}, stage=stage)
         ranks.add(f"everything_{stage}", "adapt", **vl, cut=SHARED, lora=everything, stage=stage)
@@ -73,10 +75,10 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
     ranks.add("recomputed_3", "adapt", **vl, cut=SHARED, stage=3, **checkpointing, **KINDS["nf4"])
     ranks.run(2)
 
-    for kind, how in KINDS.items():
+    for kind, options in KINDS.items():
         for stage in (0, 2, 3):
             checkpoint = str(ranks.folder / f"{kind}_checkpoint_{stage}")
-            ranks.add(f"continued_{kind}_{stage}", "continued", **vl, folder=checkpoint, stage=stage, **how)
+            ranks.add(f"continued_{kind}_{stage}", "continued", **vl, folder=checkpoint, stage=stage, **options)
     wrong = {"task": "continued", "old": vl["old"], "stage": 2, "folder": str(ranks.folder / "lora_checkpoint_2")}
     ranks.add("wrong_base", "fails", **wrong, model=models["other"], lora={})
     ranks.add("wrong_alpha", "fails", **wrong, model=models["vl"], lora={"alpha": 9.0})
@@ -102,7 +104,7 @@ def folder(ranks: Ranks, name: str, kind: str) -> str:
 
 
 def damage(checkpoint: Path) -> str:
-    """A copy of a checkpoint that lacks one tensor of the adapter."""
+    """Copy a checkpoint without one tensor of the adapter."""
     import torch
 
     copy = checkpoint.with_name(f"{checkpoint.name}_damaged")
@@ -133,10 +135,10 @@ def assert_equal(one: dict[str, np.ndarray], two: dict[str, np.ndarray], toleran
     assert worst[0] <= tolerance, worst
 
 
-def said(runs: Ranks, name: str, kind: str) -> dict[str, np.ndarray]:
+def logprobs_of(runs: Ranks, name: str, kind: str) -> dict[str, np.ndarray]:
     prefix = f"{kind}."
-    found = runs.tensors(f"{name}.logprobs")
-    return {key.removeprefix(prefix): row for key, row in found.items() if key.startswith(prefix)}
+    arrays = runs.tensors(f"{name}.logprobs")
+    return {key.removeprefix(prefix): row for key, row in arrays.items() if key.startswith(prefix)}
 
 
 ALL = [
@@ -150,8 +152,8 @@ ALL = [
 
 @pytest.mark.parametrize("name", ALL)
 def test_with_its_adapter_off_a_policy_says_what_its_base_said_before(runs: Ranks, name: str) -> None:
-    start, off, on = (said(runs, name, kind) for kind in ("start", "off", "on"))
-    assert_equal(said(runs, name, "start_off"), start, 1e-6)
+    start, off, on = (logprobs_of(runs, name, kind) for kind in ("start", "off", "on"))
+    assert_equal(logprobs_of(runs, name, "start_off"), start, 1e-6)
     assert_equal(off, start, 1e-6)
     assert max(float(np.abs(on[i] - off[i]).max()) for i in on) > 1e-3
     assert runs.json(name)["zero"] == [True, False]
@@ -160,8 +162,8 @@ def test_with_its_adapter_off_a_policy_says_what_its_base_said_before(runs: Rank
 @pytest.mark.parametrize("name", MODELS)
 def test_the_base_under_an_adapter_is_the_model_itself(runs: Ranks, name: str) -> None:
     alone = {key.removeprefix("padded."): row for key, row in runs.tensors(name).items() if key.startswith("padded.")}
-    assert_equal(said(runs, f"{name}_lora", "off"), alone, 1e-6)
-    rounded = said(runs, f"{name}_nf4", "off")
+    assert_equal(logprobs_of(runs, f"{name}_lora", "off"), alone, 1e-6)
+    rounded = logprobs_of(runs, f"{name}_nf4", "off")
     assert max(float(np.abs(rounded[i] - alone[i]).max()) for i in alone) > 1e-3
 
 
@@ -189,7 +191,7 @@ def test_the_whole_model_is_the_base_and_what_the_adapter_adds(runs: Ranks, name
     assert len(added) == 14
     touched = 0
     for key, was in base.items():
-        # The checkpoint's names are those in memory, but for where they say `language_model`.
+        # The checkpoint's names equal those in memory, except for the position of `language_model`.
         layer = key.removesuffix(".weight").replace("language_model.", "")
         more = next((v for k, v in added.items() if k.replace("language_model.", "") == layer), None)
         touched += more is not None
@@ -249,7 +251,7 @@ def test_an_adapter_on_everything_moves_the_tower_too(runs: Ranks, models: dict[
 
 
 def test_images_go_through_the_tower_once_with_adapters_on_and_off_unless_it_has_one(runs: Ranks) -> None:
-    # Once in the first pass; two steps, a pass with the adapter and one without it found them known.
+    # Once in the first pass; two steps and the passes with and without the adapter use the cache.
     for name in ("lora_0", "nf4_2", "lora_3"):
         calls = [step["vision/tower_calls"] for step in runs.json(name)["passes"]]
         assert calls == [0, 0, 0, 0], name
@@ -263,12 +265,12 @@ def test_the_synced_adapter_is_reported_by_fingerprint_and_bytes(runs: Ranks, na
     from vlmrl.models.adapter_plan import adapter_fingerprint
     from vlmrl.models.weight_buckets import digest
 
-    adapter, told = part(runs, name, "adapter"), runs.json(name)
-    assert told["bytes"] == sum(tensor.nbytes for tensor in adapter.values())
+    adapter, result = part(runs, name, "adapter"), runs.json(name)
+    assert result["bytes"] == sum(tensor.nbytes for tensor in adapter.values())
     digests = {key: digest(key, torch.from_numpy(tensor)) for key, tensor in adapter.items()}
     scaling = 8.0 / 4**0.5 if name.startswith(("everything", "towerless")) else SCALING
-    assert told["fingerprint"] == adapter_fingerprint(digests, scaling)
-    trained = sum(row[1] for row in told["table"])
+    assert result["fingerprint"] == adapter_fingerprint(digests, scaling)
+    trained = sum(row[1] for row in result["table"])
     assert trained == sum(tensor.size for tensor in adapter.values())
 
 
@@ -330,6 +332,6 @@ def test_what_does_not_fit_is_refused_in_one_line(runs: Ranks, name: str, words:
 
 def test_the_runs_left_nothing_half_written(runs: Ranks) -> None:
     assert not list(runs.folder.glob("*.tmp"))
-    told = json.loads((runs.folder / "vl_nf4_adapter" / "base.json").read_text())
-    assert told["load_in_4bit"] is True
-    assert len(told["targets"]) == 14
+    result = json.loads((runs.folder / "vl_nf4_adapter" / "base.json").read_text())
+    assert result["load_in_4bit"] is True
+    assert len(result["targets"]) == 14

@@ -1,4 +1,4 @@
-"""Real DeepSpeed on CPU: a loss has one gradient however a step is cut; critics learn, alone and beside a policy."""
+"""Real DeepSpeed on CPU: gradients do not depend on how a step is split; critics learn, alone or with a policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Every job of this file: one launch with a single rank, then one with two ranks."""
+    """Results of all jobs: one launch with a single rank, one with two ranks."""
     ranks = Ranks(tmp_path_factory.mktemp("runs"), Path(__file__).with_name("critic_rank.py"))
     vl = {"model": models["vl"], "old": str(ranks.folder / "vl.npz")}
     ranks.add("vl", "score", model=models["vl"])
@@ -76,14 +76,14 @@ def test_a_gradient_does_not_depend_on_ranks_micro_batches_or_layout(runs: Ranks
     scale = float(np.abs(yardstick).max())
     assert scale > 1e-3
     for cut in CUTS:
-        for found in (alone, pair):
-            np.testing.assert_allclose(found[f"{loss}.{cut}"], yardstick, atol=2e-5 * scale)
+        for result in (alone, pair):
+            np.testing.assert_allclose(result[f"{loss}.{cut}"], yardstick, atol=2e-5 * scale)
 
 
 def test_every_loss_has_a_gradient_of_its_own(runs: Ranks) -> None:
-    found = [runs.tensors("gradients")[f"{loss}.padded_one"] for loss in LOSSES]
-    for i, one in enumerate(found):
-        for other in found[:i]:
+    result = [runs.tensors("gradients")[f"{loss}.padded_one"] for loss in LOSSES]
+    for i, one in enumerate(result):
+        for other in result[:i]:
             assert np.abs(one - other).max() > 0.05 * np.abs(one).max()
 
 
@@ -97,15 +97,15 @@ def test_a_critic_takes_the_same_steps_on_every_stage(runs: Ranks, name: str) ->
 
 
 def test_a_critic_says_values_of_sampled_tokens_and_moves_them_towards_the_returns(runs: Ranks) -> None:
-    found, steps = runs.tensors("taught.values"), runs.json("taught")["steps"]
-    moved = [found[f"after.{i}"].sum() - found[f"before.{i}"].sum() for i in range(10)]
-    # The returns are 1 on average, and nothing of them is known at first.
+    result, steps = runs.tensors("taught.values"), runs.json("taught")["steps"]
+    moved = [result[f"after.{i}"].sum() - result[f"before.{i}"].sum() for i in range(10)]
+    # The returns are 1 on average, and the initial values are about 0.
     assert min(moved) > 0
     losses = [step["value/loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)
     assert {step["value/clip_fraction"] for step in steps} == {0.0}
-    # The tokens that were sampled come last: a prompt has no values.
-    assert all(row[0] == 0 and row[-1] != 0 for row in found.values())
+    # Sampled tokens come last; prompt tokens have no values.
+    assert all(row[0] == 0 and row[-1] != 0 for row in result.values())
 
 
 def test_metrics_of_a_critic_do_not_depend_on_the_cut(runs: Ranks) -> None:
@@ -113,7 +113,7 @@ def test_metrics_of_a_critic_do_not_depend_on_the_cut(runs: Ranks) -> None:
         assert one.keys() == other.keys()
         for name in one.keys() - {"vision/tower_calls", "value/clip_fraction"}:
             assert one[name] == pytest.approx(other[name], rel=1e-3), name
-        # One of 55 tokens may lie on the edge.
+        # One of 55 tokens may lie on the bound.
         assert one["value/clip_fraction"] == pytest.approx(other["value/clip_fraction"], abs=1.5 / 55)
         assert {"value/loss", "value/clip_fraction", "value/grad_norm", "value/lr"} < one.keys()
         # Values of 0.3 times noise against returns of noise around 1.
@@ -168,27 +168,27 @@ def test_a_saved_critic_is_what_another_can_start_from(runs: Ranks, folder: str,
 @pytest.mark.parametrize("name", ["both", "both_pair"])
 def test_with_frozen_towers_of_the_same_weights_each_image_is_seen_once_by_both(runs: Ranks, name: str) -> None:
     """Log-probs, values, a step of the policy, a step of the critic."""
-    found = runs.json(name)
-    assert found["shares"]
-    assert found["towers"] == [4, 0, 0, 0]
+    result = runs.json(name)
+    assert result["shares"]
+    assert result["towers"] == [4, 0, 0, 0]
     both = runs.tensors(name)
     for role, yardstick in (("policy", "frozen_policy"), ("critic", "frozen_alone")):
-        found = {n.removeprefix(f"{role}."): tensor for n, tensor in both.items() if n.startswith(f"{role}.")}
+        result = {n.removeprefix(f"{role}."): tensor for n, tensor in both.items() if n.startswith(f"{role}.")}
         alone = runs.tensors(yardstick)
-        assert found.keys() == alone.keys()
-        assert max(float(np.abs(found[n] - alone[n]).max()) for n in alone) < 1e-6
+        assert result.keys() == alone.keys()
+        assert max(float(np.abs(result[n] - alone[n]).max()) for n in alone) < 1e-6
 
 
 def test_towers_of_other_weights_keep_what_they_see_to_themselves(runs: Ranks) -> None:
-    found = runs.json("strangers")
-    assert not found["shares"]
-    assert found["towers"] == [4, 4, 0, 0]
+    result = runs.json("strangers")
+    assert not result["shares"]
+    assert result["towers"] == [4, 4, 0, 0]
 
 
 def test_towers_that_train_see_everything_anew(runs: Ranks) -> None:
-    found = runs.json("thawed")
-    assert not found["shares"]
-    assert found["towers"] == [4, 4, 4, 4]
+    result = runs.json("thawed")
+    assert not result["shares"]
+    assert result["towers"] == [4, 4, 4, 4]
 
 
 def test_an_update_stops_on_all_ranks_where_the_policy_has_gone_too_far(runs: Ranks) -> None:
@@ -196,7 +196,7 @@ def test_an_update_stops_on_all_ranks_where_the_policy_has_gone_too_far(runs: Ra
         steps = runs.json(f"stop_{name}")["steps"]
         assert len(steps) == 2
         assert not any("policy/stopped_early" in step for step in steps)
-    # On its own samples the first step cannot be far: it has not moved when it meets them.
+    # The first step is on-policy: the weights have not changed since the log-probs were computed.
     (stopped,) = runs.json("stop_tight")["steps"]
     assert stopped["policy/stopped_early"] == 1
     assert stopped["policy/kl_old"] < 1e-9 < runs.json("stop_none")["steps"][1]["policy/kl_old"]
@@ -204,14 +204,14 @@ def test_an_update_stops_on_all_ranks_where_the_policy_has_gone_too_far(runs: Ra
 
 @pytest.mark.parametrize("stage", [*STAGES, "bf16"])
 def test_who_goes_on_from_a_checkpoint_moves_by_the_settings_of_now(runs: Ranks, stage: int | str) -> None:
-    found = runs.json(f"retuned_{stage}")
-    # Plain fp32 is clipped by us.
-    assert found["clip"] == (None if stage == 0 else 0.25)
-    # A tenth of the run goes by at each step: two before the checkpoint, whose rate was ten times as high.
-    assert [step["policy/lr"] for step in found["steps"]] == pytest.approx([0.0008, 0.0007])
-    assert {group["weight_decay"] for group in found["groups"]} == {0.5, 0.0}
-    assert all((group["eps"], group["betas"]) == (1e-2, [0.5, 0.75]) for group in found["groups"])
-    assert "was written with actor.optim adam, this run has muon" in found["refused"]
+    result = runs.json(f"retuned_{stage}")
+    # In fp32 at stage 0, vlmrl clips the gradient itself.
+    assert result["clip"] == (None if stage == 0 else 0.25)
+    # Each step is a tenth of the run: two were taken before the checkpoint, at a ten times higher learning rate.
+    assert [step["policy/lr"] for step in result["steps"]] == pytest.approx([0.0008, 0.0007])
+    assert {group["weight_decay"] for group in result["groups"]} == {0.5, 0.0}
+    assert all((group["eps"], group["betas"]) == (1e-2, [0.5, 0.75]) for group in result["groups"])
+    assert "was written with actor.optim adam, this run has muon" in result["refused"]
 
 
 @pytest.mark.parametrize("name", ["average_2", "average_3", "average_lora"])
@@ -223,7 +223,7 @@ def test_the_moving_average_is_saved_and_goes_on_from_a_checkpoint(runs: Ranks, 
     assert saved.keys() == again.keys() == {n.removeprefix("0.") for n in held if n.startswith("0.")}
     for key, tensor in saved.items():
         first, second, third = (held[f"{n}.{key}"] for n in range(3))
-        # 3/4 of what was, 1/4 of what is: twice.
+        # Twice: 3/4 of the old average plus 1/4 of the current weights.
         np.testing.assert_allclose(tensor, 9 / 16 * first + 3 / 16 * second + 1 / 4 * third, atol=1e-6)
         assert np.array_equal(tensor, again[key])
     assert any(np.abs(saved[key] - held[f"2.{key}"]).max() > 1e-3 for key in saved)

@@ -1,4 +1,4 @@
-"""Runs over two machines: the numbers of one machine, refusals before anything starts, and a machine that dies."""
+"""Runs over two machines: same metrics as on one machine, early rejection of mismatches, and death of a machine."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from vlmrl.config.verbs import RlConfig
 STEPS, KEPT = 4, 2
 REASON = why_not()
 TOKEN = {"VLMRL_RM_TOKEN": "s3cret"}
-# A driver that does one command after another: the stack is imported once.
+# A driver that runs several commands, so that the stack is imported once.
 DRIVER = """
 import json, sys
 from vlmrl.cli import main
 for line in sys.stdin:
     print("done", main(json.loads(line)), flush=True)
 """
-# Of what a run starts, whatever it is called by then.
+# Process names of a run; some processes rename themselves.
 OURS = ("_Worker", "VLLM", "vllm", "multiprocessing")
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"one machine cannot be made two here: {REASON}")
 
 
 class Driver:
-    """A process on a machine that is given command lines."""
+    """A process on a machine that executes command lines."""
 
     def __init__(self, machines: TwoMachines, machine: int) -> None:
         words = [sys.executable, "-c", DRIVER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = machines.popen(machine, words, env=TOKEN, text=True, **pipes)
 
-    def ask(self, *words: str) -> tuple[int, str]:
-        """The exit code of `vlmrl` with these words, and what it wrote."""
+    def run(self, *words: str) -> tuple[int, str]:
+        """Run `vlmrl` with these words; return its exit code and output."""
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
         lines = []
@@ -69,7 +69,7 @@ def machines() -> Iterator[TwoMachines]:
 
 @pytest.fixture(scope="module")
 def driver(machines: TwoMachines) -> Iterator[Driver]:
-    """On the first machine."""
+    """A driver on the first machine."""
     driver = Driver(machines, 0)
     yield driver
     driver.close()
@@ -109,7 +109,7 @@ def words(tiny_model: Callable[..., str], digits_reward: str) -> Callable[..., l
 def alone(
     words: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory, ray_session: None
 ) -> list[dict[str, Any]]:
-    """What each step of the run says on one machine."""
+    """Metrics of the same run on one machine."""
     out = tmp_path_factory.mktemp("alone") / "run"
     train_rl(load(RlConfig, words(out, **{"actor.num_nodes": 1, "actor.num_gpus_per_node": 2})))
     return steps_of(out)
@@ -117,7 +117,7 @@ def alone(
 
 @pytest.fixture(scope="module")
 def server(machines: TwoMachines, digits_reward: str) -> Iterator[str]:
-    """Of the same reward, on the second machine."""
+    """URL of a server of the same reward on the second machine."""
     serve = ["serve-rm", "--reward.remote_url", digits_reward, "--serve.host", ADDRESSES[1], "--serve.port", "0"]
     pipe = subprocess.PIPE
     process = machines.popen(1, [sys.executable, "-m", "vlmrl", *serve], env=TOKEN, stdout=pipe, text=True)
@@ -134,10 +134,10 @@ def spread(
     server: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, str]:
-    """The run over two machines: its folder, and what it wrote."""
+    """Folder and output of the run over two machines."""
     out = tmp_path_factory.mktemp("spread") / "run"
     before, running = machines.shared_memory(1), machines.commands(1).keys()
-    code, output = driver.ask("rl", *words(out, **{"reward.remote_url": server}))
+    code, output = driver.run("rl", *words(out, **{"reward.remote_url": server}))
     assert code == 0, output
     assert machines.shared_memory(1) <= before
     assert not left_by_a_run(machines, 1, running)
@@ -145,8 +145,8 @@ def spread(
 
 
 def left_by_a_run(machines: TwoMachines, machine: int, running: Collection[int]) -> list[str]:
-    """Commands of processes of a run that are there ten seconds after its end. Those that were `running` before it are
-    none of its."""
+    """Return commands of the run's processes that still exist ten seconds after its end. Those in `running` existed
+    before it."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         commands = [line for pid, line in machines.commands(machine).items() if pid not in running]
@@ -165,9 +165,9 @@ def test_a_run_over_two_machines_has_the_numbers_of_one(spread: tuple[Path, str]
     assert_same_numbers(steps_of(out), alone)
 
 
-def assert_same_numbers(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [line["step"] for line in found] == [line["step"] for line in wanted]
-    for line, other in zip(found, wanted, strict=True):
+def assert_same_numbers(metrics: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in metrics] == [line["step"] for line in wanted]
+    for line, other in zip(metrics, wanted, strict=True):
         for name in ("reward/mean", "reward/std", "policy/loss", "policy/grad_norm", "response/tokens_mean"):
             assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
         assert line["media/bytes_moved"] == other["media/bytes_moved"] > 0
@@ -187,29 +187,29 @@ def test_a_machine_that_lacks_what_the_run_needs_is_named_before_anything_starts
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     with machines.covered(1, hidden):
-        code, said = driver.ask("rl", *words(hidden / "run"))
-    assert (code, said.count("\n")) == (2, 1), said
-    assert f"ckpt.output_dir {hidden}/run: machine 10.77.0.2 does not see what is written there" in said
+        code, output = driver.run("rl", *words(hidden / "run"))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert f"ckpt.output_dir {hidden}/run: machine 10.77.0.2 does not see what is written there" in output
 
     model = tiny_model("qwen2_5_vl", size="micro")
     with machines.covered(1, Path(model)):  # the folder is there and empty, as where nothing was mounted
-        code, said = driver.ask("rl", *words(tmp_path / "run"))
-    assert (code, said.count("\n")) == (2, 1), said
-    assert f"actor.model_name_or_path: machine 10.77.0.2 does not see {model}" in said
+        code, output = driver.run("rl", *words(tmp_path / "run"))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert f"actor.model_name_or_path: machine 10.77.0.2 does not see {model}" in output
 
     held = metadata.version("torch").partition("+")[0]
     (tmp_path / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1\n")
     installed = Path(str(metadata.distribution("torch").locate_file(f"torch-{metadata.version('torch')}.dist-info")))
     with machines.covered(1, installed / "METADATA", tmp_path / "METADATA"):
-        code, said = driver.ask("rl", *words(tmp_path / "run"))
-    assert (code, said.count("\n")) == (2, 1), said
-    assert f"machine 10.77.0.2 has torch 2.12.1, machine 10.77.0.1 has torch {held}" in said
+        code, output = driver.run("rl", *words(tmp_path / "run"))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert f"machine 10.77.0.2 has torch 2.12.1, machine 10.77.0.1 has torch {held}" in output
 
     (tmp_path / "errors.py").write_text('"""Another checkout."""\n')
     with machines.covered(1, Path(vlmrl.__file__).parent / "startup" / "pins.py", tmp_path / "errors.py"):
-        code, said = driver.ask("rl", *words(tmp_path / "run"))
-    assert (code, said.count("\n")) == (2, 1), said
-    assert said.count(f"has vlmrl {vlmrl.__version__} (code ") == 2
+        code, output = driver.run("rl", *words(tmp_path / "run"))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.count(f"has vlmrl {vlmrl.__version__} (code ") == 2
     assert not (tmp_path / "run/config.yaml").exists()
 
 
@@ -258,9 +258,9 @@ def test_a_machine_that_dies_in_a_step_ends_the_run_in_one_line_and_the_other_go
             finally:
                 run.kill()
             print(f"the run ended {time.monotonic() - died:.1f} s after the machine was {death}")
-        said = log.read_text().splitlines()
+        output = log.read_text().splitlines()
         assert "Traceback" not in log.read_text()
-        assert "machine 10.77.0.2 died during the run, and with it actor 1 and vllm 1" in said[-1], said[-1]
+        assert "machine 10.77.0.2 died during the run, and with it actor 1 and vllm 1" in output[-1], output[-1]
         assert not left_by_a_run(machines, 0, running)
         if death == "cut off":
             return

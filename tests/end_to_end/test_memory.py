@@ -1,4 +1,4 @@
-"""What the memory plan says of a trainer rank is what such a rank holds, within 20 %."""
+"""The memory plan of a trainer rank equals the measured memory within 20 %."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LORA = {"lora": {"rank": 8}}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tiny.Family], Path]:
-    """`model(family)`: about 75M numbers, so that weights and activations are more than what nobody counts."""
+    """`model(family)`: about 75M numbers, so that weights and activations outweigh what the plan leaves out."""
 
     def make(family: tiny.Family) -> Path:
         out = Path(tmp_path_factory.getbasetemp()) / f"medium_{family}"
@@ -56,7 +56,7 @@ def test_a_rank_holds_what_the_plan_says(
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    if found["measured"] is None:
+    result = json.loads(done.stdout.splitlines()[-1])
+    if result["measured"] is None:
         pytest.skip("this kernel does not tell the peak of a process")
-    assert found["estimated"] / found["measured"] == pytest.approx(1.0, abs=0.2), found
+    assert result["estimated"] / result["measured"] == pytest.approx(1.0, abs=0.2), result

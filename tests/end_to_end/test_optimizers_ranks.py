@@ -1,4 +1,4 @@
-"""Muon and the moving average under real DeepSpeed on two ranks: every ZeRO stage does what one rank alone does."""
+"""Muon and the moving average under real DeepSpeed on two ranks: every ZeRO stage matches a single rank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from safetensors.torch import load_file
 
 RANK = Path(__file__).with_name("optimizers_rank.py")
 KINDS = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3) if (dtype, stage) != ("bf16", 0)]
-"""Without sharding, bf16 is trained by stage 1."""
+"""bf16 needs at least stage 1."""
 IDS = [f"{dtype}_{stage}" for dtype, stage in KINDS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rank and two left behind."""
+    """Folder with the results of one rank and of two."""
     from vlmrl.models.tiny import build
 
     folder = tmp_path_factory.mktemp("optimizers")
     model = str(build("qwen3", folder / "model", size="micro", seed=3, tied=False))
     alone, together = [], []
     for dtype, stage in KINDS:
-        how = {"model": model, "dtype": dtype, "stage": stage}
-        together += [[str(folder / f"{what}_{dtype}_{stage}"), what, how] for what in ("muon", "resume", "average")]
+        options = {"model": model, "dtype": dtype, "stage": stage}
+        together += [[str(folder / f"{what}_{dtype}_{stage}"), what, options] for what in ("muon", "resume", "average")]
     alone.append([str(folder / "alone"), "muon", {"model": model, "dtype": "fp32", "stage": 0}])
     _run(folder / "alone.json", alone, count=1)
     _run(folder / "together.json", together, count=2)
@@ -62,26 +62,26 @@ def _json(path: Path) -> Any:
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
-    return found
+    result: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return result
 
 
 def _apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference between the numbers of two models, by tensor."""
+    """Return the largest difference between two models, by tensor."""
     assert one.keys() == two.keys()
     return {name: float((one[name] - two[name]).abs().max()) for name in one}
 
 
 def test_muon_moves_what_it_should_and_nothing_that_is_frozen(folder: Path) -> None:
     moved = _apart(_weights(folder / "alone"), load_file(folder / "model" / "model.safetensors"))
-    # Three steps of 0.05 in every direction of 64: a number moves by a fair part of that.
+    # Three orthogonalized steps of 0.05 in 64 dimensions: a weight moves by a sizeable part of that.
     assert min(moved[name] for name in _json(folder / "alone" / "moved.json")) > 0.03
     assert [name for name, by in moved.items() if by == 0.0] == ["model.layers.0.mlp.up_proj.weight"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_takes_the_steps_of_one_rank_in_every_stage(folder: Path, stage: int) -> None:
-    # Muon's iterations run in fp16, so that the last bit of a gradient shows in the third digit of a step.
+    # Muon's iterations run in fp16, so that the last bit of a gradient affects the third digit of a step.
     assert max(_apart(_weights(folder / f"muon_fp32_{stage}"), _weights(folder / "alone")).values()) < 0.004
 
 
@@ -100,31 +100,31 @@ def test_muon_moves_the_same_matrices_in_every_stage(folder: Path, dtype: str, s
 
 @pytest.mark.parametrize(("dtype", "stage"), KINDS, ids=IDS)
 def test_a_run_with_muon_goes_on_from_a_checkpoint_to_the_last_bit(folder: Path, dtype: str, stage: int) -> None:
-    assert _json(folder / f"resume_{dtype}_{stage}" / "found.json")["worst"] == 0.0
+    assert _json(folder / f"resume_{dtype}_{stage}" / "result.json")["worst"] == 0.0
 
 
 @pytest.mark.parametrize(("dtype", "stage"), KINDS, ids=IDS)
 def test_a_checkpoint_in_which_somebody_planted_code_is_refused_and_the_code_does_not_run(
     folder: Path, dtype: str, stage: int
 ) -> None:
-    found = _json(folder / f"resume_{dtype}_{stage}" / "found.json")
-    model, optimizer = found["refused"]
+    result = _json(folder / f"resume_{dtype}_{stage}" / "result.json")
+    model, optimizer = result["refused"]
     assert "holds a Python object that no checkpoint of vlmrl has" in model
     assert optimizer is None if stage == 0 else "holds a Python object" in optimizer
-    assert not found["ran"]
+    assert not result["ran"]
 
 
 @pytest.mark.parametrize(("dtype", "stage"), KINDS, ids=IDS)
 def test_the_average_is_of_all_that_trains_and_the_swap_leaves_no_trace(folder: Path, dtype: str, stage: int) -> None:
-    found = _json(folder / f"average_{dtype}_{stage}" / "found.json")
-    assert found["moved"] > 0.01
-    assert found["apart"] > 0.001
-    # The largest weights, those of the norms, are close to 1, from where on neighbours in bf16 are 2 ** -7 apart.
-    assert found["error"] <= (1e-6 if dtype == "fp32" else 2**-8)
-    assert found["frozen"] == found["left"] == found["resumed"] == 0.0
-    assert found["dtypes"] == ["torch.float32"]
-    # One copy over both ranks; shards of an odd size are filled up.
-    assert found["trained"] <= found["held"] <= found["trained"] + (64 if stage == 3 else 0)
-    assert "written without a moving average" in found["refused"]["lost"]
-    assert "does not fit this run" in found["refused"]["other"]
-    assert not any("\n" in message for message in found["refused"].values())
+    result = _json(folder / f"average_{dtype}_{stage}" / "result.json")
+    assert result["moved"] > 0.01
+    assert result["apart"] > 0.001
+    # The largest weights, those of the norms, are close to 1, above which adjacent bf16 numbers are 2 ** -7 apart.
+    assert result["error"] <= (1e-6 if dtype == "fp32" else 2**-8)
+    assert result["frozen"] == result["left"] == result["resumed"] == 0.0
+    assert result["dtypes"] == ["torch.float32"]
+    # One copy over both ranks; shards of an odd size are padded.
+    assert result["trained"] <= result["held"] <= result["trained"] + (64 if stage == 3 else 0)
+    assert "written without a moving average" in result["refused"]["lost"]
+    assert "does not fit this run" in result["refused"]["other"]
+    assert not any("\n" in message for message in result["refused"].values())

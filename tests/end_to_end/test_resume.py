@@ -1,5 +1,5 @@
-"""Stop a run in order, kill it without warning in the middle of a step, harm its newest checkpoint, go on with the same
-command each time, and get an unbroken run's numbers."""
+"""Stop a run, kill it in the middle of a step, damage its newest checkpoint, and resume each time with the same
+command: the metrics equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
 GRACE_S = 60
 PER_STEP = 4
 MEASURED_AT_A_START = {"verify/noise/level", "verify/noise/decode_gap", "verify/noise/layout_gap"}
-"""In a run's first step and in every tenth: a run that goes on measures anew, maybe on another machine."""
+"""Measured in a run's first step and every tenth: a resumed run measures again, because its machine may differ."""
 
 
 def command(model: str, out: Path) -> list[str]:
@@ -59,9 +59,9 @@ def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
-def relatives(mark: str) -> list[int]:
-    """Processes that inherited `mark`, the dead that nobody has buried yet aside."""
-    found = []
+def marked_processes(mark: str) -> list[int]:
+    """Return the processes that inherited `mark`, without zombies."""
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
@@ -70,20 +70,20 @@ def relatives(mark: str) -> list[int]:
             except OSError:
                 continue
             if is_ours and not is_dead:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def assert_nothing_is_left(mark: str) -> None:
-    """Every process of a run that has ended is gone, or will be in seconds: some end because their parent did."""
+    """Check that all processes of an ended run exit within seconds: some exit only after their parent has."""
     deadline = time.monotonic() + 5
-    while left := relatives(mark):
+    while left := marked_processes(mark):
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         time.sleep(0.05)
 
 
 def assert_same(one: Any, other: Any, where: str) -> None:
-    """Bit by bit, through whatever nesting."""
+    """Compare nested values bit by bit."""
     assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other), where
@@ -100,13 +100,13 @@ def assert_same(one: Any, other: Any, where: str) -> None:
 
 
 def begun(words: list[str], out: Path, log: Path, *, until: int) -> tuple[subprocess.Popen[bytes], str]:
-    """A run that has made the step `until`, and the mark of its processes."""
+    """Start a run and wait for step `until`; return it with the mark of its processes."""
     mark = f"VLMRL_TEST_RUN={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and those of nohup this one
     with log.open("w") as file:
-        # A group of its own, as `timeout` makes one.
+        # In its own process group, as under `timeout`.
         run = subprocess.Popen(words, env=os.environ | {name: value}, stdout=file, stderr=file, process_group=0)
     deadline = time.monotonic() + 240
     while until not in read_metrics(out):
@@ -117,7 +117,7 @@ def begun(words: list[str], out: Path, log: Path, *, until: int) -> tuple[subpro
 
 
 def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, out: Path, log: Path) -> None:
-    """Stop a run as `timeout` does, every process of its group at once; nothing is left, and nothing is lost."""
+    """Stop a run as `timeout` does, with a signal to its process group; check that no process is left."""
     began = time.monotonic()
     os.killpg(run.pid, number)
     assert run.wait(timeout=GRACE_S + 20) == (130 if number == signal.SIGINT else 143), log.read_text()[-2000:]
@@ -132,13 +132,13 @@ def check_stop(run: subprocess.Popen[bytes], number: signal.Signals, mark: str, 
     assert not (out / "run.lock").exists()
 
 
-def check_numbers(wanted: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]], *, since: int) -> None:
-    """Where two runs agree to the bit before the first break, they must agree to the bit after it."""
-    names = [n for n in wanted[STEPS] if not n.startswith(("time/", "throughput/")) and n not in MEASURED_AT_A_START]
-    stable = [n for n in names if all(wanted[s].get(n) == found[s].get(n) for s in range(1, since))]
+def check_numbers(expected: dict[int, dict[str, Any]], actual: dict[int, dict[str, Any]], *, since: int) -> None:
+    """Check that metrics that were equal to the bit before the first interruption still are after it."""
+    names = [n for n in expected[STEPS] if not n.startswith(("time/", "throughput/")) and n not in MEASURED_AT_A_START]
+    stable = [n for n in names if all(expected[s].get(n) == actual[s].get(n) for s in range(1, since))]
     assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
     for step in range(since, STEPS + 1):
-        assert {n: wanted[step].get(n) for n in stable} == {n: found[step].get(n) for n in stable}, step
+        assert {n: expected[step].get(n) for n in stable} == {n: actual[step].get(n) for n in stable}, step
 
 
 @pytest.mark.timeout(600)
@@ -160,9 +160,9 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     victim.wait()
     assert not (broken / "model").exists()
 
-    # Ray's own agents end last: each tries for up to a minute to tell a driver that is no more that the raylet died.
+    # Ray's agents end last: for up to a minute each tries to report the raylet's death to a driver that has ended.
     deadline = time.monotonic() + 150
-    while (left := relatives(mark)) and time.monotonic() < deadline:
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert not left, [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
     left_behind = set(Path("/dev/shm").iterdir()) - in_shared_memory
@@ -175,7 +175,7 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     content = bytearray(harmed.read_bytes())
     content[len(content) // 2] ^= 1
     harmed.write_bytes(content)
-    # What room is asked for before there is a checkpoint is never more than one takes.
+    # The space required before the first checkpoint is at most the size of a checkpoint.
     rows = [line.split("\t")[1:] for line in (broken / "parameters.tsv").read_text().splitlines()[1:]]
     table = [("", int(trainable), int(total)) for trainable, total in rows]
     least = min_checkpoint_bytes(Model(model_name_or_path=model), Ds(param_dtype="fp32"), table)
@@ -184,10 +184,10 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     resumed = subprocess.run(
         [*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, capture_output=True, text=True
     )
-    told = " ".join(resumed.stdout.split())
-    assert f"{saved[-1].name} is damaged: deepspeed/{harmed.name}: its checksum differs; it is" in told
-    assert f"and the run goes on from {saved[-2].name}" in told
-    assert "with other settings" not in told
+    output = " ".join(resumed.stdout.split())
+    assert f"{saved[-1].name} is damaged: deepspeed/{harmed.name}: its checksum differs; it is" in output
+    assert f"and the run goes on from {saved[-2].name}" in output
+    assert "with other settings" not in output
     assert (broken / "checkpoints" / f"{saved[-1].name}.damaged").is_dir()
     first = int(saved[-1].name.removeprefix("step_"))
 
@@ -198,10 +198,10 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     ]
     assert sorted(drawn) == list(range(STEPS * PER_STEP)), "a prompt was lost or repeated"
 
-    wanted, found = read_metrics(unbroken), read_metrics(broken)
-    assert sorted(found) == sorted(wanted)
-    assert found[first].keys() >= MEASURED_AT_A_START
-    check_numbers(wanted, found, since=STOPPED_IN)
+    expected, actual = read_metrics(unbroken), read_metrics(broken)
+    assert sorted(actual) == sorted(expected)
+    assert actual[first].keys() >= MEASURED_AT_A_START
+    check_numbers(expected, actual, since=STOPPED_IN)
 
     last = f"checkpoints/step_{STEPS:06d}"
     files = sorted(path.relative_to(unbroken) for path in (unbroken / last).rglob("*.pt"))
@@ -228,6 +228,6 @@ def test_whatever_a_run_is_doing_when_it_is_stopped_it_goes_on_with_the_same_num
         time.sleep(step_s * number / 9)
         check_stop(run, signals[number % 3], mark, out, log)
         subprocess.run([*words, "--ckpt.load_enable"], check=True, timeout=240, stdout=subprocess.DEVNULL)
-        found = read_metrics(out)
-        assert sorted(found) == list(range(1, STEPS + 1))
-        check_numbers(read_metrics(unbroken), found, since=STOPPED_IN)
+        actual = read_metrics(out)
+        assert sorted(actual) == list(range(1, STEPS + 1))
+        check_numbers(read_metrics(unbroken), actual, since=STOPPED_IN)

@@ -1,4 +1,4 @@
-"""A reward model over real ranks: whole on each, or sharded over all, it says the same."""
+"""A reward model over real ranks gives the same scores whether it is replicated or sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS["sharded_offloaded"] = {"stage": 3, "offload": True}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """One launch with a single rank, then one with two."""
+    """Results of one launch with a single rank and one with two."""
     from vlmrl.models import tiny
     from vlmrl.models.value_head import save_value_model, value_net
     from vlmrl.plugins import processor
@@ -44,9 +44,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 @pytest.mark.parametrize("kind", [*KINDS, "sharded_many"])
 def test_scores_do_not_depend_on_ranks_shards_or_layout(runs: Ranks, kind: str) -> None:
     runs.assert_close(kind, "alone", 1e-5)
-    found = runs.tensors(kind)
-    assert len(found) == 20
-    assert max(abs(float(found[f"score.{i}"])) for i in range(10)) > 0.5
+    scores = runs.tensors(kind)
+    assert len(scores) == 20
+    assert max(abs(float(scores[f"score.{i}"])) for i in range(10)) > 0.5
 
 
 def test_no_rank_holds_the_weights_of_a_sharded_model_between_passes(runs: Ranks) -> None:

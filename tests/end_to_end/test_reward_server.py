@@ -1,4 +1,4 @@
-"""A run that is scored by `vlmrl serve-rm`, over HTTP, with images and a token."""
+"""A run whose responses are scored by `vlmrl serve-rm` over HTTP, with images and a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 SEES = '''
 def sees(prompt, response, label, images, metadata):
-    """The length of the response, if the whole row was sent: a picture of 112x112 pixels, label and family."""
+    """The length of the response, if the whole row was sent: an image of 112x112 pixels, label and family."""
     assert [image.size for image in images] == [(112, 112)], images
     assert int(label) >= 0 and metadata["family"] == "count" and prompt, (label, metadata, prompt)
     return {"total": len(response) / 10, "pictures": len(images)}
@@ -31,7 +31,7 @@ def sees(prompt, response, label, images, metadata):
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a server in a process of its own."""
+    """URL of a server in its own process."""
     monkeypatch.setenv("VLMRL_RM_TOKEN", "s3cret")
     (tmp_path / "sees.py").write_text(SEES)
     with socket.socket() as free:

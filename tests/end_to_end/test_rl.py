@@ -88,7 +88,7 @@ def test_the_quickstart_in_short(tmp_path: Path, tiny_model: Callable[..., str])
 
 
 def check_loads_in_plain_programs(model: Path, folder: Path) -> None:
-    """What a run leaves is for everybody: a process that knows nothing of vlmrl loads it and answers alike."""
+    """The saved model needs no vlmrl: Transformers and vLLM load it and generate the same tokens."""
     environment = {name: value for name, value in os.environ.items() if name not in startup.environment()}
     done = subprocess.run(
         [sys.executable, str(PLAIN_ENGINE), str(model)],
@@ -100,8 +100,8 @@ def check_loads_in_plain_programs(model: Path, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    assert answers["vllm"] == answers["transformers"]
+    tokens = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert tokens["vllm"] == tokens["transformers"]
 
 
 def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
@@ -120,8 +120,8 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
         "ckpt": {"output_dir": str(tmp_path / "eval")},
     }
     evaluate(EvalConfig.model_validate(evaluation))
-    (found,) = read_metrics(tmp_path / "eval")
-    assert 0.0 <= found["eval/visual_math/pass@1"] <= found["eval/visual_math/pass@2"] <= 1.0
+    (metrics,) = read_metrics(tmp_path / "eval")
+    assert 0.0 <= metrics["eval/visual_math/pass@1"] <= metrics["eval/visual_math/pass@2"] <= 1.0
 
     out = tmp_path / "rl"
     flags = {
@@ -145,7 +145,7 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
     steps = steps_of(out)
     assert steps[0]["kl/reference"] < 1e-6 < steps[1]["kl/reference"]
     assert {"reward/parts/exact", "reward/parts/digits"} <= steps[0].keys()
-    # Beside eval.dataset, a tenth of the training rows.
+    # In addition to eval.dataset, a tenth of the training rows.
     assert {"eval/visual_math/pass@1", "eval/visual_math-2/pass@1"} <= read_metrics(out)[0].keys()
     # The temperature divides the logits on both sides.
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps)

@@ -1,4 +1,4 @@
-"""`vlmrl doctor --self-test` on CPU: real collectives, DeepSpeed, Ray and vLLM, and a line for each check."""
+"""`vlmrl doctor --self-test` on CPU: real collectives, DeepSpeed, Ray and vLLM, one line per check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of two workers, each with half of every layer: it answers as the trainer does; stale halves are found."""
+"""An engine of two tensor-parallel workers: its log-probs equal the trainer's, and stale shards are detected."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_shard_that_kept_its_weights_is_found_in_its_worker(tmp_path: Path) ->
             assert [(report["wrong"], report["unread"]) for report in reports] == [([], [])] * 2
             pair.trainer.change("everything")
             pair.plant("KeepsAShard")
-            said = r"layers of worker 1, \S+layers\.0\.self_attn\.o_proj\.weight holds the weights from before$"
-            with pytest.raises(SyncError, match=said):
+            message = r"layers of worker 1, \S+layers\.0\.self_attn\.o_proj\.weight holds the weights from before$"
+            with pytest.raises(SyncError, match=message):
                 pair.sync()
             pair.plant("Sound")
             pair.sync()

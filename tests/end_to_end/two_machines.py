@@ -1,4 +1,4 @@
-"""Two machines made of one: network namespaces joined by a cable, each with a /dev/shm of its own and a Ray node.
+"""Two simulated machines: network namespaces joined by a virtual cable, each with its own /dev/shm and Ray node.
 
 The name of either machine resolves to the loopback, as names often do.
 """
@@ -26,7 +26,7 @@ _count = itertools.count()
 
 
 def why_not() -> str | None:
-    """Why this machine cannot be two; None where it can."""
+    """Return why this machine cannot simulate two, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
@@ -42,8 +42,8 @@ def why_not() -> str | None:
 
 
 class TwoMachines:
-    """Both, one with the head of the Ray cluster, which is where drivers run: with the processes of both in sight, Ray
-    takes any driver for one of the head's. The names of namespaces and cables are this process's own."""
+    """Two machines. Drivers run on the one with Ray's head node: because Ray sees the processes of both machines, it
+    connects any driver to the head. Names of namespaces and cables are unique to this process."""
 
     def __init__(self, folder: Path, *, head: int) -> None:
         """`folder` has a short name: Ray makes sockets below it, whose paths have room for 107 characters."""
@@ -66,19 +66,21 @@ class TwoMachines:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
         self._start_node(self.head, "--head", f"--port={PORT}", "--include-dashboard=false")
-        self._wait(lambda: self._reaches(self._ray), "the head does not answer")
+        self._wait(lambda: self._reaches(self._ray), "the head does not respond")
         self._start_node(1 - self.head, f"--address={self._ray}")
         self._wait(self._has_joined, "the other machine did not join")
 
-    def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **how: Any) -> Any:
-        """A process on a machine, which finds the Ray cluster."""
+    def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        """Start a process on a machine that can reach the Ray cluster."""
         inside = ["nsenter", "-t", str(self._nodes[machine].pid), "-n", "-m", f"--wd={Path.cwd()}"]
         variables = os.environ | {"RAY_ADDRESS": self._ray} | dict(env or {})
-        return subprocess.Popen([*inside, *words], env=variables, **how)
+        return subprocess.Popen([*inside, *words], env=variables, **options)
 
-    def run(self, machine: int, words: Sequence[str], *, timeout_s: float = 240, **how: Any) -> tuple[int, str]:
-        """A command's exit code and what it wrote."""
-        with self.popen(machine, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how) as process:
+    def run(self, machine: int, words: Sequence[str], *, timeout_s: float = 240, **options: Any) -> tuple[int, str]:
+        """Run a command; return its exit code and output."""
+        with self.popen(
+            machine, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        ) as process:
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -89,8 +91,7 @@ class TwoMachines:
 
     @contextmanager
     def covered(self, machine: int, target: Path, by: Path | None = None) -> Iterator[None]:
-        """On this machine alone another file is in the place of a file; without one, an empty folder in that of a
-        folder."""
+        """Replace a file by another, or a folder by an empty one, on this machine only."""
         what = ["--bind", str(by)] if by is not None else ["-t", "tmpfs", "tmpfs"]
         assert self.run(machine, ["mount", *what, str(target)]) == (0, "")
         try:
@@ -99,13 +100,13 @@ class TwoMachines:
             assert self.run(machine, ["umount", "-l", str(target)]) == (0, "")
 
     def processes(self, machine: int) -> list[int]:
-        found = subprocess.run(
+        done = subprocess.run(
             ["ip", "netns", "pids", self._names[machine]], capture_output=True, text=True, check=False
         )
-        return [int(word) for word in found.stdout.split()]
+        return [int(word) for word in done.stdout.split()]
 
     def commands(self, machine: int) -> dict[int, str]:
-        """The command lines of the machine's processes."""
+        """Return the command lines of the machine's processes."""
         lines = {}
         for pid in self.processes(machine):
             try:
@@ -115,16 +116,16 @@ class TwoMachines:
         return lines
 
     def shared_memory(self, machine: int) -> set[str]:
-        """Names in the machine's /dev/shm."""
+        """Return the names in the machine's /dev/shm."""
         return {path.name for path in Path(f"/proc/{self._nodes[machine].pid}/root/dev/shm").iterdir()}
 
     def kill(self, machine: int) -> None:
-        """The machine dies: all its processes at once."""
+        """Kill all processes of the machine at once."""
         for pid in self.processes(machine):
             _signal(pid, signal.SIGKILL)
 
     def cut(self, machine: int) -> None:
-        """Nothing reaches the machine any more, and nobody is told."""
+        """Cut the machine off the network without closing its connections."""
         _ip("-n", self._names[machine], "link", "set", "eth0", "down")
 
     def stop(self) -> None:
@@ -142,8 +143,8 @@ class TwoMachines:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def _start_node(self, machine: int, *words: str) -> None:
-        own = 'mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "$@"'
-        node = ["ip", "netns", "exec", self._names[machine], "unshare", "-m", "bash", "-c", own, "-"]
+        script = 'mount -t tmpfs -o size=4g tmpfs /dev/shm && exec "$@"'
+        node = ["ip", "netns", "exec", self._names[machine], "unshare", "-m", "bash", "-c", script, "-"]
         ray = [str(_BIN / "ray"), "start", *words, f"--node-ip-address={ADDRESSES[machine]}", "--block"]
         room = ["--num-cpus=1", "--object-store-memory=300000000", f"--temp-dir={self.folder / str(machine)}"]
         log = (self.folder / f"{machine}.log").open("wb")
@@ -167,7 +168,7 @@ class TwoMachines:
 
 
 def remove_left_behind() -> None:
-    """End what a process left that was killed before it could end it itself."""
+    """Clean up after a process that was killed before it could do so."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     for name in (line.split()[0] for line in listed.splitlines() if line.startswith(_PREFIX)):
         if not Path(f"/proc/{name.removeprefix(_PREFIX).partition('-')[0]}").exists():
@@ -177,12 +178,12 @@ def remove_left_behind() -> None:
 
 
 def _processes(namespace: str) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split()]
+    done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(word) for word in done.stdout.split()]
 
 
 def _plain() -> dict[str, str]:
-    """This environment without what would point the nodes at a cluster."""
+    """Return this environment without variables that point to a Ray cluster."""
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 

@@ -1,4 +1,4 @@
-"""Workers of vLLM whose layers do not hold what came, each in its way. vLLM imports it by name, in its process."""
+"""vLLM workers with planted faults in weight updates. vLLM imports them by name, in its process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlmrl.rollout.worker_extension import WeightReceiver, WeightUpdate
 
 
 class Sound(WeightUpdate):
-    """Remembers what came, for the faults that need what came before."""
+    """Stores received tensors for faults that need those of the previous update."""
 
     sent: dict[str, Tensor]
     old: dict[str, Tensor]
@@ -21,7 +21,7 @@ class Sound(WeightUpdate):
         self.sent, self.old = {}, old
 
     def _load_into_model(self, tensors: list[tuple[str, Tensor]]) -> frozenset[str]:
-        # Here the digests have been taken.
+        # The digests are already computed here.
         self.sent |= {name: tensor.clone() for name, tensor in tensors}
         return super()._load_into_model([(name, self.changed(name, tensor)) for name, tensor in tensors])
 
@@ -40,7 +40,7 @@ class KeepsTheTower(Sound):
 
 
 class KeepsALayer(Sound):
-    """vLLM packs what came, and goes on with what it had packed before."""
+    """vLLM packs the new weights, and keeps using the previously packed ones."""
 
     def begun(self, old: dict[str, Tensor]) -> None:
         super().begun(old)
@@ -58,8 +58,8 @@ class SwapsKeysAndValues(Sound):
         other = {f"{layer}k_proj.weight": f"{layer}v_proj.weight", f"{layer}v_proj.weight": f"{layer}k_proj.weight"}
         named = []
         for name, tensor in tensors:
-            found = next((part for part in other if name.endswith(part)), None)
-            named.append((name.replace(found, other[found]) if found else name, tensor))
+            source = next((part for part in other if name.endswith(part)), None)
+            named.append((name.replace(source, other[source]) if source else name, tensor))
         return super()._load_into_model(named)
 
 
@@ -78,7 +78,7 @@ class LeavesTheHeadBehind(Sound):
 
 
 class KeepsAShard(KeepsALayer):
-    """In the second of two workers."""
+    """The fault occurs only in the second of two workers."""
 
     def close(self) -> None:
         packed, self.packed = self.packed, None

@@ -27,7 +27,7 @@ from vlmrl.rollout.reports import Report
 from vlmrl.rollout.worker_extension import WeightUpdate, tied_heads
 
 WIDTH, HEADS, KV_HEADS, INNER, VOCAB = 32, 4, 4, 48, 100
-"""As many key heads as query heads, so that their weights can be swapped."""
+"""Equal numbers of key and query heads, so that their weights can be swapped."""
 STACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),

@@ -98,8 +98,10 @@ class RememberingPolicy:
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
         self.taught.append(experience)
-        own = self.logprobs(experience.samples)
-        return {"policy/loss": 0.0} | ({} if experience.old_logprobs is not None else compare_engine(experience, own))
+        logprobs = self.logprobs(experience.samples)
+        return {"policy/loss": 0.0} | (
+            {} if experience.old_logprobs is not None else compare_engine(experience, logprobs)
+        )
 
     def take_pass_metrics(self) -> Metrics:
         return {}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
-LARGEST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`: an overflow would make the gradient NaN."""
 
 
@@ -31,7 +31,7 @@ def kl_to_reference(
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    log_ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, because exp(x) - 1 - x loses all digits in fp32 for close models.
     return (-log_ratio).expm1() + log_ratio
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vlmrl.algorithms import policy_losses
 from vlmrl.algorithms.aggregation import Aggregation
 from vlmrl.algorithms.corrections import Correction, correct
-from vlmrl.algorithms.kl import LARGEST_LOG_RATIO, KlEstimator, kl_to_reference
+from vlmrl.algorithms.kl import MAX_LOG_RATIO, KlEstimator, kl_to_reference
 from vlmrl.algorithms.policy_losses import Surrogate
 from vlmrl.algorithms.user_function import UserFunction, call
 from vlmrl.errors import ConfigError
@@ -148,7 +148,7 @@ def log_ratio(
     The inputs are masked, not the result: an infinite ratio in the padding gets a zero gradient from the reduction,
     and zero times infinity is NaN.
     """
-    return torch.where(sampled, logprobs - old, 0.0).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return torch.where(sampled, logprobs - old, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 class ValueTerms(NamedTuple):

@@ -1,4 +1,4 @@
-"""Processes and machines of a run. Ray is imported here and in `vlmrl doctor` alone."""
+"""Processes and machines of a run. Only this package and `vlmrl doctor` import Ray."""
 
 import os
 import secrets

@@ -150,7 +150,7 @@ class RoleBuilder:
     def prompts(
         self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
     ) -> RemotePrompts:
-        """The source of prompts, after checks of labels and duplicate rows."""
+        """Return the source of prompts, after checks of labels and duplicate rows."""
         group = self.group("data", source_settings(config).build, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
@@ -172,7 +172,7 @@ class RoleBuilder:
     def engines(
         self, config: RlConfig | EvalConfig, report: Progress, adapter: AdapterPlan | None = None
     ) -> RemoteEngines:
-        """The engines. They make room for `adapter` if they can apply it themselves."""
+        """Return the engines. They make room for `adapter` if they can apply it themselves."""
         timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
         group = self.group("vllm", engine_settings(config, adapter).build, timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
@@ -187,7 +187,7 @@ class RoleBuilder:
         return engines
 
     def _colocated(self, config: RlConfig | EvalConfig) -> ColocatedGroups:
-        """The other roles on the engines' devices."""
+        """Return the other roles on the engines' devices."""
         pools = config.pools if isinstance(config, RlConfig) else []
         names = [name for pool in pools if "vllm" in pool for name in sorted(pool - {"vllm"})]
         return [self.groups[name] for name in names if name in self.groups]
@@ -282,11 +282,12 @@ class RoleBuilder:
         return _Trained(policy_group, critic_group, None)
 
     def policy(self, settings: PolicySettings) -> WorkerGroup[Policy]:
-        """The ranks of a policy that does not share them with the critic."""
+        """Return the ranks of a policy that does not share them with the critic."""
         return self.group("actor", settings.build, timeout_s=settings.loop.timeout_s, distributed=True)
 
     def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup[Reference] | None:
-        """The ranks of a reference model; None without one, or if the policy without its adapters is the reference."""
+        """Return the ranks of a reference model; None without one, or if the policy without its adapters is the
+        reference."""
         if not isinstance(config, RlConfig) or not config.has_reference:
             return None
         build = reference_settings(config).build
@@ -303,7 +304,7 @@ class RoleBuilder:
 def remote_critic(
     trained: _Trained, ranks: Ranks[Policy], steps: StepPlan, say: Callable[[str], None]
 ) -> RemoteCritic | None:
-    """The critic over its own ranks or the policy's; None without one."""
+    """Return the critic over its own ranks or the policy's; None without one."""
     if trained.critic is None:
         return None
     if trained.pair is not None and trained.pair.call(lambda pair: pair.shares_features())[0]:
@@ -314,7 +315,7 @@ def remote_critic(
 def remote_reference(
     config: RlConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
 ) -> RemoteReference | PolicyWithoutAdapter:
-    """The reference over its own ranks; without any (None), the policy with its adapters off."""
+    """Return the reference over its own ranks; without any (None), the policy with its adapters off."""
     if group is not None:
         return RemoteReference(policy.ranks.over(group))
     adapter = config.actor.adapter_name_or_path
@@ -326,7 +327,7 @@ def remote_reference(
 def remote_reward_models(
     config: RlConfig, policy: Ranks[Policy], groups: dict[str, WorkerGroup[RewardModel]]
 ) -> list[RemoteRewardModel]:
-    """The reward models, which get samples packed as the policy does."""
+    """Return the reward models, which get samples packed as the policy does."""
     outcome, process = REWARD_MODELS
     names = {outcome: "model", process: "process"}
     weights = {outcome: config.reward.model_weight, process: config.reward.process_weight}
@@ -339,7 +340,7 @@ def remote_reward_models(
 def packing_plan(
     policy: WorkerGroup[Policy], loop: Loop, processor: Processor, say: Callable[[str], None]
 ) -> PackingPlan:
-    """The packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
+    """Return the packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
     patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]
     if processor.resize_factor is not None:
         say(f"a vision patch costs as much as {patch_cost:.2f} language tokens")

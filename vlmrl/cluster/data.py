@@ -36,7 +36,7 @@ def put(media: InlineMedia) -> StoredMedia:
 
 
 def created_bytes() -> int:
-    """Bytes written so far to all object stores of the session."""
+    """Return the bytes written so far to all object stores of the session."""
     from ray._private.internal_api import node_stats
 
     alive = [node for node in ray.nodes() if node["Alive"]]

@@ -12,7 +12,7 @@ _TIMEOUT_S = 60.0
 
 
 def gpu_names(visible: str | None, count: int, *, where: str) -> tuple[str, ...]:
-    """The names of the first `count` visible GPUs.
+    """Return the names of the first `count` visible GPUs.
 
     A name is a number, the id of a GPU (`GPU-...`) or of a part of one (`MIG-...`). CUDA ignores the list from the
     first malformed name on, and so does this.

@@ -1,4 +1,4 @@
-"""The prompts and engines of the trainer's Protocols, in processes of their own."""
+"""The prompts and engines of the trainer's Protocols, in separate processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALL = ("weights", "kv_cache")
 
 
 class RemotePrompts:
-    """The stream of prompts in a process of its own: the driver gets token ids and image handles, never pixels."""
+    """The stream of prompts in a separate process: the driver gets token ids and image handles, never pixels."""
 
     def __init__(self, group: WorkerGroup[Source], *, say: Callable[[str], None]) -> None:
         """`say` shows users which rows were dropped, and why."""
@@ -50,19 +50,19 @@ class RemotePrompts:
             self._say(line)
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         prompts, metrics = self._group.call(lambda source: source.draw(count))[0]
         self._show_warnings(metrics["data/rows_dropped"])
         return prompts, metrics
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """The next `count` rows with their responses, for supervised training."""
+        """Return the next `count` rows with their responses, for supervised training."""
         samples, metrics = self._group.call(lambda source: source.draw_samples(count))[0]
         self._show_warnings(metrics["data/rows_dropped"])
         return samples, metrics
 
     def evaluation(self) -> dict[str, list[Prompt]]:
-        """All prompts of each evaluation set."""
+        """Return all prompts of each evaluation set."""
         sets = self._group.call(lambda source: source.evaluation())[0]
         self._show_warnings(math.inf)
         return sets
@@ -122,8 +122,8 @@ class RemoteEngines:
         return groups
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
-        """Log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine that
-        generated them if it is known.
+        """Return log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine
+        that generated them if it is known.
         """
         self._wake(*_ALL)
         started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
@@ -134,7 +134,8 @@ class RemoteEngines:
     def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
-        """The responses of all engines to one prompt, for each value of `adapter`: with it (True) or the base alone."""
+        """Return the responses of all engines to one prompt, for each value of `adapter`: with it (True) or the base
+        alone."""
         self._wake(*_ALL)
 
         def start(with_adapter: bool) -> list[Any]:

@@ -34,7 +34,8 @@ def interface_variables(
 
 
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str | None:
-    """The interface with this address, IPv4 or IPv6; None for a loopback address, or if no interface has it (NAT)."""
+    """Return the interface with this address, IPv4 or IPv6; None for a loopback address, or if no interface has it
+    (NAT)."""
     parsed = _parse(address)
     if parsed is None or parsed.is_loopback:
         return None
@@ -42,7 +43,7 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str |
 
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address without its zone (`fe80::1%eth0`); None if it is not an IP address, such as a MAC address."""
+    """Return the address without its zone (`fe80::1%eth0`); None if it is not an IP address, such as a MAC address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

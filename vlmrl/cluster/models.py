@@ -51,7 +51,7 @@ class PackingPlan:
         max_tokens: int | None = None,
         layout: Layout | None = None,
     ) -> list[list[Pack]]:
-        """The packs of each rank."""
+        """Return the packs of each rank."""
         return spread(
             samples,
             num_ranks=num_ranks,
@@ -105,7 +105,7 @@ class Ranks(Generic[Role_co]):
         layout: Layout | None = None,
         undivided: bool = False,
     ) -> list[_Result]:
-        """The result for each sample.
+        """Return the result for each sample.
 
         Args:
             layout: None for that of the run.
@@ -150,7 +150,7 @@ class StepPlan:
     """Seed of the order of groups."""
 
     def split(self, experience: Experience, step: int) -> list[Experience]:
-        """The experience of each optimizer step; `step` is the run's."""
+        """Return the experience of each optimizer step; `step` is the run's."""
         rng = np.random.default_rng([self.seed % 2**63, step])
         parts = [
             experience.select(rows)
@@ -182,7 +182,7 @@ class RemotePolicy:
         adapter: bool = True,
         exact: bool = False,
     ) -> list[Floats]:
-        """One array of [T] per sample; see `Ranks.forward` and `Policy.logprobs`."""
+        """Return one array of [T] per sample; see `Ranks.forward` and `Policy.logprobs`."""
         return self.ranks.forward(
             lambda policy, packs: policy.logprobs(packs, gradient=gradient, adapter=adapter, exact=exact),
             samples,
@@ -196,7 +196,7 @@ class RemotePolicy:
         return reduce(self.ranks.update(lambda policy, work: policy.update(work, totals), steps))
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
-        """One optimizer step of supervised training."""
+        """Take one optimizer step of supervised training; return its metrics."""
         packs, total = self.ranks.packing.spread(samples, len(self._group)), loss_totals(samples)
         return reduce(self._group.each(lambda policy, share: policy.fit(share, total), packs))
 
@@ -264,7 +264,7 @@ class RemoteReference:
         self._ranks = ranks
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """One array of [T] per sample."""
+        """Return one array of [T] per sample."""
         return self._ranks.forward(lambda reference, packs: reference.logprobs(packs), samples)
 
 
@@ -275,7 +275,7 @@ class PolicyWithoutAdapter:
         self._policy = policy
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """One array of [T] per sample."""
+        """Return one array of [T] per sample."""
         return self._policy.logprobs(samples, adapter=False)
 
 
@@ -288,7 +288,7 @@ class RemoteCritic:
         self._step_plan = step_plan
 
     def values(self, samples: Sequence[Sample]) -> list[Floats]:
-        """One array of [T] per sample: the expected return from each sampled token on; 0 elsewhere."""
+        """Return one array of [T] per sample: the expected return from each sampled token on; 0 elsewhere."""
         return self._ranks.forward(lambda critic, packs: critic.values(packs), samples)
 
     def update(self, experience: Experience, *, step: int) -> Metrics:
@@ -334,13 +334,14 @@ def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Gener
 
 
 def loss_totals(samples: Sequence[Sample]) -> Totals:
-    """The denominators of the loss of these samples: samples that are left out do not count, and the minimum is 1."""
+    """Return the denominators of the loss of these samples: samples that are left out do not count, and the minimum is
+    1."""
     tokens = [int(sample.sampled.sum()) for sample in samples]
     return Totals(num_tokens=max(sum(tokens), 1), num_samples=max(sum(number > 0 for number in tokens), 1))
 
 
 def pack_experience(pack: Pack, experience: Experience) -> Experience:
-    """The experience of a pack's samples; zeros for fillers."""
+    """Return the experience of a pack's samples; zeros for fillers."""
     blank = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in pack.samples]
 
     def column(values: Sequence[Floats]) -> list[Floats]:

@@ -37,7 +37,7 @@ def check_nodes(
         return
     nodes = [machines.nodes[number] for number in numbers]
     addresses = [node.address for node in nodes]
-    # Two Ray nodes may share a machine, each with an environment of its own.
+    # Two Ray nodes may share a machine, each with its own environment.
     names = [a if addresses.count(a) == 1 else f"{a} (port {n.port})" for a, n in zip(addresses, nodes, strict=True)]
     paths = local_paths(config)
     nonce = folder / f".seen-{uuid.uuid4().hex}"
@@ -59,7 +59,7 @@ def check_nodes(
 
 
 def nodes_of(places: Mapping[str, Sequence[Place]]) -> list[int]:
-    """The numbers of the nodes with a role. Data and rewards are on the first."""
+    """Return the numbers of the nodes with a role. Data and rewards are on the first."""
     return sorted({0, *(place.node for placed in places.values() for place in placed)})
 
 
@@ -86,7 +86,7 @@ def local_paths(config: RlConfig | SftConfig | EvalConfig) -> dict[str, str]:
 
 
 def find_version_mismatch(facts: Mapping[str, Facts]) -> str | None:
-    """The line about the first version that differs between two machines; None if all agree."""
+    """Return the line about the first version that differs between two machines; None if all agree."""
     (first, required), *others = ((address, report["versions"]) for address, report in facts.items())
     # Packages that the first lacks, such as a head without an engine, are compared among the others.
     holders = {name: (first, version) for name, version in required.items()}
@@ -103,7 +103,7 @@ def find_version_mismatch(facts: Mapping[str, Facts]) -> str | None:
 
 
 def find_path_problem(facts: Mapping[str, Facts], paths: Mapping[str, str], *, nonce: str) -> str | None:
-    """The line about the first path that a machine does not see; None if all machines see all paths.
+    """Return the line about the first path that a machine does not see; None if all machines see all paths.
 
     Args:
         paths: setting -> path.
@@ -166,8 +166,8 @@ def _collect_facts(ids: Sequence[str], addresses: Sequence[str], paths: Sequence
 
 
 def _make_probe() -> Callable[[Sequence[str], Sequence[str], str], Facts]:
-    """The function that runs on each machine. As a local function it is sent as code, so it also runs on a machine with
-    another vlmrl, or without one."""
+    """Return the function that runs on each machine. As a local function it is sent as code, so it also runs on a
+    machine with another vlmrl, or without one."""
 
     def probe(packages: Sequence[str], paths: Sequence[str], nonce: str) -> Facts:
         import hashlib

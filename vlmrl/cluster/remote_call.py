@@ -26,7 +26,7 @@ class _Recorder:
 
 
 def record_call(function: Callable[..., Any], *arguments: Any) -> Call:
-    """The one method call that `function` makes on its first argument, a role; the others are `arguments`."""
+    """Return the one method call that `function` makes on its first argument, a role; the others are `arguments`."""
     call = function(_Recorder(), *arguments)
     assert isinstance(call, Call), "a remote call is one method call on the role and nothing else"
     return call

@@ -1,4 +1,4 @@
-"""Reward sources of a run: functions and servers in processes of their own, and reward models over ranks."""
+"""Reward sources of a run: functions and servers in separate processes, and reward models over ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RemoteRewarder:
         self._begun += self._group.submit(lambda rewarder: rewarder.begin(group))
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group; see `Rewarder.score`."""
+        """Return one score per response, group by group; see `Rewarder.score`."""
         begun, self._begun = self._begun, []
         # An async actor may run calls in another order than that of their submission.
         with suppress(RewardError):  # `score` raises it too
@@ -90,13 +90,14 @@ class RemoteRewardModel:
     """Whether it scores the steps of a response, each at its last token, instead of the response."""
 
     def score(self, samples: Sequence[Sample], *, as_odds: bool = False) -> Sequence[float | Floats]:
-        """The score of each sample; for a process reward model the scores of its steps, [T], or their log-odds."""
+        """Return the score of each sample; for a process reward model the scores of its steps, [T], or their
+        log-odds."""
         if self.is_process:
             return self.ranks.forward(lambda model, packs: model.step_scores(packs, as_odds=as_odds), samples)
         return self.ranks.forward(lambda model, packs: model.score(packs), samples)
 
     def score_by_token(self, groups: Sequence[Group]) -> list[Floats]:
-        """The score of each response, repeated on all its tokens: [T], to be compared like log-probs.
+        """Return the score of each response, repeated on all its tokens: [T], to be compared like log-probs.
 
         For a process reward model the sum of its steps' log-odds: probabilities close to 0 or 1 hardly change.
         """
@@ -118,7 +119,7 @@ class RewardSources:
             self._functions.begin(group)
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-        """One score per response, group by group: the weighted sum over all sources. See `trainer.protocols`.
+        """Return one score per response, group by group: the weighted sum over all sources. See `trainer.protocols`.
 
         A response that made its scorer fail gets the smaller of 0 and the lowest score of its group, or of all groups
         if its own has none, so that breaking a scorer never pays. A response that the infrastructure failed gets 0,

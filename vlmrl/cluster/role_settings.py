@@ -132,7 +132,7 @@ def reward_model_settings(config: RlConfig) -> dict[str, RewardModelSettings]:
 
 
 def policy_loss(config: RlConfig) -> PolicyLoss:
-    """The policy loss of the run."""
+    """Return the policy loss of the run."""
     actor, advantage, kl = config.actor, config.algo.advantage, config.algo.kl
     low, high = actor.clip_range
     correction = Correction(advantage.is_correction_type, *advantage.correction_range)

@@ -39,14 +39,14 @@ def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session)
 
 
 def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:
-    """A role with one worker per rank. `section` names its settings, if not as the role."""
+    """Return a role with one worker per rank. `section` names its settings, if not as the role."""
     per_node = ranks.num_gpus_per_node
     flag = f"--{section or name}.num_gpus_per_node"
     return Role(name, ranks.num_nodes * per_node, 1, flag=flag, workers_per_node=per_node)
 
 
 def num_nodes_required(config: RlConfig | SftConfig | EvalConfig) -> int:
-    """Number of machines that the largest role requires."""
+    """Return the number of machines that the largest role requires."""
     if isinstance(config, EvalConfig):
         return 1
     roles: list[Model | Critic | Ref | Reward] = [config.actor]
@@ -56,7 +56,7 @@ def num_nodes_required(config: RlConfig | SftConfig | EvalConfig) -> int:
 
 
 def placement_table(places: Mapping[str, Sequence[Place]], machines: Session) -> Table:
-    """The placement as a table for users."""
+    """Return the placement as a table for users."""
     table = Table(title="placement")
     for column in ("role", "workers", f"{machines.unit}s, node:number, of {sum(machines.slots)}"):
         table.add_column(column)
@@ -66,6 +66,6 @@ def placement_table(places: Mapping[str, Sequence[Place]], machines: Session) ->
 
 
 def _slots(place: Place, machines: Session) -> str:
-    """The slots of a worker by their names on its node; long ids of GPUs are cut."""
+    """Return the slots of a worker by their names on its node; long ids of GPUs are cut."""
     node = machines.nodes[place.node]
     return "+".join(node.gpu(slot)[:12] if machines.has_gpus else str(slot) for slot in place.slots)

@@ -1,4 +1,4 @@
-"""The Ray session of a run: a cluster of its own, or the cluster that the user started."""
+"""The Ray session of a run: a new cluster, or the cluster that the user started."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Node:
     """Names of its GPUs in CUDA_VISIBLE_DEVICES; if empty, their numbers are used."""
 
     def gpu(self, slot: int) -> str:
-        """The name in CUDA_VISIBLE_DEVICES of the GPU of this slot."""
+        """Return the name in CUDA_VISIBLE_DEVICES of the GPU of this slot."""
         return self.gpus[slot] if self.gpus else str(slot)
 
 
@@ -201,7 +201,7 @@ def _stop_ray(roots: Sequence[psutil.Process]) -> None:
 
 
 def _alive_nodes() -> tuple[Node, ...]:
-    """The nodes: first this machine, which runs data and reward functions, then the others by address."""
+    """Return the nodes: first this machine, which runs data and reward functions, then the others by address."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]

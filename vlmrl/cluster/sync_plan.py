@@ -29,11 +29,11 @@ class SyncPlan:
     """Settings of bucket size, transport and read-back."""
 
     def parts(self, *, is_first: bool) -> list[Part]:
-        """The parts of one sync in order: an update of the base removes the adapter, so the adapter is last."""
+        """Return the parts of one sync in order: an update of the base removes the adapter, so the adapter is last."""
         return ["base", self.part] if is_first and self.base_goes_first else [self.part]
 
     def readback(self, version: int, *, is_first: bool) -> ReadbackPlan | None:
-        """The layers that the engines read back after the sync of `version`.
+        """Return the layers that the engines read back after the sync of `version`.
 
         All after the first sync of a process and after every `vllm.readback_steps`-th version, otherwise a sample; with
         -1 none (None).
@@ -92,9 +92,9 @@ def check_devices(vllm: Vllm, machines: Session, places: Mapping[str, Sequence[P
 
 
 def format_sync(adapter: AdapterPlan, *, ds: Ds, vllm: Vllm) -> str:
-    """One line for users: what the engines get, and why."""
+    """Return one line for users: what the engines get, and why."""
     if not adapter.fits_engine:
-        return f"sync: the whole model with its adapters merged in, for {why_merged(adapter)}"
+        return f"sync: the whole model with its adapters merged in, because {why_merged(adapter)}"
     base = "the model's own"
     if ds.load_in_4bit:
         base = {
@@ -109,8 +109,9 @@ def format_sync(adapter: AdapterPlan, *, ds: Ds, vllm: Vllm) -> str:
 
 
 def why_merged(adapter: AdapterPlan) -> str:
-    """The reason why vLLM cannot apply the adapter itself."""
+    """Return the reason why vLLM cannot apply the adapter itself."""
     if adapter.has_magnitude:
         return "vLLM has no DoRA"
-    parts = " and ".join(sorted(adapter.groups - {"language"}, reverse=True))
+    names = {"vision": "vision tower", "projector": "projector"}
+    parts = " and ".join(name for group, name in names.items() if group in adapter.groups)
     return f"vLLM does not apply adapters of the {parts} exactly"

@@ -44,7 +44,7 @@ _LOG_LINES = 200
 
 
 def memory_advice(role: str) -> str:
-    """What to do if a worker of the role may have run out of memory."""
+    """Advice for a role whose worker may have run out of memory."""
     return _ADVICE.get(role, "give the machine more memory")
 
 
@@ -97,7 +97,7 @@ class Roster:
                 member.process.close()
 
     def find_death(self, patience_s: float) -> str | None:
-        """The line about the first worker that died; None if no dead worker is found within `patience_s`."""
+        """Return the line about the first worker that died; None if no dead worker is found within `patience_s`."""
         with self._lock:  # several threads see the consequences of one death
             if self.death is None and self.members:
                 dead = self._find_dead(patience_s)
@@ -106,7 +106,7 @@ class Roster:
             return self.death
 
     def _find_dead(self, patience_s: float) -> tuple[Member, RayActorError] | None:
-        """A dead worker with Ray's error; None if none is found."""
+        """Return a dead worker with Ray's error; None if none is found."""
         import ray
 
         pings = {member.ping(): member for member in list(self.members.values())}

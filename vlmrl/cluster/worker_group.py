@@ -225,14 +225,16 @@ class WorkerGroup(Generic[Role_co]):
         self._get([worker.build.remote(build) for worker in self._alive()])
 
     def _rendezvous(self) -> dict[str, str]:
-        """The rendezvous of the ranks: a file if they are on one machine, else a port on the first rank's machine."""
+        """Return the rendezvous of the ranks: a file if they are on one machine, else a port on the first rank's
+        machine."""
         if len(set(self.nodes)) == 1:
             return {MEETING_FILE: self._get(self._alive()[0].rendezvous_file.remote())}
         address, port = self.address()
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def _alive(self) -> list[Any]:
-        """The workers. Raises if there are none: a call would succeed without effect, for example save no model."""
+        """Return the workers. Raises if there are none: a call would succeed without effect, for example save no
+        model."""
         if not self._workers:
             raise ClusterError(f"the workers of {self.name} have been stopped")
         return self._workers
@@ -278,7 +280,7 @@ class WorkerGroup(Generic[Role_co]):
         return _start(self._alive()[worker], record_call(function))
 
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
-        """The results of calls that `submit` or `submit_to` started."""
+        """Return the results of calls that `submit` or `submit_to` started."""
         return self._get(refs, timeout_s)
 
     def end(self, function: Callable[[Role_co], Any]) -> None:
@@ -325,7 +327,7 @@ class WorkerGroup(Generic[Role_co]):
             raise ClusterError(line) from None
 
     def _name_of(self, error: ray.exceptions.RayTaskError) -> str:
-        """The name of the worker that raised the error, or of the role if it is not known."""
+        """Return the name of the worker that raised the error, or of the role if it is not known."""
         # Only the text of Ray's error names the process.
         process = _PROCESS.search(str(error))
         for worker, pid, address in zip(self._workers, self.pids, self._addresses, strict=False):

@@ -46,10 +46,10 @@ class Check:
     essential: bool = True
     """The exit code is 1 when it fails: nothing trains without it."""
     isolated: bool = True
-    """Run in a process of its own, because it imports heavy libraries."""
+    """Run in a separate process, because it imports heavy libraries."""
 
 
-# --- probes of libraries: each runs in a process of its own ---------------------------------------------------------
+# --- probes of libraries: each runs in a separate process -----------------------------------------------------------
 
 
 def torch_works() -> str:
@@ -172,7 +172,7 @@ CHECKS: tuple[Check | Callable[[], Finding], ...] = (
 
 
 def run_check(check: Check | Callable[[], Finding], *, timeout_s: float = 180.0) -> Finding:
-    """Run one check, in a process of its own if it is isolated. Never raises."""
+    """Run one check, in a separate process if it is isolated. Never raises."""
     if not isinstance(check, Check):
         return machine.run_check(check)
     if check.isolated:

@@ -126,7 +126,7 @@ def format_rewards(config: RlConfig | EvalConfig, prompt: Prompt) -> list[str]:
 
 
 async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError:
-    """The scores of the group, or why its responses have none. Raises RewardError for a missing label."""
+    """Return the scores of the group, or why its responses have none. Raises RewardError for a missing label."""
     async with rewarder:
         await rewarder.begin(group)
         try:
@@ -137,7 +137,7 @@ async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError
 
 
 def _response(prompt: Prompt, text: str) -> Rollout:
-    """A rollout of this text that was not sampled: its tokens are the prompt's alone."""
+    """Return a rollout of this text that was not sampled: its tokens are only the prompt's."""
     zeros = np.zeros(len(prompt.tokens))
     return Rollout(
         tokens=prompt.tokens,

@@ -105,7 +105,7 @@ class MemoryPlan:
 
 
 def this_machine() -> Machine:
-    """The memory of this machine."""
+    """Return the memory of this machine."""
     free, _ = free_memory()
     if torch.cuda.is_available():
         return Machine("cuda", float(torch.cuda.mem_get_info()[1]), free)
@@ -129,7 +129,7 @@ def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
 
 
 def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
-    """Estimate the memory of a run's roles on a machine, from configurations alone, without weights."""
+    """Estimate the memory of a run's roles on a machine, from configurations only, without weights."""
     size, processor = _read(config.actor.model_name_or_path, config)
     adapter = plan_adapter(config.actor, config.ds.lora, processor)
     ranks = _ranks(config.actor)
@@ -168,7 +168,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
 
 
 def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemory, int]:
-    """The critic and its number of ranks. If it starts from the actor's model, both share image features."""
+    """Return the critic and its number of ranks. If it starts from the actor's model, both share image features."""
     critic = config.resolved_critic
     model = critic.as_model
     size, processor = _read(model.model_name_or_path, config)
@@ -241,7 +241,7 @@ def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int)
 
 
 def memory_table(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machine) -> Table:
-    """The plan as a table, a column per role."""
+    """Return the plan as a table, a column per role."""
     place = "main memory" if machine.device == "cpu" else "each GPU"
     table = Table(title=f"memory of vlmrl {config.verb}, GiB per process; {machine.device_bytes / GIB:.1f} in {place}")
     table.add_column("")
@@ -279,7 +279,7 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[RoleMemory, int], .
 
 
 def _pools(config: RlConfig | SftConfig) -> list[set[str]]:
-    """Sets of roles that share GPUs; a role with GPUs of its own is a set by itself."""
+    """Sets of roles that share GPUs; a role with its own GPUs is a set by itself."""
     pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
     for pool in pools:
         if "actor" in pool and _is_with_actor(config):

@@ -34,7 +34,7 @@ def merge(config: MergeConfig) -> None:
     run, unless `ds.param_dtype` is given.
 
     Raises ConfigError when adapter and base do not belong together, when one of them cannot be read, or when the output
-    folder is not empty; StorageError when the disk refuses.
+    folder is not empty; StorageError when the model cannot be written.
     """
     output = Path(config.merge.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -108,7 +108,7 @@ def _check_shape(name: str, tensor: Tensor, of_base: Tensor) -> None:
 
 
 def _base(config: MergeConfig, stored: StoredAdapter) -> str:
-    """The base of the adapter, given or named in its files: a folder or Hub id."""
+    """Return the base of the adapter, given or named in its files: a folder or Hub id."""
     given = config.merge.model_name_or_path
     path = given or stored.base.path
     if looks_local(path) and not Path(path).expanduser().is_dir():

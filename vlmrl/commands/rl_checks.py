@@ -68,7 +68,7 @@ def make_checks(
     on_gpu: bool,
     first_step: int,
 ) -> Checks:
-    """Build the checks that the settings ask for."""
+    """Build the checks that the settings enable."""
     engines, policy, _, reference, critic, reward_sources = roles
     return Checks(
         report,
@@ -94,7 +94,7 @@ def image_check(
     critic: RemoteCritic | None,
     reward_sources: RewardSources,
 ) -> ImageGroundingCheck:
-    """The image check of every path that computes log-probs in this run, of the critic and of reward models."""
+    """Return the image check of every path that computes log-probs in this run, of the critic and of reward models."""
     paths = {
         "engine": engines.score,
         "old": lambda groups: policy.logprobs(to_samples(groups)),
@@ -122,10 +122,10 @@ def noise_check(
     on_gpu: bool,
     say: Callable[[str], None],
 ) -> NoiseCheck | None:
-    """The comparison of engine and trainer by measured noise; None if the settings make them differ."""
+    """Return the comparison of engine and trainer by measured noise; None if the settings make them differ."""
     if not are_alike(config):
         return None
-    # In fp32 on GPUs the fixed floor is used alone (see `noise_floor`), and 4-bit layers cannot compute in fp64.
+    # In fp32 on GPUs only the fixed floor is used (see `noise_floor`), and 4-bit layers cannot compute in fp64.
     is_measured = config.ds.param_dtype == "bf16" or not (on_gpu or config.ds.load_in_4bit)
 
     def padded(groups: Sequence[Group], **options: bool) -> list[Floats]:
@@ -152,7 +152,7 @@ def noise_check(
 def adapter_check(
     config: RlConfig, processor: Processor, engines: RemoteEngines, policy: RemotePolicy, adapter: AdapterPlan | None
 ) -> AdapterCheck | None:
-    """The check of adapters after every weight sync; None without adapters."""
+    """Return the check of adapters after every weight sync; None without adapters."""
     if adapter is None:
         return None
     return AdapterCheck(

@@ -133,7 +133,7 @@ def begin_report(
 def run_session(
     config: AnyConfig, folder: RunFolder, warnings: Sequence[str], adapter: AdapterPlan | None = None
 ) -> Iterator[tuple[RoleBuilder, RunReport]]:
-    """Open the run's folder, start Ray and place the roles; stop everything at the end, whatever the reason.
+    """Open the run's folder, start Ray and place the roles; stop everything at the end, also after an error.
 
     `warnings` are shown after the placement.
     """

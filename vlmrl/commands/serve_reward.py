@@ -28,14 +28,14 @@ from vlmrl.types import Prompt, Sample
 
 
 def serve_rm(config: ServeConfig) -> None:
-    """Serve until the process is told to stop.
+    """Serve until the process gets a signal to stop.
 
     Raises ConfigError for a model or function that cannot be loaded, an address that cannot be had, and one that others
     reach without a token.
     """
     serve, token = config.serve, read_token()
     check_token(serve.host, token)
-    # uvicorn finishes the requests under way, and then raises the signal again for the handler that was there before.
+    # uvicorn finishes the requests in progress, and then raises the signal again for the handler that was there before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with listen(serve.host, serve.port) as listener:
         asyncio.run(_serve(config, token, listener))

@@ -4,7 +4,7 @@ from vlmrl.config.actor import Model
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
 from vlmrl.config.ds import Ds, conflicts_of_optimizer
-from vlmrl.config.lora import LARGEST_RANK, Lora
+from vlmrl.config.lora import MAX_RANK, Lora
 from vlmrl.config.names import settings
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import TrainRl
@@ -40,8 +40,8 @@ def conflicts_of_adapters(model: Model, ds: Ds) -> list[str]:
     lora, conflicts = ds.lora, []
     if ds.load_in_4bit and lora.rank == 0:
         conflicts.append("ds.load_in_4bit freezes the base, which leaves nothing to train: set ds.lora.rank above 0")
-    if lora.rank > LARGEST_RANK:
-        conflicts.append(f"ds.lora.rank {lora.rank} is above {LARGEST_RANK}, the largest that vLLM serves: lower it")
+    if lora.rank > MAX_RANK:
+        conflicts.append(f"ds.lora.rank {lora.rank} is above {MAX_RANK}, the largest that vLLM serves: lower it")
     if "vision" in lora.target_modules:
         frozen = [flag for flag in ("freeze_visual_encoder", "freeze_projector") if getattr(model, flag)]
         conflicts += [
@@ -105,7 +105,7 @@ def freezes_vision(model: Model, lora: Lora) -> bool:
 
 
 def reason_to_merge(lora: Lora) -> str | None:
-    """The setting that requires merged weights, because vLLM would not apply its adapters exactly, or None."""
+    """Return the setting that requires merged weights, because vLLM would not apply its adapters exactly, or None."""
     if lora.use_dora:
         return "ds.lora.use_dora"
     return "ds.lora.target_modules vision" if "vision" in lora.target_modules else None

@@ -169,7 +169,7 @@ def unread_of_loss(actor: Actor) -> Unread:
             f"actor.policy_loss_type {actor.policy_loss_type} clips in its paper's range unless one is given"
         )
     if actor.policy_loss_type not in DUAL_CLIP_LOSSES:
-        unread["actor.dual_clip"] = _read_by_alone("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
+        unread["actor.dual_clip"] = _read_only_with("actor.policy_loss_type", DUAL_CLIP_LOSSES, actor.policy_loss_type)
     return unread
 
 
@@ -177,9 +177,9 @@ def unread_of_advantage(advantage: Advantage) -> Unread:
     unread: Unread = {}
     setting, estimator = "algo.advantage.estimator", advantage.estimator
     if estimator not in CRITIC_ESTIMATORS:
-        unread["algo.advantage.lambd"] = _read_by_alone(setting, CRITIC_ESTIMATORS, estimator)
+        unread["algo.advantage.lambd"] = _read_only_with(setting, CRITIC_ESTIMATORS, estimator)
     if estimator not in DISCOUNTING_ESTIMATORS:
-        reason = _read_by_alone(setting, DISCOUNTING_ESTIMATORS, estimator)
+        reason = _read_only_with(setting, DISCOUNTING_ESTIMATORS, estimator)
         unread |= {"algo.advantage.gamma": reason, "algo.advantage.no_std_norm": reason}
     if not advantage.is_correction_enable:
         names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
@@ -273,10 +273,9 @@ def _nearest_sizes(size: int, rollout: Rollout) -> str:
 
 
 def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
-    """Optimizer steps per batch of responses."""
+    """Return the number of optimizer steps per batch of responses."""
     return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
 
 
-def _read_by_alone(setting: str, values: tuple[str, ...], given: str) -> str:
-    verb = "read" if len(values) > 1 else "reads"
-    return f"{setting} {', '.join(values)} alone {verb} it, and here it is {given}"
+def _read_only_with(setting: str, values: tuple[str, ...], given: str) -> str:
+    return f"it is read only with {setting} {' or '.join(values)}, not with {given}"

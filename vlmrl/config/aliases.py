@@ -12,7 +12,7 @@ class Alias(NamedTuple):
     ours: tuple[str, ...]
     """Settings here, or names in `REFUSED`; the first that the verb has is meant. Empty: there is none."""
     note: str = ""
-    """An explanation beside the new name; without a counterpart, the reason."""
+    """An explanation of the new name; without a counterpart, the reason."""
 
 
 def _is(ours: str, note: str = "") -> Alias:
@@ -192,11 +192,11 @@ _OPENRLHF = _table("""
     "disable_trace_cache": _none("never: DeepSpeed's trace cache follows ds.zero_stage"),
     "flash_attn": _is("ds.attn_implementation", "auto chooses the kernel by device, without the package flash-attn"),
     "perf": _none("never: time per phase is always in metrics.jsonl"),
-    "pretrain_mode": _none("never: vlmrl sft learns the responses, not the prompts"),
+    "pretrain_mode": _none("never: vlmrl sft trains on the responses, not on the prompts"),
     "prompt_max_len": _is("data.max_len", _PROMPTS),
-    "ptx_coef": _none("not built yet: a loss on pre-training text beside the policy's"),
+    "ptx_coef": _none("not built yet: a pre-training loss in addition to the policy's"),
     "ref_reward_offload": _is(
-        "reward.offload", "a reference has devices of its own (ref.num_gpus_per_node), or none with ds.lora.rank"
+        "reward.offload", "a reference has its own devices (ref.num_gpus_per_node), or none with ds.lora.rank"
     ),
     "rollout_tasks_per_gpu": _is("vllm.max_num_seqs", "by default the number of concurrent requests of the run"),
     "tokenizer_chat_template": _none(_CHAT_TOKENS),
@@ -241,9 +241,9 @@ _TRL = _table("""
     vllm_importance_sampling_correction algo.advantage.is_correction_enable
     vllm_importance_sampling_mode       algo.advantage.is_correction_type
 """) | {
-    "assistant_only_loss": _none("never: vlmrl sft always learns the responses alone"),
+    "assistant_only_loss": _none("never: vlmrl sft always trains on the responses only"),
     "chat_template_path": _none(_CHAT_TOKENS),
-    "completion_only_loss": _none("never: vlmrl sft always learns the responses alone"),
+    "completion_only_loss": _none("never: vlmrl sft always trains on the responses only"),
     "dataset_config": _is("data.prompt_dataset", "the configuration belongs to the name: owner/name?name=CONFIG"),
     "dataset_text_field": _is("data.input_key data.output_key", "data.output_key names the response's column"),
     "disable_dropout": _none("never: dropout of the model is always off; ds.lora.dropout is an adapter's"),
@@ -268,7 +268,7 @@ _TRL = _table("""
     "pad_token": _none(_CHAT_TOKENS),
     "padding_free": _is("train.layout", "samples are always packed unless it is padded"),
     "repetition_penalty": _none("never: responses would come from a different distribution than the trained one"),
-    "reward_funcs": _is("reward.functions", "your own function goes to reward.remote_url path/to/file.py:function"),
+    "reward_funcs": _is("reward.functions", "set your own function with reward.remote_url path/to/file.py:function"),
     "reward_weights": _is("reward.functions", 'it holds the weights: \'{"math": 1, "format": 0.1}\''),
     "scale_rewards": _is(
         "algo.advantage.estimator", "group_norm divides by the group's deviation, dr_grpo does not divide"
@@ -311,7 +311,7 @@ _HUGGING_FACE = _table("""
     "deepspeed": _is("ds.zero_stage", "DeepSpeed's configuration is made from ds.*; there is no JSON file"),
     "do_eval": _is("eval.dataset", "naming evaluation data turns evaluation on"),
     "do_train": _none("never: vlmrl rl and vlmrl sft train, vlmrl eval evaluates"),
-    "eval_on_start": _is("eval.dataset", "whatever it names is evaluated before and after training"),
+    "eval_on_start": _is("eval.dataset", "the sets that it names are evaluated before and after training"),
     "eval_strategy": _is("eval.steps", "a number of steps, or -1 for before and after training only"),
     "evaluation_strategy": _is("eval.steps", "a number of steps, or -1 for before and after training only"),
     "fp16": _is("ds.param_dtype", "bf16 or fp32; fp16 loses small gradients without loss scaling"),

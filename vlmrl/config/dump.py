@@ -52,7 +52,7 @@ def _inline(value: Any) -> str:
 
 
 def _resolved(config: VerbConfig, name: str) -> object:
-    """The value of an unset setting in this run; None if there is no default to show."""
+    """Return the value of an unset setting in this run; None if there is no default to show."""
     if not isinstance(config, RlConfig):
         return None
     meanings = {

@@ -66,7 +66,7 @@ def _format_default(field: FieldInfo) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A setting's default as on the command line; empty if there is none, or if it is None."""
+    """Return a setting's default as on the command line; empty if there is none, or if it is None."""
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True)

@@ -94,7 +94,7 @@ class _Validator:
         self._values = {name: given.value for name, given in user_input.given.items()}
 
     def config(self) -> Any:
-        """The valid settings, perhaps without the wrong ones; None if none remain valid."""
+        """Return the valid settings, perhaps without the wrong ones; None if none remain valid."""
         while True:
             try:
                 return self._kind.model_validate(_nest(self._values, self._kind.sections()))
@@ -139,7 +139,7 @@ class _Validator:
                     self._values.pop(name, None)
 
     def _setting(self, loc: tuple[int | str, ...]) -> str | None:
-        """The setting that an error is about; None if it is about a section or several settings."""
+        """Return the setting that an error is about; None if it is about a section or several settings."""
         names = (".".join(map(str, loc[:length])) for length in range(1, len(loc) + 1))
         return next((name for name in names if name in self._known), None)
 

@@ -6,14 +6,14 @@ from pydantic import Field
 
 from vlmrl.config.base import PositiveFloat, Section, Text
 
-LARGEST_RANK = 512
+MAX_RANK = 512
 """The highest rank that vLLM serves."""
 ADAPTER_RATE = 1e-5
 """Default peak learning rate of adapters."""
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv:2106.09685): the base is frozen, and small matrices beside it are trained."""
+    """Low-rank adapters (arXiv:2106.09685): the base is frozen, and small matrices added to it are trained."""
 
     rank: int = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains the full model."""
@@ -27,4 +27,4 @@ class Lora(Section):
     use_rslora: bool = False
     """Scale adapters by alpha / sqrt(rank) (arXiv:2312.03732)."""
     use_dora: bool = False
-    """Train a magnitude beside the direction (arXiv:2402.09353). Engines get merged weights: vLLM has no DoRA."""
+    """Train magnitude and direction separately (arXiv:2402.09353). Engines get merged weights: vLLM has no DoRA."""

@@ -12,7 +12,7 @@ class Merge(Section):
     output: Text
     """Folder for the merged model; it must not exist yet, or be empty."""
     model_name_or_path: Text | None = None
-    """Local folder or Hub id of the base; without it `merge` asks at the terminal whether to take the one
+    """Local folder or Hub id of the base; without it `merge` asks at the terminal whether to use the one
     that the adapter names."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose author you trust."""

@@ -14,7 +14,7 @@ _MIN_LIKENESS = 0.7
 
 
 def subsection(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds; None if it holds a value."""
+    """Return the section that a field holds; None if it holds a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
@@ -39,7 +39,7 @@ def all_but(section: type[Section], name: str, *kept: str) -> frozenset[str]:
 
 
 def setting_value(config: Section, name: str) -> Any:
-    """The value of a setting, by its full name."""
+    """Return the value of a setting, by its full name."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -55,13 +55,13 @@ def is_given(config: Section, name: str) -> bool:
 
 
 def settings_named_in(text: str, names: Iterable[str]) -> list[str]:
-    """The settings that a message names."""
+    """Return the settings that a message names."""
     known = set(names)
     return [name for name in dict.fromkeys(_NAME.findall(text)) if name in known]
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably intended: similar as a whole, or in its last part if the section is wrong."""
+    """Return the name that was probably intended: similar as a whole, or in its last part if the section is wrong."""
     last = name.rsplit(".", 1)[-1]
 
     def likeness(other: str) -> float:
@@ -70,7 +70,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
         tail = difflib.SequenceMatcher(None, last, end).ratio()
         if len(last) > 3 and end.startswith(last[:-1]):  # `model` for `model_name_or_path`
             tail = max(tail, 0.9)
-        # The last part alone counts a little less, so that of two equal ones that in the same section wins.
+        # A match of only the last part counts slightly less, so that the section breaks ties.
         return max(whole, 0.85 * tail + 0.1 * whole)
 
     best = max(names, key=likeness, default=None)

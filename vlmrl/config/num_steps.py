@@ -18,8 +18,9 @@ def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
 
 
 def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
-    """Optimizer steps of the whole run, the length of the learning rate's schedule. The first `frozen` steps of the run
-    take none.
+    """Return the number of optimizer steps of the whole run, the length of the learning rate's schedule.
+
+    The first `frozen` steps of the run take none.
 
     Raises:
         ConfigError: the run has no more than `frozen` steps.

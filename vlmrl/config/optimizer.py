@@ -63,5 +63,5 @@ def unread_of_optimizer(role: str, optimizer: OptimizerSettings) -> Unread:
     if optimizer.optim != "muon":
         unread |= dict.fromkeys(settings(Muon, f"{role}.muon."), f"{role}.optim is {optimizer.optim}")
     else:
-        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of a fixed size, whatever the gradient's norm"
+        unread[f"{role}.max_norm"] = f"{role}.optim muon takes steps of a fixed size, regardless of the gradient's norm"
     return unread

@@ -32,8 +32,9 @@ class Scoring(Section):
 
     functions: dict[str, float] = Field(
         default_factory=lambda: {"math": 1.0},
-        description=f"Built-in reward functions and their weights: {quoted(REWARD_FUNCTIONS)}; names alone (`math "
-        "format`) have weight 1. By default `math`; with another reward source, and for `serve-rm`, none.",
+        description=f"Built-in reward functions and their weights: {quoted(REWARD_FUNCTIONS)}; names "
+        "without weights (`math format`) have weight 1. By default `math`; "
+        "with another reward source, and for `serve-rm`, none.",
     )
     remote_url: str | tuple[Text, ...] | None = None
     """Your own reward: `path/to/file.py:function` (by default `reward_func`, as in OpenRLHF), which takes one
@@ -68,7 +69,7 @@ class Scoring(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def weigh_names(cls, given: Any) -> Any:
-        """Give weight 1 to names alone: `math`, `math,format` or a list."""
+        """Give weight 1 to names without weights: `math`, `math,format` or a list."""
         names = given.replace(",", " ").split() if isinstance(given, str) else given
         if isinstance(names, list | tuple) and names and all(str(name).isidentifier() for name in names):
             return dict.fromkeys(names, 1.0)
@@ -81,7 +82,7 @@ class Scoring(Section):
             if name not in REWARD_FUNCTIONS:
                 raise ValueError(
                     f"no reward function is called {name!r}: there are {', '.join(REWARD_FUNCTIONS)}; "
-                    "your own goes to reward.remote_url path/to/file.py:function"
+                    "set your own with reward.remote_url path/to/file.py:function"
                 )
         return functions
 

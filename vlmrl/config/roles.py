@@ -26,8 +26,8 @@ def pools(train: TrainRl, *, critic_is_with_actor: bool) -> list[frozenset[str]]
     reward_models = set(REWARD_MODELS)
     if train.colocate_critic_reward and critic_is_with_actor:
         return [frozenset(trained | reward_models)]
-    beside = reward_models | {"critic"} if train.colocate_critic_reward else reward_models
-    return [frozenset(trained), frozenset(beside)]
+    with_reward = reward_models | {"critic"} if train.colocate_critic_reward else reward_models
+    return [frozenset(trained), frozenset(with_reward)]
 
 
 def unread_of_critic(critic: Critic, *, estimator: str, exists: bool, is_with_actor: bool) -> Unread:

@@ -49,7 +49,7 @@ class RowRequirements(NamedTuple):
     """Columns that a reward function takes by name; the label may be one of them."""
 
     def label_needed_for(self, source: Rows, label_key: str | None) -> str | None:
-        """The setting that needs a label in this dataset; None if its rows need none."""
+        """Return the setting that needs a label in this dataset; None if its rows need none."""
         has_substitutes = self.label_substitutes and self.label_substitutes <= set(source.columns) - {
             top_column(label_key)
         }

@@ -122,7 +122,7 @@ def _image_content(image: Any, access: ImageAccess) -> bytes:
 
 
 def _canonical(value: Any) -> bytes:
-    """Serialise a value so that equal content gives equal bytes, whatever the order of its keys."""
+    """Serialise a value so that equal content gives equal bytes, regardless of the order of keys."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=_json_fallback)
     return text.encode(errors="backslashreplace")
 

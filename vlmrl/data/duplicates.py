@@ -58,7 +58,7 @@ def find_duplicates(training: Sequence[RowHasher], evaluation: Sequence[RowHashe
             continue
         if (earlier := first_row.setdefault(content, name)) != name:
             in_training.append((name, earlier))
-    # Evaluation rows are few; with a limit of their own they are compared however many training rows there are.
+    # Evaluation rows are few; a separate limit ensures that they are compared despite many training rows.
     deadline = time.monotonic() + _LIMIT_S
     in_evaluation = []
     for name, content in _contents(evaluation):

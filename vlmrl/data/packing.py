@@ -256,7 +256,7 @@ def make_packs(
     """Split samples into packs of at most `max_tokens` cost and `max_samples` samples.
 
     Samples with the same images stay together, else those of a group, as far as the budget allows. A sample above the
-    budget gets a pack of its own.
+    budget gets a separate pack.
     """
     packs: list[list[int]] = [[]]
 

@@ -355,7 +355,7 @@ class PromptStream:
 
     def _drop(self, name: str, error: UnusableError) -> None:
         self._dropped_rows[name] = error.kind
-        detail = one_line(error.detail, most=_MAX_DETAIL_CHARS)
+        detail = one_line(error.detail, max_chars=_MAX_DETAIL_CHARS)
         logger.warning("row %s dropped, %s: %s", one_line(name), error.kind, detail)
         self._last_dropped = one_line(f"{name} ({detail})")
 

@@ -51,7 +51,8 @@ class Rows(RowSequence):
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Class names of Hugging Face's ClassLabel columns, by index."""
     has_own_columns: bool = False
-    """Whether it comes from a file in `datasets/`: its columns are input, label and images, whatever the settings."""
+    """Whether it comes from a file in `datasets/`: its columns are input, label and images, regardless of the
+    settings."""
     is_generated: bool = False
     """Whether all rows follow from a seed and a few options (`Generated`)."""
     named_columns: Mapping[str, str] = field(default_factory=dict)

@@ -183,11 +183,11 @@ class Source:
         return self._processor
 
     def dropped(self) -> Counter[str]:
-        """Number of drawn training rows that were dropped, by reason."""
+        """Return the number of drawn training rows that were dropped, by reason."""
         return self._training.dropped
 
     def num_rows(self) -> int:
-        """Number of training rows."""
+        """Return the number of training rows."""
         return self._training.num_rows
 
     def check_labels(self) -> BadLabels:

@@ -1,4 +1,4 @@
-"""Errors of single rows: whatever a row raises drops that row and never ends the run."""
+"""Errors of single rows: any error drops its row and never ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: each rank writes and verifies those of its own files, in parallel.
+"""Checksums of a checkpoint's files: each rank writes and verifies those of its files, in parallel.
 
 When a file is written, it is read once more while the kernel still caches it, at 3 to 10 GiB/s (XXH3, 128 bits): for a
 checkpoint of 800 GiB, each of 64 ranks needs a few seconds. When a checkpoint is loaded, its files must be read anyway,
@@ -71,8 +71,8 @@ def _verify(listing: Path) -> list[str]:
 
 
 def _num_lists(folder: Path) -> int:
-    """Number of lists that should exist: one for each rank that has a file or that identity.json counts, so that a lost
-    list is noticed."""
+    """Return the number of lists that should exist, so that a lost list is noticed: one for each rank that has a file
+    or that identity.json counts."""
     from_names = 1 + max(int(match[1]) for name in _files(folder) if (match := _RANK.search(name)))
     try:
         return max(from_names, int(json.loads((folder / "identity.json").read_text(encoding="utf-8"))["ranks"]))
@@ -81,7 +81,7 @@ def _num_lists(folder: Path) -> int:
 
 
 def _owner(name: str, num_ranks: int) -> int:
-    """The rank that verifies a file: the one that wrote it, whose machine may still cache it."""
+    """Return the rank that verifies a file: the one that wrote it, whose machine may still cache it."""
     match = _RANK.search(Path(name).name)
     return int(match[1]) % num_ranks if match else 0
 

@@ -17,7 +17,7 @@ def min_checkpoint_bytes(model: Model, ds: Ds, table: Sequence[tuple[str, int, i
         table: rows (part of the model, trainable parameters, all parameters), as `Policy.table` returns them.
     """
     trainable, total = sum(row[1] for row in table), sum(row[2] for row in table)
-    # With adapters, only adapters are written. Stage 3 writes the weights as the fp32 copy alone.
+    # With adapters, only adapters are written. Stage 3 writes the weights only as the fp32 copy.
     weights = trainable if ds.lora.rank else total
     copy = 0 if ds.zero_stage == 0 and ds.param_dtype == "fp32" else 4
     moments = {"adam": 8, "adam_paged": 8, "muon": 4}.get(model.optim, 2)

@@ -94,7 +94,7 @@ class Critic(TrainableModel):
     def save_critic(self, folder: Path) -> None:
         """Write a model that `models.value_head.value_net` loads, and `critic.model_name_or_path` may name.
 
-        With an adapter, write the adapter and the value head alone; `vlmrl merge` turns them into such a model.
+        With an adapter, write only the adapter and the value head; `vlmrl merge` turns them into such a model.
         """
         if self._adapted is None:
             save_model(self._net, self._processor, Path(folder))

@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """`ds.param_dtype` -> dtype of weights and activations."""
 
-_LARGEST_BUCKET = 500_000_000
+_MAX_BUCKET_ELEMENTS = 500_000_000
 """Elements. DeepSpeed's default."""
 
 
@@ -61,7 +61,7 @@ def init_distributed(timeout_s: float) -> None:
     if "WORLD_SIZE" not in os.environ:
         os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     if torch.cuda.is_available():
-        # A worker that was given one GPU sees it as GPU 0, whatever its rank on the machine.
+        # A worker that was given one GPU sees it as GPU 0, regardless of its rank on the machine.
         if torch.cuda.device_count() == 1:
             os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -80,7 +80,7 @@ def init_distributed(timeout_s: float) -> None:
 
 
 def device() -> torch.device:
-    """The device of this rank. Raises ClusterError when torch cannot use the GPU that the rank was given."""
+    """Return the device of this rank. Raises ClusterError when torch cannot use the GPU that the rank was given."""
     _check_gpu()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -196,7 +196,7 @@ def engine_config(module: nn.Module, *, actor: Model, ds: Ds) -> dict[str, Any]:
     stage = 1 if ds.zero_stage == 0 and ds.param_dtype == "bf16" else ds.zero_stage
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": ds.overlap_comm}
     # DeepSpeed allocates its gradient bucket in full: adapters do not need two gigabytes.
-    zero["reduce_bucket_size"] = min(_LARGEST_BUCKET, _num_trainable(module))
+    zero["reduce_bucket_size"] = min(_MAX_BUCKET_ELEMENTS, _num_trainable(module))
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if ds.zero_stage == 3:

@@ -116,7 +116,7 @@ def _owners(trained: Mapping[str, nn.Parameter], world_size: int) -> dict[str, i
 
 
 def _held(parameter: Any) -> Tensor:
-    """The part of a parameter that this rank stores: its shard under ZeRO-3, else all of it. Writes go to the
+    """Return the part of a parameter that this rank stores: its shard under ZeRO-3, else all of it. Writes go to the
     weight."""
     shard: Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_id") else parameter.data
     return shard

@@ -171,7 +171,7 @@ class ModelForward:
         return self._cache is not None
 
     def start_cache(self) -> None:
-        """Start an empty cache for this model alone."""
+        """Start an empty cache for this model only."""
         self._cache = VisionCache(list(self.tower.values()), max_bytes=self._cache_bytes)
 
     @contextmanager
@@ -204,7 +204,7 @@ class ModelForward:
             self._cache.clear()
 
     def _agree_on_cached(self, pack: Pack, cached: set[str]) -> set[str]:
-        """The cached images that a pass may use: in lockstep, either every rank runs the tower or none does."""
+        """Return the cached images that a pass may use: in lockstep, either every rank runs the tower or none does."""
         if self._cache is None or not self._ranks_in_lockstep:
             return cached
         num_new = torch.tensor(len(pack.media.keys() - cached), device=self._device)
@@ -234,7 +234,7 @@ class LogprobForward(ModelForward):
         return ScorerOutput(output.logprobs[:rows, :columns], output.entropy[:rows, :columns])
 
     def logprobs(self, packs: Sequence[Pack], *, gradient: bool = False) -> list[tuple[int, Floats]]:
-        """Log-probs as (id, [T]); see `run_packs`."""
+        """Return log-probs as (id, [T]); see `run_packs`."""
         return self.run_packs(packs, lambda pack: self(pack).logprobs, gradient=gradient)
 
 

@@ -22,7 +22,7 @@ _NARROWER = {torch.float32: _HALF, torch.float64: (*_HALF, torch.float32)}
 def higher_precision(net: nn.Module, to: torch.dtype = torch.float32) -> Iterator[None]:
     """Make passes without gradient compute in the type `to`, fp32 or fp64, within the context.
 
-    Each layer's weights are converted for its forward pass alone, so that one layer at a time takes more memory. Layers
+    Each layer's weights are converted only for its forward pass, so that one layer at a time takes more memory. Layers
     in 4 bits compute in that type too, with values that are not rounded to half precision. Under ZeRO-3 the gathered
     weights are converted.
     """

@@ -105,7 +105,7 @@ def copy_first_layers(
     samples: Sequence[Sample],
     attn_implementation: str | dict[str, str],
 ) -> PreTrainedModel:
-    """Copy vision tower, projector and first layers in fp32, with embeddings of the samples' tokens alone, to the CPU.
+    """Copy vision tower, projector and first layers in fp32, with embeddings of only the samples' tokens, to the CPU.
 
     On all ranks but the first the copy has no values. A collective if the model is sharded. `attn_implementation` is
     that of `from_pretrained`.

@@ -41,7 +41,7 @@ def make_optimizer(module: nn.Module, *, actor: Model, where: torch.device) -> t
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices inside the layers, which Muon is defined for.
+    """Return the trainable matrices inside the layers, which Muon is defined for.
 
     Without embeddings, output layer, vectors and patch filters of the Hugging Face model in `module`.
     """

@@ -65,7 +65,8 @@ class Policy(TrainableModel, WeightSender):
     def logprobs(
         self, packs: Sequence[Pack], *, gradient: bool = False, adapter: bool = True, exact: bool = False
     ) -> RowsAndMetrics:
-        """Log-probs under the current weights: (id, [T]) for each sample with a non-negative id, and pass metrics.
+        """Return log-probs under the current weights: (id, [T]) for each sample with a non-negative id, and pass
+        metrics.
 
         Args:
             gradient: run the passes as an update does, without changing anything.
@@ -97,8 +98,8 @@ class Policy(TrainableModel, WeightSender):
         return {layout: (gaps.values, gaps.gradients) for layout, gaps in differences.items()}
 
     def traits(self) -> tuple[float, bool]:
-        """The cost of a vision patch in a pass, in language tokens, and whether layers carry state past a sample's
-        end."""
+        """Return the cost of a vision patch in a pass, in language tokens, and whether layers carry state past a
+        sample's end."""
         return patch_cost(self._net, self._processor), bool(self._net._is_stateful)
 
     def update(
@@ -160,7 +161,7 @@ class Policy(TrainableModel, WeightSender):
     def save_model(self, folder: Path) -> None:
         """Write a folder that `from_pretrained` and vLLM load: weights in safetensors, config, tokenizer, processor.
 
-        With an adapter, write the adapter alone, for PEFT and vLLM.
+        With an adapter, write only the adapter, for PEFT and vLLM.
         """
         if self._adapted is None:
             save_model(self._net, self._processor, Path(folder))
@@ -175,7 +176,7 @@ class Policy(TrainableModel, WeightSender):
 
     def _exceeds_kl_bound(self, packs: Sequence[tuple[Pack, Experience]]) -> bool:
         """Whether the KL divergence on the next step's samples exceeds `kl_early_stop`. If a bound is set, this is a
-        collective with a pass of its own: the passes of earlier steps do not include the effect of their own step."""
+        collective with an additional pass: the passes of earlier steps do not include the effect of their own step."""
         if self._loss is None or self._loss.kl_early_stop is None:
             return False
         old_rows: list[tuple[Floats, Bools]] = []

@@ -12,7 +12,8 @@ from vlmrl.models.scorer import Scorer
 
 
 class Reference:
-    """The reference model, one per rank. Each rank holds all weights and works alone, whatever `ds.zero_stage` is."""
+    """The reference model, one per rank. Each rank holds all weights and works independently, for any
+    `ds.zero_stage`."""
 
     def __init__(self, settings: ReferenceSettings) -> None:
         where = device()

@@ -44,7 +44,7 @@ def open_store(timeout: timedelta) -> Store:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket at this address alone. Raises OSError when the port is taken."""
+    """Open a listening socket at this address only. Raises OSError when the port is taken."""
     family, kind, protocol, _, socket_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

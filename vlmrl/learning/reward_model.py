@@ -32,8 +32,8 @@ from vlmrl.types import Bools, Ints, Sample
 
 
 class RewardModel:
-    """A reward model, one per rank. Each rank holds all weights and works alone; with `ds.zero_stage` 3 the weights are
-    sharded, and every method is a collective.
+    """A reward model, one per rank. Each rank holds all weights and works independently; with `ds.zero_stage` 3 the
+    weights are sharded, and every method is a collective.
     """
 
     def __init__(self, settings: RewardModelSettings) -> None:

@@ -17,7 +17,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from vlmrl.errors import ConfigError
 
 CLASSES: tuple[type, ...] = (LossScaler, ZeroStageEnum, fragment_address)
-"""All classes that DeepSpeed writes beside tensors and plain values, at every stage, precision and optimizer. Their
+"""All classes that DeepSpeed writes besides tensors and plain values, at every stage, precision and optimizer. Their
 constructors have no side effects."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")

@@ -28,7 +28,8 @@ NamedTensors = list[tuple[str, Tensor]]
 
 
 def saved_tensors(net: PreTrainedModel) -> NamedTensors:
-    """The tensors that `save_pretrained` writes, without adapters, under their names in memory; tied weights once.
+    """Return the tensors that `save_pretrained` writes, without adapters, under their names in memory; tied weights
+    once.
 
     The tensors of a ZeRO-3 model are empty shards, and some may be in 4 bits: `written_bytes`, `gathered` and
     `checkpoint_tensors` account for that.
@@ -49,12 +50,12 @@ def saved_tensors(net: PreTrainedModel) -> NamedTensors:
 
 
 def written_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor as it is written: unsharded and dequantized."""
+    """Return the bytes of the tensor as it is written: unsharded and dequantized."""
     return math.prod(true_shape(tensor)) * true_dtype(tensor).itemsize
 
 
 def split_by_bytes(tensors: Sequence[tuple[str, Tensor]], *, max_bytes: int) -> list[NamedTensors]:
-    """Split into runs of at most `max_bytes`; a larger tensor gets a run of its own."""
+    """Split into runs of at most `max_bytes`; a larger tensor gets a separate run."""
     runs: list[NamedTensors] = []
     room = 0
     for name, tensor in tensors:
@@ -101,7 +102,7 @@ def whole_tensors(net: PreTrainedModel, tensors: NamedTensors, *, max_bytes: int
 
 
 def adapted_layer(net: PreTrainedModel, name: str) -> nn.Module | None:
-    """The layer of the weight `name`, a name of `saved_tensors`; None if it has no adapter."""
+    """Return the layer of the weight `name`, a name of `saved_tensors`; None if it has no adapter."""
     path, _, attribute = name.rpartition(".")
     layer = net.get_submodule(path)
     return layer if attribute == "weight" and hasattr(layer, "lora_A") else None
@@ -147,7 +148,7 @@ class MakeSender(Protocol):
 
 
 class WeightSender:
-    """The trainer's end of a weight sync, one per rank: sends all weights, the base alone, or the adapter.
+    """The trainer's end of a weight sync, one per rank: sends all weights, only the base, or the adapter.
 
     Every method but `bucket` is a collective: call it on all ranks, in the same order.
     """
@@ -200,7 +201,7 @@ class WeightSender:
             return ticket
 
     def bucket(self, ticket: Ticket) -> Bucket:
-        """Read a shared bucket back, for engines of another machine. Not a collective: call it on rank 0 alone."""
+        """Read a shared bucket back, for engines of another machine. Not a collective: call it only on rank 0."""
         return open_ticket(ticket)
 
     def connect(self, make_sender: MakeSender) -> None:

@@ -108,7 +108,7 @@ def load_adapter_tensors(net: PreTrainedModel, plan: AdapterPlan, stored: Stored
 
 
 def write_adapter(folder: Path, plan: AdapterPlan, tensors: Iterable[tuple[str, Tensor]], *, base: Base) -> None:
-    """Write an adapter in PEFT's format, which vLLM loads too, with the facts that `read_adapter` checks beside it."""
+    """Write an adapter in PEFT's format, which vLLM loads too, with the metadata that `read_adapter` checks."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ def base_fingerprint(path: str, *, flag: str = MODEL_FLAG) -> str:
 
 
 def _targets_of(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The layers that have an A or a B."""
+    """Return the layers that have an A or a B."""
     suffixes = tuple(f".{half}.weight" for half in HALVES)
     return list(dict.fromkeys(n.removeprefix(PREFIX).rsplit(".", 2)[0] for n in tensors if n.endswith(suffixes)))
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from vlmrl.config.actor import Model
-from vlmrl.config.lora import LARGEST_RANK, Lora
+from vlmrl.config.lora import MAX_RANK, Lora
 from vlmrl.errors import ConfigError
 from vlmrl.models.weight_buckets import fingerprint
 from vlmrl.plugins import ParameterGroup, Processor
@@ -17,13 +17,13 @@ from vlmrl.plugins import ParameterGroup, Processor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
+_ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_RANK)
 """vLLM's choices of `max_lora_rank`."""
 
 PREFIX = "base_model.model."
 """Prefix of all tensor names in PEFT's files."""
 WORDS = ("all-linear", "vision", "all")
-"""Keywords of `ds.lora.target_modules`, beside names of layers."""
+"""Keywords of `ds.lora.target_modules`; other values are names of layers."""
 _NOUN = {"vision": "vision tower", "projector": "projector"}
 _FLAG = {"vision": "actor.freeze_visual_encoder", "projector": "actor.freeze_projector"}
 
@@ -55,7 +55,8 @@ class AdapterPlan:
 
     @property
     def fits_engine(self) -> bool:
-        """Whether vLLM applies the adapter exactly, so that it is synced alone; otherwise merged weights are."""
+        """Whether vLLM applies the adapter exactly, so that only the adapter is synced; otherwise merged weights
+        are."""
         return self.groups == {"language"} and not self.has_magnitude
 
     @property
@@ -133,7 +134,7 @@ def vision_trains(model: Model, adapter: AdapterPlan | None) -> bool:
 
 
 def layers(net: PreTrainedModel, processor: Processor) -> dict[str, ParameterGroup]:
-    """The linear layers of a model that can have an adapter, in the model's order: all but the output layer."""
+    """Return the linear layers of a model that can have an adapter, in the model's order: all but the output layer."""
     from torch import nn
 
     head = net.get_output_embeddings()

@@ -70,7 +70,7 @@ def adapters_off(net: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters under their names in PEFT's files, in the order of the model's layers."""
+    """Return the parameters of the adapters under their names in PEFT's files, in the order of the model's layers."""
     tensors: list[tuple[str, nn.Parameter]] = []
     for name, layer in _adapted(net).items():
         tensors += [(f"{PREFIX}{name}.{half}.weight", getattr(layer, half)[_NAME].weight) for half in HALVES]

@@ -58,7 +58,7 @@ def isolates_samples(net: PreTrainedModel) -> bool:
 def check_layers(net: PreTrainedModel, *, samples_share_rows: bool) -> None:
     """Raise ConfigError when samples of a row would affect each other, or packed attention would change the model.
 
-    Recurrent and convolutional layers carry state past the end of a sample, whatever the attention does. Packed
+    Recurrent and convolutional layers carry state past the end of a sample, regardless of the attention. Packed
     attention has no layer types but full and sliding attention.
     """
     name = type(net).__name__

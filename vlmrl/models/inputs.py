@@ -27,7 +27,7 @@ def model_inputs(
 
     * `input_ids` [B, T];
     * `position_ids` [B, T], each sample counted from 0; with M-RoPE [4, B, T], followed by the three rows of
-      `get_rope_index`. Transformers separates packed samples by the first row alone, and only without a KV cache: with
+      `get_rope_index`. Transformers separates packed samples by the first row only, and only without a KV cache: with
       three rows, or with the default cache, tokens attend to other samples without a warning. Responses that share a
       prompt continue its positions;
     * `use_cache` False;

@@ -125,7 +125,7 @@ def refuse_missing_weights(lacking: Sequence[str], path: str, *, flag: str) -> N
 def skeleton(path: str, *, trust_remote_code: bool = False, flag: str = MODEL_FLAG) -> PreTrainedModel:
     """Make the model without weights, on the meta device: the names, shapes and classes of `load_model`.
 
-    Reads the configuration alone, so that a driver can inspect a model before any weight is read. `flag` is the
+    Reads only the configuration, so that a driver can inspect a model before any weight is read. `flag` is the
     setting that `path` came from, for messages. Raises ConfigError when there is no such model.
     """
     try:
@@ -175,7 +175,7 @@ def trainable_table(net: nn.Module, processor: Processor) -> list[ParameterCount
 
 
 def _factory(where: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """The Auto class of this kind of model, and the configuration."""
+    """Return the Auto class of this kind of model, and the configuration."""
     config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
     takes_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM, config

@@ -64,7 +64,7 @@ class RoleMemory:
     parts: tuple[MemoryPart, ...]
 
     def num_bytes(self, *, on_device: bool = True) -> float:
-        """Sum the parts on its device, or with False those in main memory beside it."""
+        """Sum the parts on its device, or with False those in main memory."""
         return sum(part.num_bytes for part in self.parts if part.in_host_memory != on_device)
 
 
@@ -105,7 +105,7 @@ def trainer_memory(
     if ds.enable_sleep and device != "cpu":
         # Each is one tensor in DeepSpeed: the fp32 copy, and two moments.
         asleep = _pinned(4 * trains / shards) + 2 * _pinned(moments / 2 * trains / shards)
-    fewer = "set ds.lora.rank to train adapters alone" if adapter is None else "lower ds.lora.rank"
+    fewer = "set ds.lora.rank to train only adapters" if adapter is None else "lower ds.lora.rank"
     shard = "" if ds.zero_stage == 3 else f", or raise ds.zero_stage and {role}.num_gpus_per_node"
     parts = [
         MemoryPart("weights", weight_bytes(size, ds, ranks=ranks), _weights_flag(ds, adapter)),
@@ -131,8 +131,8 @@ def trainer_memory(
 
 
 def colocated_critic(actor: RoleMemory, critic: RoleMemory, *, shares_features: bool) -> RoleMemory:
-    """Reduce the critic's memory to what it adds in the actor's process: they train in turn, so that transient parts
-    count only as far as they exceed the actor's.
+    """Reduce the critic's memory to what it adds in the actor's process: they train alternately, so that transient
+    parts count only as far as they exceed the actor's.
 
     `shares_features`: both share one cache of image features.
     """
@@ -229,7 +229,7 @@ def _frozen(name: str, size: Sizes, ds: Ds, weights: MemoryPart, tokens: int, de
 
 
 def weight_bytes(size: Sizes, ds: Ds, *, ranks: int) -> float:
-    """Bytes of the model on one trainer rank, without adapters."""
+    """Return the bytes of the model on one trainer rank, without adapters."""
     s = _BYTES[ds.param_dtype]
     unsharded = float(size.total * s)
     if ds.load_in_4bit:
@@ -263,7 +263,7 @@ def _activation_bytes(
 
 
 def saved_bytes(blocks: Blocks, tokens: int, s: int, *, model: Model, adapted: bool) -> float:
-    """Bytes that all layers save for the backward pass of this many tokens."""
+    """Return the bytes that all layers save for the backward pass of this many tokens."""
     per_token = saved_per_token(blocks, s, adapted=adapted)
     if model.gradient_checkpointing_enable:
         return tokens * (blocks.layers * blocks.hidden * s + per_token)
@@ -271,7 +271,7 @@ def saved_bytes(blocks: Blocks, tokens: int, s: int, *, model: Model, adapted: b
 
 
 def saved_per_token(blocks: Blocks, s: int, *, adapted: bool) -> float:
-    """Bytes that one layer saves per token for its backward pass.
+    """Return the bytes that one layer saves per token for its backward pass.
 
     Two norms save their input in fp32, and their normalized input if they train. Linear layers save their inputs: 2 D,
     and those of the last projections of attention and feed-forward. Attention saves queries, keys, values and output;
@@ -301,7 +301,8 @@ def _weights_flag(ds: Ds, adapter: AdapterPlan | None) -> str:
 
 
 def _moment_bytes(size: Sizes, model: Model, adapter: AdapterPlan | None) -> float:
-    """Bytes per trainable parameter, on average: two moments, or Muon's one for the matrices inside the layers."""
+    """Return the bytes per trainable parameter, on average: two moments, or Muon's one for the matrices inside the
+    layers."""
     if model.optim != "muon":
         return 2.0 if "8bit" in model.optim else 8.0
     inside = sum(out * inner for out, inner in size.linears.values()) - size.output

@@ -67,8 +67,8 @@ def quantization(four_bit: FourBit, skeleton: PreTrainedModel, *, dtype: torch.d
 
 
 def quantized_layers(net: PreTrainedModel, group: Callable[[str], ParameterGroup]) -> list[str]:
-    """Names of the language model's linear layers, without the heads of logits, scores or values, whose rounding no
-    later layer could compensate for."""
+    """Return the names of the language model's linear layers, without the heads of logits, scores or values: no later
+    layer could compensate for their rounding."""
     body = {id(module) for module in net.base_model.modules()} - {id(net.get_output_embeddings())}
     return [
         name

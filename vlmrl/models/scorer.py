@@ -113,7 +113,7 @@ class Scorer(Backbone):
 
 
 def _encoder_outputs(images: list[ImageFeatures]) -> Any:
-    """The features in the form that Transformers' models take, in reading order."""
+    """Return the features in the form that Transformers' models take, in reading order."""
     levels = tuple(zip(*(image.deepstack for image in images), strict=True))
     return SimpleNamespace(pooler_output=tuple(image.rows for image in images), deepstack_features=list(levels))
 

@@ -290,7 +290,7 @@ _FAMILIES: dict[str, Callable[[_Shape, dict[str, int], bool], PreTrainedConfig]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m vlmrl.models.tiny", description="Write a small model with random weights."
     )

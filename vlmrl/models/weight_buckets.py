@@ -34,7 +34,7 @@ class Bucket:
     """`float32`, `bfloat16`, ...: attributes of torch."""
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    """Where each tensor starts in `data`, in bytes."""
+    """Start of each tensor in `data`, in bytes."""
     data: NDArray[np.uint8]
 
     @property
@@ -43,7 +43,7 @@ class Bucket:
 
 
 def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The raw bytes of a tensor, [n]; a view where the tensor is contiguous and on the CPU."""
+    """Return the raw bytes of a tensor, [n]; a view where the tensor is contiguous and on the CPU."""
     flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 

@@ -2,7 +2,7 @@
 
 The lock file names host, process and start time. On the holder's machine a lock is stale when that process has ended.
 From another machine or container the process is not visible: there a lock is stale when its holder has not touched it
-for a while, measured by the waiting process alone. Clocks of different machines are never compared.
+for a while, measured only by the waiting process. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _is_touched(file: Path, limit_s: float) -> bool:
 
 def _modified_ns(file: Path) -> int | None:
     try:
-        # Opening makes NFS ask the server; a plain stat may be served from a cache.
+        # Opening makes NFS query the server; a plain stat may be served from a cache.
         with file.open("rb") as lock:
             return os.fstat(lock.fileno()).st_mtime_ns
     except PermissionError:  # another user's file, readable by its owner only

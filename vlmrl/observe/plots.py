@@ -42,7 +42,7 @@ def draw_curves(metrics_file: Path, out: Path) -> None:
     A run that lacks some of these (supervised training, one step, no evaluation) has other or empty panels. The file is
     replaced atomically, so that it can be viewed during the run.
     """
-    # Figure without pyplot: no window system, no global state, safe beside other threads.
+    # Figure without pyplot: no window system, no global state, thread-safe.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -242,7 +242,7 @@ def _prepare(axes: Axes, title: str, steps: Sequence[int]) -> None:
 
 
 def _legend(*overlaid: Axes) -> None:
-    """Draw one legend for overlaid axes beside the title, where it covers no curve."""
+    """Draw one legend for overlaid axes next to the title, where it covers no curve."""
     handles, labels = [], []
     for axes in dict.fromkeys(overlaid):
         more_handles, more_labels = axes.get_legend_handles_labels()

@@ -61,7 +61,7 @@ class RunFolder:
         return self.root / "adapter"
 
     def average(self, *, has_adapter: bool) -> Path:
-        """The moving average of the trained weights, beside `model` or `adapter`."""
+        """Return the moving average of the trained weights, next to `model` or `adapter`."""
         return self.root / ("adapter_ema" if has_adapter else "model_ema")
 
     @property

@@ -42,7 +42,7 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the configured sinks. `tensorboard` is the folder used when `logger.tensorboard_dir` is not set.
 
-    W&B shows `config` beside the curves.
+    W&B shows `config` next to the curves.
 
     Raises:
         ConfigError: W&B is configured and cannot be used.
@@ -105,7 +105,7 @@ class JsonlSink:
 
 
 def _joined(record: Mapping[str, Any], numbers: Mapping[str, float | None]) -> dict[str, Any]:
-    """The record of a step with further metrics, which replace older values; times add up."""
+    """Return the record of a step with further metrics, which replace older values; times add up."""
     times = {name for name in numbers if name.startswith("time/") and record.get(name) is not None}
     return {**record, **numbers} | {name: record[name] + (numbers[name] or 0.0) for name in times}
 

@@ -43,13 +43,13 @@ class Signature(NamedTuple):
     """It has `**kwargs`, which receive all other columns."""
 
     def missing(self, *, label_keys: Collection[str], metadata: Mapping[str, Any]) -> str | None:
-        """A required column that the row does not have, or None."""
+        """Return a required column that the row does not have, or None."""
         item = {"label_keys": label_keys, "metadata": metadata}
         return next((name for name in sorted(self.required) if not _has(name, item)), None)
 
 
 def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signature | None:
-    """The signature of a function of TRL or OpenRLHF with these parameters; None if it takes one response.
+    """Return the signature of a function of TRL or OpenRLHF with these parameters; None if it takes one response.
 
     Raises ConfigError if it requires arguments that only that library's trainer has.
     """
@@ -70,7 +70,7 @@ def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signatur
 
 
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
-    """The keyword arguments of a call: lists with one item per response.
+    """Return the keyword arguments of a call: lists with one item per response.
 
     An item holds `prompt`, `response`, `label`, `label_keys` (columns that are the label's), `metadata` and
     `is_chat`; `images` are PIL, per response.

@@ -6,7 +6,7 @@ _TOKENS = re.compile(r"\\boxed\s*\{|\\[\\{}]|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, stripped; of nested boxes the inner one; None without a box.
+    """Return the content of the last `\\boxed{...}`, stripped; of nested boxes the inner one; None without a box.
 
     Escaped braces (`\\{`) are text. A box that is never closed, as in a truncated response, does not count.
     """

@@ -25,11 +25,11 @@ TOKEN = "VLMRL_RM_TOKEN"
 """The environment variable that holds the token of reward servers and their clients."""
 
 _REQUESTS_AT_ONCE = 4
-"""Number per server, so that it does not idle until the next request arrives."""
+"""Concurrent requests per server, so that it does not idle between two."""
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
+_MAX_PAUSE_S = 30.0
 _CHECK_LIMIT_S = 10.0
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 """Limit on the body of a reply, which holds one number per response and some text."""
 _SECRET = re.compile(
     r"((x|api|access|auth|client|private|secret|session|subscription)[-_.]?)*(key|token|secret|password|auth|sig|signature)",
@@ -70,9 +70,9 @@ class _TooSlowError(_RequestError):
 class _Server:
     url: str
     num_requests: int = 0
-    num_under_way: int = 0
+    num_in_flight: int = 0
     """Requests in progress."""
-    rests_until: float = 0.0
+    backoff_until: float = 0.0
     """Time until which other servers are preferred, after a failure."""
 
     @property
@@ -82,10 +82,10 @@ class _Server:
 
 
 def read_token() -> str | None:
-    """The token from the environment, if any. Raises ConfigError if an HTTP header cannot carry it."""
+    """Return the token from the environment, if any. Raises ConfigError if an HTTP header cannot carry it."""
     token = os.environ.get(TOKEN, "").strip()
     if not re.fullmatch(r"[A-Za-z0-9._~+/=-]*", token):
-        raise ConfigError(f"the environment variable {TOKEN} may hold letters, digits and . _ ~ + / = - alone")
+        raise ConfigError(f"the environment variable {TOKEN} may hold only letters, digits and . _ ~ + / = -")
     return token or None
 
 
@@ -94,7 +94,7 @@ class Servers:
 
     Args:
         timeout_s: limit on one HTTP request.
-        retries: number of repetitions of a request, beside one try per server.
+        retries: number of retries of a request, in addition to one try per server.
         batch_size: maximum number of responses in one HTTP request.
         images: form of sent images, see `protocol.py`.
         token: sent to all servers; none when empty.
@@ -110,10 +110,10 @@ class Servers:
         images: Images,
         token: str | None,
     ) -> None:
-        """Raises ConfigError for a URL that is not one of a server."""
+        """Raises ConfigError if a URL is not a valid server URL."""
         self._servers = [_Server(checked(url)) for url in urls]
         self._timeout_s = timeout_s
-        self._most_tries = retries + len(self._servers)
+        self._max_tries = retries + len(self._servers)
         self._batch_size = batch_size
         self._images = images
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -125,11 +125,11 @@ class Servers:
         """Connect. Raises ConfigError if no server replies, or if one refuses the token."""
         num_senders = _REQUESTS_AT_ONCE * len(self._servers)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_senders)
-        # The time limit is on the whole request: a server that sends a byte now and then must not hold it for ever.
+        # The time limit is on the whole request: a server that sends a byte now and then must not block it forever.
         # A proxy from the environment is for other machines.
         direct: dict[str, None] = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
         self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, mounts=direct)
-        self._senders = [asyncio.create_task(self._send_for_ever(self._client)) for _ in range(num_senders)]
+        self._senders = [asyncio.create_task(self._send_until_closed(self._client)) for _ in range(num_senders)]
         await self._check(self._client)
 
     def submit(self, requests: Sequence[RewardRequest]) -> list[asyncio.Future[RewardResult]]:
@@ -141,7 +141,7 @@ class Servers:
         return [item.result for item in pending]
 
     async def close(self) -> None:
-        """Close the connections; requests under way fail. Idempotent."""
+        """Close the connections; requests in progress fail. Idempotent."""
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
@@ -151,7 +151,7 @@ class Servers:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _send_for_ever(self, client: httpx.AsyncClient) -> None:
+    async def _send_until_closed(self, client: httpx.AsyncClient) -> None:
         while True:
             batch = await self._next_batch()
             try:
@@ -159,7 +159,7 @@ class Servers:
             except asyncio.CancelledError:
                 _fail(batch, _closed())
                 raise
-            except Exception as error:  # a bug of ours, which must reach the caller of `submit`
+            except Exception as error:  # a bug in vlmrl, which must reach the caller of `submit`
                 _fail(batch, error)
                 continue
             for item, result in zip(batch, results, strict=True):
@@ -179,36 +179,36 @@ class Servers:
         return batch
 
     async def _results(self, client: httpx.AsyncClient, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request; a failure is a result with its reason."""
+        """Return one result per request; a failure is a result with its reason."""
         body = await asyncio.to_thread(write_request, requests, self._images)
-        willing = list(self._servers)
-        for number in range(self._most_tries):
-            server = _best(willing)
+        candidates = list(self._servers)
+        for number in range(self._max_tries):
+            server = _best(candidates)
             start = time.monotonic()
             try:
                 return await self._send(client, server, body, len(requests))
             except _RequestError as failure:
                 last = failure
             if last.is_final:
-                willing.remove(server)
-                if not willing:
+                candidates.remove(server)
+                if not candidates:
                     break
                 continue
-            pause = min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+            pause = min(_FIRST_PAUSE_S * 2**number, _MAX_PAUSE_S) * random.uniform(0.75, 1.25)
             now = time.monotonic()
-            # A slow server rests for as long as its failure took, so that it does not hold every batch while others
-            # work.
-            server.rests_until = now + max(pause, now - start)
-            soonest = min(server.rests_until for server in willing) - now
-            if soonest > 0 and number + 1 < self._most_tries:
-                await asyncio.sleep(min(pause, soonest))
+            # The backoff is at least as long as the failed request took, so that a slow server does not hold every
+            # batch while others work.
+            server.backoff_until = now + max(pause, now - start)
+            wait = min(server.backoff_until for server in candidates) - now
+            if wait > 0 and number + 1 < self._max_tries:
+                await asyncio.sleep(min(pause, wait))
         tries = "" if number == 0 else f" (the last of {number + 1} tries)"
         return [RewardResult(problem=f"{last}{tries}", blame="infrastructure")] * len(requests)
 
     async def _send(
         self, client: httpx.AsyncClient, server: _Server, body: bytes, num_responses: int
     ) -> list[RewardResult]:
-        server.num_under_way += 1
+        server.num_in_flight += 1
         server.num_requests += 1
         try:
             content = await _request(client, server, "POST", body, limit_s=self._timeout_s)
@@ -216,7 +216,7 @@ class Servers:
             hint = "reward.remote_timeout_s: raise it, or lower reward.remote_batch_size"
             raise _RequestError(f"{error}, {hint}") from error
         finally:
-            server.num_under_way -= 1
+            server.num_in_flight -= 1
         try:
             return read_results(content, num_responses)
         except ValueError as error:
@@ -255,7 +255,7 @@ async def _refusal(client: httpx.AsyncClient, server: _Server) -> _RequestError 
 async def _request(
     client: httpx.AsyncClient, server: _Server, method: str, body: bytes | None, *, limit_s: float
 ) -> bytes:
-    """The body of the server's reply. Raises _RequestError unless the status is a success."""
+    """Return the body of the server's reply. Raises _RequestError unless the status is a success."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     content = bytearray()
     try:
@@ -265,8 +265,8 @@ async def _request(
         ):
             async for chunk in reply.aiter_bytes():
                 content += chunk
-                if len(content) > _MOST_BYTES:
-                    raise _RequestError(f"{server.name} replied with more than {_MOST_BYTES} bytes")
+                if len(content) > _MAX_BYTES:
+                    raise _RequestError(f"{server.name} replied with more than {_MAX_BYTES} bytes")
     except TimeoutError as error:
         raise _TooSlowError(f"{server.name} takes longer than {limit_s:g} s") from error
     except httpx.HTTPError as error:
@@ -276,15 +276,15 @@ async def _request(
 
 
 def _best(servers: Sequence[_Server]) -> _Server:
-    """The least busy server that does not rest; if all rest, the one whose rest ends first."""
+    """Return the least busy server that is not in backoff; if all are, the one whose backoff ends first."""
     now = time.monotonic()
     return min(
-        servers, key=lambda server: (max(server.rests_until - now, 0.0), server.num_under_way, server.num_requests)
+        servers, key=lambda server: (max(server.backoff_until - now, 0.0), server.num_in_flight, server.num_requests)
     )
 
 
 def checked(url: str) -> str:
-    """Return the URL. Raises ConfigError if it cannot be one of a server."""
+    """Return the URL. Raises ConfigError if it is not a valid server URL."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

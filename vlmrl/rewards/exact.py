@@ -9,7 +9,7 @@ from vlmrl.rewards.labels import spellings
 # At most three digits of exponent: model output must not make a number that fills the memory.
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?"
 _RATIO = r"[+-]?[0-9]+/[0-9]+"
-_LONGEST_NUMBER = 400
+_MAX_NUMBER_CHARS = 400
 
 
 def score(response: str, label: str) -> float:
@@ -37,8 +37,8 @@ def same(first: str, second: str) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """The exact value of the text; None if it is not a number or has more than 400 characters."""
-    if len(text) > _LONGEST_NUMBER:
+    """Return the exact value of the text; None if it is not a number or has more than 400 characters."""
+    if len(text) > _MAX_NUMBER_CHARS:
         return None
     if re.fullmatch(_RATIO, text):
         above, below = text.split("/")

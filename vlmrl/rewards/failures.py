@@ -27,8 +27,8 @@ _UNFIT = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
 """Operating system errors about their input: a text as the name of a file, or as an argument of a command."""
 _REFUSALS = frozenset({400, 413, 422})
 """Statuses of a server that works and refuses its input: too long, or not in its format."""
-_MOST_CAUSES = 10
-_MOST_KINDS = 20
+_MAX_CAUSES = 10
+_MAX_KINDS = 20
 """Kinds of failures that are shown, so that a run of weeks does not fill its log with them."""
 
 
@@ -37,11 +37,11 @@ class TooHardError(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The cause of an error: `infrastructure` for network and operating system errors, also as the cause (`raise
+    """Return the cause of an error: `infrastructure` for network and operating system errors, also as the cause (`raise
     ... from`) of another error, and `response` for all others. Errors about the request's content are of kind
     `response`: a response must not escape the loss by being too long for its reward source."""
     seen: BaseException | None = error
-    for _ in range(_MOST_CAUSES):
+    for _ in range(_MAX_CAUSES):
         if seen is None:
             break
         if isinstance(seen, OSError) or any(_is_of_network(kind) for kind in type(seen).__mro__):
@@ -51,7 +51,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def count_failures(scores: Sequence[Score]) -> Metrics:
-    """The number of responses that could not be scored, by kind, and of those scored a second time, by reason."""
+    """Return the number of responses that could not be scored, by kind, and of those scored a second time, by
+    reason."""
     return {
         "reward/failed_infrastructure": float(sum(score.failure == "infrastructure" for score in scores)),
         "reward/failed_response": float(sum(score.failure == "response" for score in scores)),
@@ -74,9 +75,9 @@ class FirstFailures:
                     self._see(group.prompt.source, score.problem, score.failure)
 
     def _see(self, source: str, problem: str, failure: Failure | None) -> None:
-        # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError; numbers make no kind of their own.
+        # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError, without numbers.
         kind = f"{failure} {re.sub(r'[0-9.]+', '#', problem.partition(': ')[0])}"
-        if kind in self._known or len(self._known) == _MOST_KINDS:
+        if kind in self._known or len(self._known) == _MAX_KINDS:
             return
         self._known.add(kind)
         self._say(

@@ -18,7 +18,8 @@ class Final(NamedTuple):
 
 
 def final_answer(text: str) -> Final:
-    """The last `<answer>...</answer>`, or the last box in it; without tags the last `\\boxed{...}`; else the text.
+    """Return the last `<answer>...</answer>`, or the last box in it; without tags the last `\\boxed{...}`; else the
+    text.
 
     Examples: `<think>\\boxed{3}</think><answer>4</answer>` -> 4, `<answer>it is \\boxed{5}</answer>` -> 5.
     Tags that are never closed, as in a truncated response, do not count.
@@ -31,7 +32,7 @@ def final_answer(text: str) -> Final:
 
 
 def last_tagged(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`, stripped; None without one."""
+    """Return the content of the last `<answer>...</answer>`, stripped; None without one."""
     end = text.rfind(CLOSE)
     start = text.rfind(OPEN, 0, end) if end >= 0 else -1
     return text[start + len(OPEN) : end].strip() if start >= 0 else None

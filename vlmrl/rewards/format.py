@@ -1,4 +1,4 @@
-"""Reward 1 if the response has the requested format, whatever its content.
+"""Reward 1 if the response has the requested format, regardless of its content.
 
 There are two formats. If the prompt mentions `<answer>`, it is R1's: `<think>...</think>`, then `<answer>...</answer>`,
 and nothing else. Otherwise the response must contain a `\\boxed{...}`, or have R1's format anyway.

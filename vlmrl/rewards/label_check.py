@@ -19,13 +19,13 @@ from vlmrl.rewards.spelling import needs_no_parser
 
 _TIME_LIMIT_S = 5.0
 """Time limit per label. math-verify stops itself sooner, unless it is inside one long multiplication."""
-_MOST_TRIES = 2
-_MOST_KEPT = 65_536
+_MAX_TRIES = 2
+_MAX_KEPT = 65_536
 _NEED_LABELS = frozenset(name for name, row in REWARD_FUNCTIONS.items() if row.needs_label)
 
 
 def functions_that_need_labels(reward: Scoring) -> str | None:
-    """The reward functions that need a label, for messages; None if none does.
+    """Return the reward functions that need a label, for messages; None if none does.
 
     A user's function needs one if its parameter `label` has no default; a function with TRL's signature, if a parameter
     with a usual name of the label (`answer`) has none. Its file is parsed, not run.
@@ -46,8 +46,8 @@ def label_substitutes(reward: Scoring) -> frozenset[str]:
 
 
 def other_columns(reward: Scoring) -> frozenset[str]:
-    """Columns that a function with TRL's signature requires of every row, beside prompts, completions and the label.
-    Arguments that no row can have are refused when the function is loaded."""
+    """Columns that a function with TRL's signature requires of every row, besides prompts, completions and the label.
+    Arguments that no row can have are rejected when the function is loaded."""
     not_columns = {"prompts", "completions", "images"} | TRL_ONLY | LABELS
     return frozenset(_demanded(reward)) - not_columns if _is_of_trl(reward) else frozenset()
 
@@ -60,13 +60,13 @@ def _is_of_trl(reward: Scoring) -> bool:
 
 
 def _demanded_labels(reward: Scoring) -> list[str]:
-    """The parameters of the user's function, without a default, that are the label."""
+    """Return the parameters of the user's function, without a default, that are the label."""
     labels = LABELS if _is_of_trl(reward) else {"label"}
     return [name for name in _demanded(reward) if name in labels]
 
 
 def _demanded(reward: Scoring) -> list[str]:
-    """The parameters of the user's function that have no default."""
+    """Return the parameters of the user's function that have no default."""
     arguments = _arguments_of(reward)
     if arguments is None:
         return []
@@ -80,7 +80,7 @@ def _demanded(reward: Scoring) -> list[str]:
 
 
 def _arguments_of(reward: Scoring) -> ast.arguments | None:
-    """The parameters of the user's function, read from its file."""
+    """Return the parameters of the user's function, read from its file."""
     if reward.user_function is None:
         return None
     file, _, name = reward.user_function.rpartition(":")
@@ -108,11 +108,11 @@ class LabelCheck:
     def __call__(self, labels: Sequence[str], *, limit_s: float | None = None) -> list[str | None]:
         """Why each label cannot be used; None if it can, or if that is not known after `limit_s`."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        if len(self._known) > _MOST_KEPT:
+        if len(self._known) > _MAX_KEPT:
             self._known.clear()
         unknown = [label for label in dict.fromkeys(labels) if label not in self._known]
         hard = [label for label in unknown if not self._settle(label)]
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             hard = self._parse(hard, deadline)
         return [self._known.get(label) for label in labels]
 

@@ -9,7 +9,7 @@ _WORD = re.compile(r"(?<!\\)[^\W\d_]{2,}")
 
 
 def spellings(label: str) -> list[str]:
-    """The texts that are compared with a final answer, which is correct if it equals any of them.
+    """Return the texts that are compared with a final answer, which is correct if it equals any of them.
 
     A JSON list of one element stands for the element. With several elements and words among them, such as
     `["4", "four"]`, any element is correct. With other elements, such as `[1, 2]` or `["A", "B"]`, the final answer
@@ -26,7 +26,7 @@ def spellings(label: str) -> list[str]:
 
 
 def _parts(label: str) -> list[str] | None:
-    """The elements of a JSON list of texts and numbers, as they are written; None for any other label."""
+    """Return the elements of a JSON list of texts and numbers, as they are written; None for any other label."""
     if not label.strip().startswith("["):
         return None
     try:

@@ -40,7 +40,7 @@ from vlmrl.rewards.local_worker import SETTING, Declared, RewardResult
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
 
-_MOST_RESTARTS = 3
+_MAX_RESTARTS = 3
 _MAX_FAILED_RETRIES = 16
 """Failed second tries in a row, after which the machine is not the cause and no more are made. For a function that has
 never returned, one is enough."""
@@ -87,7 +87,8 @@ class Functions:
         time_limit_s: time limit per response.
         pass_env: environment variables with secrets that the functions see.
         log: file for the functions' output; None: the output of this process.
-        label_key: the label's column, by which a function may declare the label, beside that of the row's dataset.
+        label_key: the label's column, by which a function may declare the label, in addition to that of the row's
+        dataset.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Functions:
         self._num_workers = num_workers
         self._time_limit_s = time_limit_s
         self._log, self._label_key = log, label_key
-        self._longest_s = time_limit_s
+        self._max_s = time_limit_s
         """Time limit of the longest call: that of a batch is the sum over its responses."""
         self._last_end = 0.0
         self._is_closed = False
@@ -161,8 +162,8 @@ class Functions:
             if column is not None:
                 columns = ", ".join(["label", *request.metadata])
                 return (
-                    f"{request.source} has no column {column}, for which {name} asks (it has {columns}; the question "
-                    "goes by prompts)"
+                    f"{request.source} has no column {column}, which {name} requires (it has {columns}; the question "
+                    "is passed as prompts)"
                 )
         with_label = [name for name, declared in self._declared.items() if declared.needs_label]
         if not with_label or request.label is not None:
@@ -189,7 +190,7 @@ class Functions:
     async def collect(self, begun: Sequence[Calls]) -> AsyncGenerator[tuple[int, int, str, RewardResult], None]:
         """(index of the `begin`, index of the response in it, function, result), each as soon as it is available.
 
-        A call that ran too long or ended its process is made once more, alone in a fresh process. If the second try
+        A call that ran too long or ended its process is repeated once, by itself in a new process. If the second try
         fails too, or if too many second tries have failed in a row, it is the response's failure. Calls that still
         waited when their pool broke are made again. A reader that stops early closes the generator, which cancels what
         still waits. Only one `collect` runs at a time: second tries share a process.
@@ -199,7 +200,7 @@ class Functions:
         self._num_failed_retries = 0
         left = {(i, j) for i, calls in enumerate(begun) for j in range(len(calls.all))}
         try:
-            for _ in range(_MOST_RESTARTS):
+            for _ in range(_MAX_RESTARTS):
                 await self._revive()
                 for calls in begun:
                     self._schedule(calls)
@@ -298,7 +299,7 @@ class Functions:
             for i, call in enumerate(calls.all):
                 if i not in calls.futures:
                     limit_s = self._time_limit_s * len(call.responses)
-                    self._longest_s = max(self._longest_s, limit_s)
+                    self._max_s = max(self._max_s, limit_s)
                     calls.futures[i] = (self._start_call(pool, call, limit_s), pool)
 
     def _start_call(self, pool: ProcessPool, call: _Call, limit_s: float) -> asyncio.Future[tuple[RewardResult, ...]]:
@@ -313,7 +314,7 @@ class Functions:
             self._have_returned.add(function)
 
     async def _results(self, calls: Calls, index: int) -> tuple[RewardResult, ...] | Trouble | None:
-        """One result per response of the call; None if its pool broke before the call was made."""
+        """Return one result per response of the call; None if its pool broke before the call was made."""
         self._open_pool()
         if index not in calls.futures:
             return None
@@ -325,8 +326,8 @@ class Functions:
         return results
 
     async def _retry(self, call: _Call, trouble: Trouble) -> RewardResult:
-        """The result of a second try for one response: the machine may have stalled, or other calls may have used its
-        memory."""
+        """Return the result of a second try for one response: the machine may have stalled, or other calls may have
+        used its memory."""
         never = call.function not in self._have_returned
         if self._num_failed_retries >= (1 if never else _MAX_FAILED_RETRIES):
             return RewardResult(problem=trouble.problem, never_returned=never)
@@ -342,7 +343,7 @@ class Functions:
             problem = f"{trouble.problem}, and no process could be started to try again"
             return RewardResult(problem=problem, blame="infrastructure", retried=trouble.kind)
         if isinstance(results, Trouble):
-            problem = f"{results.problem}, also when tried again alone"
+            problem = f"{results.problem}, also in a second, separate try"
             return RewardResult(problem=problem, retried=trouble.kind, never_returned=never)
         return replace(results[0], retried=trouble.kind)
 
@@ -351,7 +352,7 @@ class Functions:
         start = time.monotonic()
         while not future.done() and pool.active:
             # Calls of other groups may be queued before this one.
-            if time.monotonic() - max(start, self._last_end) > self._longest_s + START_LIMIT_S + PATIENCE_S:
+            if time.monotonic() - max(start, self._last_end) > self._max_s + START_LIMIT_S + PATIENCE_S:
                 raise RewardError(
                     f"the processes that score responses are stuck in front of {function}; if it is yours, does "
                     "importing its file always end?"

@@ -35,7 +35,7 @@ ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
 SETTING = "reward.remote_url"
 
 _PR_SET_PDEATHSIG = 1
-_LONGEST_REASON = 300
+_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def load(names: tuple[str, ...], spec: str | None) -> None:
 
 
 def describe(name: str) -> Declared:
-    """The signature of a loaded function. Raises ConfigError if it could not be loaded."""
+    """Return the signature of a loaded function. Raises ConfigError if it could not be loaded."""
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError):
         raise loaded
@@ -143,7 +143,7 @@ def call_all(
 ) -> tuple[RewardResult, ...]:
     """Score some responses, all at once if the function takes a batch; `arguments` and `images` have one item for each.
 
-    A batch that raises is scored one by one, so that a response that cannot be scored fails alone.
+    A batch that raises is scored one by one, so that only responses that cannot be scored fail.
     """
     loaded = _loaded[name]
     if isinstance(loaded, VlmrlError) or loaded.declared.batch is None:
@@ -167,8 +167,8 @@ def call_all(
 
 
 def _results(returned: Any, count: int, signature: batch.Signature) -> tuple[RewardResult, ...]:
-    """The results of `count` responses from what a batch returned. If that is malformed, all fail; they are not scored
-    one by one, because a malformed list of one value could pass as a reward."""
+    """Return the results of `count` responses from what a batch returned. If that is malformed, all fail; they are not
+    scored one by one, because a malformed list of one value could pass as a reward."""
     try:
         return tuple(to_result(value) for value in batch.split_by_response(returned, count, style=signature.style))
     except Exception as error:
@@ -258,7 +258,7 @@ def _describe(value: Any) -> str:
 def one_line(value: object) -> str:
     """Text from outside as one printable line, cut to a length that fits a message."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
-    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
+    return line if len(line) <= _MAX_REASON_CHARS else line[:_MAX_REASON_CHARS] + "..."
 
 
 def _open(file: str) -> Any:

@@ -28,7 +28,7 @@ from vlmrl.rewards.units import agree, last_unit, measure
 
 # The final answer is at the end, and no label is a formula of more characters than this. The bound keeps a huge output
 # cheap: some of math-verify's regular expressions take quadratic time.
-_LONGEST_FORMULA = 1000
+_MAX_FORMULA_CHARS = 1000
 # math-verify stops itself by SIGALRM, which needs the main thread; the pool's own limit covers the rest.
 _STEP_LIMIT_S = 2
 _IN_MATH_MODE = ("\\boxed", "$", "\\(", "\\[")
@@ -69,10 +69,10 @@ def _equals(final: Final, wanted: str) -> bool:
     answer = final.text
     if same(answer, wanted):
         return True
-    if len(answer) > _LONGEST_FORMULA:
+    if len(answer) > _MAX_FORMULA_CHARS:
         if final.place != "whole":
             return False
-        answer = answer[-_LONGEST_FORMULA:]
+        answer = answer[-_MAX_FORMULA_CHARS:]
     answer, wanted = plain(answer), plain(wanted)
     if final.place != "whole" and _LETTER.fullmatch(wanted) and option_of(answer) == wanted.strip("()"):
         return True
@@ -129,8 +129,8 @@ def _equal_in_algebra(text: str, wanted: str) -> bool:
 def _unusable(wanted: str) -> str | None:
     if not wanted:
         return "it is empty"
-    if len(wanted) > _LONGEST_FORMULA:
-        return f"it is longer than {_LONGEST_FORMULA} characters"
+    if len(wanted) > _MAX_FORMULA_CHARS:
+        return f"it is longer than {_MAX_FORMULA_CHARS} characters"
     if needs_no_parser(wanted):
         return None
     value = measure(plain(wanted)).value
@@ -154,7 +154,8 @@ def _formula(text: str) -> str:
 
 
 def _parse(text: str, limit: int | None) -> list[Any]:
-    """The possible readings of the text, none if it cannot be parsed. Raises TooHardError when that takes too long."""
+    """Return the possible readings of the text, none if it cannot be parsed. Raises TooHardError when that takes too
+    long."""
     try:
         # `parsing_timeout` is declared as an int, but None is what turns it off.
         readings: list[Any] = parse(text, parsing_timeout=limit, raise_on_error=True)  # type: ignore[arg-type, unused-ignore]

@@ -26,7 +26,7 @@ START_LIMIT_S = 120.0
 PATIENCE_S = 30.0
 """Time beyond all limits for killing a process that ignores signals and starting the next, before a pool counts as
 stuck."""
-_LONGEST_TMPDIR = 75
+_MAX_TMPDIR_CHARS = 75
 """Characters. A socket's path has at most 107, and the fork server's adds 32 to the temporary folder."""
 
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ def start_pool(
 def _make_folder_of_sockets() -> None:
     """Put the fork server's socket below /tmp if the path of the temporary folder is too long for one."""
     default = tempfile.gettempdir()
-    if len(os.fsencode(default)) > _LONGEST_TMPDIR and os.access("/tmp", os.W_OK):
+    if len(os.fsencode(default)) > _MAX_TMPDIR_CHARS and os.access("/tmp", os.W_OK):
         tempfile.tempdir = "/tmp"
         try:
             util.get_temp_dir()  # it keeps the folder, for this process and for those that it starts

@@ -68,7 +68,7 @@ class RewardRequest:
 
 
 def reward_requests(group: Group) -> list[RewardRequest]:
-    """One request per response of the group."""
+    """Return one request per response of the group."""
     prompt = group.prompt
     return [
         RewardRequest(
@@ -182,7 +182,7 @@ def _to_media(image: Image.Image) -> InlineMedia:
 
 
 def write_request(requests: Sequence[RewardRequest], images: Images) -> bytes:
-    """The body of a client's POST."""
+    """Return the body of a client's POST."""
     body: dict[str, Any] = {
         "query": [request.prompt + request.response for request in requests],
         "prompts": [request.prompt for request in requests],
@@ -236,7 +236,7 @@ def read_results(content: bytes, num_responses: int) -> list[RewardResult]:
 
 
 def write_results(results: Sequence[RewardResult]) -> bytes:
-    """The body of a server's reply."""
+    """Return the body of a server's reply."""
     names = sorted({name for result in results for name in result.parts})
     reply = {
         "rewards": [None if result.problem is not None else result.value for result in results],

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 REMOTE = "remote"
 """The name of a server's reward in the metrics."""
 
-_MOST_HUNG = 8
+_HUNG_LIMIT = 8
 """Minimum number of responses before the run ends because a user's function hangs or dies on each of them."""
 
-_MOST_HUNG_EVER = 2
+_HUNG_LIMIT_BEFORE_SUCCESS = 2
 """The same for a function that has never returned in the run."""
 
 _Index = tuple[int, int]
@@ -211,12 +211,12 @@ class _Failures:
     for a function, until it learns not to.
     """
 
-    def __init__(self, num_responses: int, most: float, *, before: int, user_source: str) -> None:
-        """`most`: fraction of responses for which the infrastructure may fail, of which `before` have failed already.
-        `user_source`: name of the user's source."""
+    def __init__(self, num_responses: int, max_fraction: float, *, before: int, user_source: str) -> None:
+        """`max_fraction`: fraction of responses for which the infrastructure may fail, of which `before` have failed
+        already. `user_source`: name of the user's source."""
         self._before = before
         self._num_responses = num_responses
-        self._most = most
+        self._max_fraction = max_fraction
         self._user_source = user_source
         self._user_source_scored = False
         self._lost: dict[_Index, str] = {}
@@ -245,19 +245,19 @@ class _Failures:
 
     def _check_lost(self) -> None:
         num_lost = self._before + len(self._lost)
-        if self._lost and num_lost > self._most * self._num_responses:
+        if self._lost and num_lost > self._max_fraction * self._num_responses:
             at_least = "at least " if len(self._seen) < self._num_responses else ""
             raise RewardError(
                 f"{at_least}{num_lost} of {self._num_responses} responses could not be scored, more than "
-                f"reward.max_failed_fraction {self._most:g}; the first: {next(iter(self._lost.values()))}"
+                f"reward.max_failed_fraction {self._max_fraction:g}; the first: {next(iter(self._lost.values()))}"
             )
 
     def _check_user_source(self) -> None:
-        if self._user_source_scored or self._most >= 1:
+        if self._user_source_scored or self._max_fraction >= 1:
             return
         # Each hanging call takes twice the time limit: do not wait for all of them.
-        hangs = self._num_retried > _MOST_HUNG and len(self._broken) > self._most * self._num_responses
-        hangs = hangs or self._num_never >= _MOST_HUNG_EVER
+        hangs = self._num_retried > _HUNG_LIMIT and len(self._broken) > self._max_fraction * self._num_responses
+        hangs = hangs or self._num_never >= _HUNG_LIMIT_BEFORE_SUCCESS
         if hangs or len(self._broken) == self._num_responses:
             raise RewardError(
                 f"{self._user_source} of reward.remote_url scored none of the first {len(self._broken)} of "
@@ -267,10 +267,10 @@ class _Failures:
 
 
 def combined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
-    """The weighted sum over the sources of reward; its parts are their values, unweighted.
+    """Return the weighted sum over the sources of reward; its parts are their values, unweighted.
 
     If a source failed, the sum has its problem and the value 0. The first failure of the response comes before any of
-    the infrastructure: it decides the response's score, whatever the other sources would return.
+    the infrastructure: it decides the response's score, regardless of the other sources.
     """
     parts: dict[str, float] = {}
     failed = sorted((r for r in results.values() if r.failure), key=lambda result: result.failure != "response")
@@ -314,5 +314,5 @@ async def _start_and_end(reward: Scoring) -> None:
 
 
 def _key(group: Group) -> object:
-    """The identity of a group: `begin` and `score` may get different copies of it."""
+    """Return the identity of a group: `begin` and `score` may get different copies of it."""
     return group.prompt.source, group.prompt.index, tuple(rollout.text for rollout in group.rollouts)

@@ -34,7 +34,7 @@ from vlmrl.rewards.paths import without_paths
 from vlmrl.rewards.protocol import RewardRequest, TooManyPixelsError, read_request, write_results
 from vlmrl.rewards.rewarder import combined
 
-_MOST_BYTES = 256 * 2**20
+_MAX_BYTES = 256 * 2**20
 """Limit on a request, images included."""
 _LOOK_AGAIN_S = 0.5
 """Interval at which the server checks whether a client still waits."""
@@ -50,7 +50,7 @@ class Scorer(Protocol):
     """Whether it reads images. Otherwise they are not opened."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult]:
-        """One result per request, in order. One call at a time."""
+        """Return one result per request, in order. One call at a time."""
 
 
 class FunctionScorer:
@@ -116,8 +116,8 @@ class _FullError(Exception):
     """The queue is full."""
 
 
-class _GoneError(Exception):
-    """The client has gone."""
+class _DisconnectedError(Exception):
+    """The client has disconnected."""
 
 
 class Batches:
@@ -133,7 +133,7 @@ class Batches:
         return self._queue.qsize()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """One result per request. Raises _FullError when they are more than may wait."""
+        """Return one result per request. Raises _FullError when they are more than may wait."""
         if self.num_waiting + len(requests) > self._serve.max_queue:
             raise _FullError
         loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class Batches:
             self._queue.put_nowait(item)
         return await asyncio.gather(*(item.result for item in pending))
 
-    async def score_for_ever(self) -> None:
+    async def score_batches(self) -> None:
         """Score batch after batch, one at a time: a model must not be called twice at once."""
         while True:
             batch = await self._next_batch()
@@ -154,12 +154,12 @@ class Batches:
                         item.result.set_exception(error)
                 continue
             for item, result in zip(batch, results, strict=True):
-                if not item.result.done():  # else the client has gone
+                if not item.result.done():  # else the client has disconnected
                     item.result.set_result(result)
 
     async def _next_batch(self) -> list[_Pending]:
         """Responses that arrive within `serve.max_wait_ms` of the first, up to `serve.max_batch`, without those whose
-        client has gone."""
+        client has disconnected."""
         batch: list[_Pending] = []
         while not batch:
             pending = [await self._queue.get()]
@@ -172,12 +172,12 @@ class Batches:
 
 
 def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
-    """The server as an application. Clients need the `token`, if there is one."""
+    """Return the server as an application. Clients need the `token`, if there is one."""
     batches = Batches(scorer, serve)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        scoring = asyncio.create_task(batches.score_for_ever())
+        scoring = asyncio.create_task(batches.score_batches())
         yield
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
@@ -205,11 +205,11 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
     async def score(request: Request) -> Response:
         requests = await _read(request, scorer, serve)
         try:
-            results = await _unless_gone(request, batches.score(requests))
-        except _GoneError:
+            results = await _until_disconnect(request, batches.score(requests))
+        except _DisconnectedError:
             return Response(status_code=499)
         except _FullError:
-            problem = f"serve.max_queue {serve.max_queue} responses wait already: come back later"
+            problem = f"serve.max_queue {serve.max_queue} responses wait already: try again later"
             raise HTTPException(503, problem, headers={"Retry-After": "1"}) from None
         except Exception as error:
             _log.error("%s: %s", type(error).__name__, one_line(error))
@@ -221,12 +221,13 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
 
 
 async def _read(request: Request, scorer: Scorer, serve: Serve) -> list[RewardRequest]:
-    """The responses to score. Raises HTTPException for a request that is late, too large or not in the format."""
+    """Return the responses to score. Raises HTTPException for a request that is late, too large or not in the
+    format."""
     try:
         async with asyncio.timeout(serve.body_timeout_s):
             content = await _content(request)
     except TimeoutError:
-        problem = f"the request was not whole after serve.body_timeout_s {serve.body_timeout_s:g}"
+        problem = f"the request was not complete after serve.body_timeout_s {serve.body_timeout_s:g}"
         raise HTTPException(408, problem, headers={"Connection": "close"}) from None
     try:
         requests = await asyncio.to_thread(
@@ -245,14 +246,14 @@ async def _content(request: Request) -> bytes:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > _MOST_BYTES:
-            raise HTTPException(413, f"a request may have {_MOST_BYTES} bytes")
+        if len(content) > _MAX_BYTES:
+            raise HTTPException(413, f"a request may have {_MAX_BYTES} bytes")
     return bytes(content)
 
 
-async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[RewardResult]]) -> list[RewardResult]:
-    """The result of `scoring`. When the client goes, `scoring` is cancelled and _GoneError raised: a client that asks
-    again after a time-out must not have its responses scored twice."""
+async def _until_disconnect(request: Request, scoring: Coroutine[Any, Any, list[RewardResult]]) -> list[RewardResult]:
+    """Return the result of `scoring`. When the client disconnects, cancel `scoring` and raise _DisconnectedError: the
+    responses of a client that retries after a time-out must not be scored twice."""
     task = asyncio.ensure_future(scoring)
     while True:
         done, _ = await asyncio.wait({task}, timeout=_LOOK_AGAIN_S)
@@ -260,22 +261,22 @@ async def _unless_gone(request: Request, scoring: Coroutine[Any, Any, list[Rewar
             return task.result()
         if await request.is_disconnected():
             task.cancel()
-            raise _GoneError
+            raise _DisconnectedError
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
-    """The error as one line of text, without the paths of this machine."""
+    """Return the error as one line of text, without the paths of this machine."""
     assert isinstance(error, HTTPException)
     return PlainTextResponse(without_paths(one_line(error.detail)), error.status_code, error.headers)
 
 
 def _for_clients(result: RewardResult) -> RewardResult:
-    """The result without the paths of this machine."""
+    """Return the result without the paths of this machine."""
     return result if result.problem is None else replace(result, problem=without_paths(result.problem))
 
 
 async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
-    """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests under way."""
+    """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests in progress."""
     config = uvicorn.Config(
         make_app(scorer, serve, token),
         http=protocol(serve.body_timeout_s),
@@ -289,8 +290,8 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
 
 
 class _Server(uvicorn.Server):
-    """End the process within a limit after a signal, whatever clients and scorer do: the interpreter would wait for the
-    thread of a hanging model."""
+    """End the process within a limit after a signal, regardless of clients and scorer: the interpreter would wait for
+    the thread of a hanging model."""
 
     def __init__(self, config: uvicorn.Config, *, limit_s: float) -> None:
         super().__init__(config)
@@ -305,12 +306,12 @@ class _Server(uvicorn.Server):
 
 
 def _end_now() -> None:
-    _log.error("vlmrl serve-rm: ended after serve.stop_grace_s with responses under way")
+    _log.error("vlmrl serve-rm: ended after serve.stop_grace_s with requests in progress")
     os._exit(0)  # scoring processes end with this one
 
 
 def check_token(host: str, token: str | None) -> None:
-    """Raises ConfigError for a server that other machines would reach without a token."""
+    """Raise ConfigError for a server that other machines could reach without a token."""
     if not token and not _is_loopback(host):
         raise ConfigError(
             f"serve.host {host} is open to other machines: set the environment variable {TOKEN} to a secret of your "
@@ -319,7 +320,7 @@ def check_token(host: str, token: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at this address. It refuses clients until `run` serves them.
+    """Return a socket at this address. It refuses clients until `run` serves them.
 
     Raises ConfigError when the address is not this machine's or the port is taken.
     """

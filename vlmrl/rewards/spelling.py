@@ -58,7 +58,8 @@ def plain(text: str) -> str:
 
 
 def option_of(text: str) -> str | None:
-    """The letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None otherwise, also for two."""
+    """Return the letter of an option that is written out: `B` of `B. 12 cm` and `(B) 12 cm`. None otherwise, also for
+    two."""
     option = _OPTION.match(text)
     if option is None or _OPTION.search(text, option.end()) or re.fullmatch("[A-Z]", text[option.end() :]):
         return None
@@ -96,7 +97,8 @@ def needs_no_parser(label: str) -> bool:
 
 
 def bracket_of(text: str) -> str | None:
-    """The bracket around a list, `(` or `{`; None without brackets, with other brackets, and if it is not a list.
+    """Return the bracket around a list, `(` or `{`; None without brackets, with other brackets, and if it is not a
+    list.
 
     Example: `\\left\\{1, 2\\right\\}` -> `{`; `(1, 2) \\cup (3, 4)`, `(4)` and `1, 2` -> None.
     """

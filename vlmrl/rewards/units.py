@@ -96,7 +96,7 @@ def measure(text: str) -> Measure:
 
 
 def last_unit(text: str) -> str | None:
-    """The unit of the number that ends a sentence: `the rod is 12 cm` -> `cm`; None without one."""
+    """Return the unit of the number that ends a sentence: `the rod is 12 cm` -> `cm`; None without one."""
     numbers = list(re.finditer(r"(?:\\?\$)?[0-9][0-9.,:/]*", text[-_TAIL:]))
     return measure(text[-_TAIL:][numbers[-1].start() :].rstrip(".")).unit if numbers else None
 

@@ -1,1 +1,1 @@
-"""Rollouts. vLLM is imported here and in `vlmrl doctor` alone."""
+"""Rollouts. Only this package and `vlmrl doctor` import vLLM."""

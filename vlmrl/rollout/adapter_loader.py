@@ -107,12 +107,13 @@ class AdapterUpdate:
         return None if mapper is None else mapper.get_rename_mapper()
 
     def _place(self, name: str) -> str:
-        """The place of a tensor in vLLM: `<name of the layer in the checkpoint>.lora_A` or `.lora_B`."""
+        """Return the place of a tensor in vLLM: `<name of the layer in the checkpoint>.lora_A` or `.lora_B`."""
         layer, is_a = parse_fine_tuned_lora_name(name, self._mapper)
         return f"{layer}.lora_A" if is_a else f"{layer}.lora_B"
 
     def _layers(self) -> Iterator[tuple[str, Any, list[str]]]:
-        """All layers that vLLM has prepared: name, layer, and the names of the layers that are packed into it."""
+        """Return all layers that vLLM has prepared: name, layer, and the names of the layers that are packed into
+        it."""
         for name, layer in self.manager.modules.items():
             parts = self.manager.packed_modules.get(name, [name])
             if len(parts) != len(layer.lora_a_stacked):
@@ -129,7 +130,7 @@ class AdapterUpdate:
                     yield f"{part}.{half}", matrix[0, 0].cpu()
 
     def _expected(self, name_at: dict[str, str]) -> dict[str, Tensor]:
-        """The expected value of each place: A, and B times the scaling, sliced to this worker's shard."""
+        """Return the expected value of each place: A, and B times the scaling, sliced to this worker's shard."""
         scaled = {
             place: self._tensors[name].cpu().to(self._dtype) * (self.description["scaling"] if "lora_B" in place else 1)
             for place, name in name_at.items()
@@ -171,8 +172,8 @@ class AdapterUpdate:
 
 
 def common_factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
-    """The factor by which the first of each pair is a multiple of the second; None without one, and for 0 or about
-    1."""
+    """Return the factor by which the first of each pair is a multiple of the second; None without one, and for 0 or
+    about 1."""
     held, expected = zip(*pairs, strict=True)
     held_flat, expected_flat = (
         torch.cat([matrix.reshape(-1).double() for matrix in side]) for side in (held, expected)

@@ -33,8 +33,8 @@ CPU_LIMITS = Limits(128, 2048)
 
 
 def prompts_at_once(num_prompts: int, num_engines: int) -> int:
-    """The number of prompts that an engine has at a time: enough to fill its batch, but so few that a slow engine gets
-    fewer in total.
+    """Return the number of prompts that an engine has at a time: enough to fill its batch, but so few that a slow
+    engine gets fewer in total.
     """
     target = max(MIN_PROMPTS_AT_ONCE, -(-num_prompts // (2 * num_engines)))
     return min(target, -(-num_prompts // num_engines))
@@ -67,5 +67,5 @@ def choose_limits(
 
 
 def format_limits(limits: Limits) -> str:
-    """One line for users."""
+    """Return one line for users."""
     return f"each engine: up to {limits.max_num_seqs} responses and {limits.max_num_batched_tokens} tokens at once"

@@ -111,12 +111,13 @@ TRANSFER: Requirements = {
 
 
 def missing(required: Requirements) -> list[str]:
-    """Names that the installed vLLM lacks, such as `AsyncLLM.pause_generation(clear_cache)`. Imports their modules."""
+    """Return the names that the installed vLLM lacks, such as `AsyncLLM.pause_generation(clear_cache)`. Imports their
+    modules."""
     return list(_missing(required, _import))
 
 
 def missing_in(obj: Any, required: Requirements) -> list[str]:
-    """Names that an object lacks."""
+    """Return the names that an object lacks."""
 
     def find(path: str) -> Any:
         value = obj
@@ -128,8 +129,9 @@ def missing_in(obj: Any, required: Requirements) -> list[str]:
 
 
 def missing_in_worker(worker: Any, *, has_adapter: bool, transfers: bool) -> list[str]:
-    """Names that a worker of vLLM lacks for weight updates, with `has_adapter` for updates of its adapter, and with
-    `transfers` for transfers from GPU to GPU.
+    """Return the names that a worker of vLLM lacks for weight updates.
+
+    They include those for updates of the adapter with `has_adapter`, and for transfers between GPUs with `transfers`.
     """
     runner = worker.model_runner
     absent = missing(RELOAD) + missing_in(runner, RUNNER)
@@ -142,7 +144,7 @@ def missing_in_worker(worker: Any, *, has_adapter: bool, transfers: bool) -> lis
 
 
 def format_missing(absent: Sequence[str], *, on_gpu: bool) -> str:
-    """One line for the user."""
+    """Return one line for the user."""
     names = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
     older_runner = ", or set VLLM_USE_V2_MODEL_RUNNER=0 for its older model runner" if on_gpu else ""
     return f"vLLM {_version()} lacks {names}: install the version that `vlmrl doctor` requires{older_runner}"

@@ -53,7 +53,7 @@ class RolloutEngine(Inbox):
     their KV cache is recomputed, and a group whose responses saw two versions carries the older one. After a failed
     update the engine refuses to generate, with the reason, until an update succeeds; its `version` does not change.
 
-    An engine with an adapter generates with base and adapter or with the base alone, as each request asks. After an
+    An engine with an adapter generates with base and adapter or with the base only, as each request specifies. After an
     update of the base it has no adapter until the next one is synced.
     """
 
@@ -97,7 +97,7 @@ class RolloutEngine(Inbox):
         """Start vLLM and wait until it accepts requests.
 
         Raises:
-            ClusterError: vLLM does not start, for whatever reason, or not within `vllm.start_timeout_s`.
+            ClusterError: vLLM does not start, or not within `vllm.start_timeout_s`.
             ConfigError: the model does not exist, or vLLM cannot hold it in 4 bits (`vllm.qlora_base`) or cannot apply
                 its adapter in fp32.
         """
@@ -160,7 +160,7 @@ class RolloutEngine(Inbox):
     async def generate(self, prompt: Prompt, sampling: Sampling, *, adapter: bool = True) -> Group:
         """Generate `sampling.n` responses to one prompt, as one request: its images are processed and prefilled once.
 
-        An engine with an adapter applies it, or with `adapter` False generates with the base alone.
+        An engine with an adapter applies it, or with `adapter` False generates with the base only.
 
         Raises:
             SyncError: vLLM read other tokens than `prompt.tokens`, an update of the weights failed meanwhile, or the
@@ -182,7 +182,7 @@ class RolloutEngine(Inbox):
         return group
 
     async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
-        """Log-probs of existing responses: one [T] per rollout, 0 on the prompt.
+        """Return log-probs of existing responses: one [T] per rollout, 0 on the prompt.
 
         They are of the distribution that is sampled from at the engine's `temperature`, or without one the model's own
         (no bans, temperature 1), and nothing of them comes from the prefix cache. vLLM scores a response only if it

@@ -111,7 +111,7 @@ def merge_offers(offers: Sequence[Offer]) -> Offer:
 
 
 def update_info(offer: Offer) -> dict[str, Any]:
-    """The fields of vLLM's NCCLWeightTransferUpdateInfo or IPCWeightTransferUpdateInfo."""
+    """Return the fields of vLLM's NCCLWeightTransferUpdateInfo or IPCWeightTransferUpdateInfo."""
     if "ipc_handles" not in offer:
         return offer
     # Safe to unpickle: our own trainer wrote them.

@@ -118,7 +118,7 @@ def engine_arguments(
 def _offline_limits(world_size: int) -> Limits:
     """vLLM's defaults for offline inference on this device.
 
-    An engine that is built as ours is would get vLLM's smallest defaults, whatever the device.
+    An engine that is built like this one would get vLLM's smallest defaults on any device.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -174,7 +174,7 @@ class Launch:
                 seconds and writes to the console.
 
         Raises:
-            ClusterError: vLLM does not start, for whatever reason, or not within `timeout_s` seconds.
+            ClusterError: vLLM does not start, or not within `timeout_s` seconds.
         """
         # A forked engine core would inherit the locks of our threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -222,7 +222,7 @@ class Launch:
         return f": {cause} (VLLM_LOGGING_LEVEL=INFO shows more)" if cause else ""
 
     def death(self) -> str:
-        """One line: how vLLM's process ended, the error that it logged, and what to do."""
+        """Return one line: how vLLM's process ended, the error that it logged, and what to do."""
         dead = [child for child in self._children if child.exitcode]
         if not dead:
             return f"has died{self._format_cause()}; {_LESS_MEMORY}"
@@ -251,8 +251,8 @@ class Launch:
         # Unpickled in the engine core before any of our other code runs there.
         config.additional_config = KeepImages()
         if config.parallel_config.world_size == 1:
-            # On CPU vLLM would start a worker process beside the engine core, to bind threads to cores, which we do not
-            # use. Without it the start is faster, and the two do not poll shared memory for each other.
+            # On CPU vLLM would start a worker process in addition to the engine core, to bind threads to cores, which
+            # we do not use. Without it the start is faster, and the two do not poll shared memory for each other.
             config.parallel_config.distributed_executor_backend = "uni"
         llm = AsyncLLM(
             vllm_config=config,
@@ -301,7 +301,7 @@ class Console:
         self._saved = None
 
     def cause(self) -> str | None:
-        """The last exception in the output that is not merely the consequence of another; None without one."""
+        """Return the last exception in the output that is not merely the consequence of another; None without one."""
         return find_cause(list(self._lines))
 
     def _read(self, reader: int) -> None:
@@ -311,7 +311,8 @@ class Console:
 
 
 def find_cause(lines: list[str]) -> str | None:
-    """The last line, without vLLM's prefixes, that ends a traceback and is not merely the consequence of another."""
+    """Return the last line, without vLLM's prefixes, that ends a traceback and is not merely the consequence of
+    another."""
     for line in reversed(lines):
         bare = _LOG_PREFIX.sub("", _PROCESS_PREFIX.sub("", line))
         if _EXCEPTION.match(bare) and not _CONSEQUENCE.search(bare):
@@ -325,7 +326,7 @@ def _flush() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, or the name of its class when it has none."""
+    """Return the first line of an error's text, or the name of its class when it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     stride: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of the tensor as a matrix, [rows, columns]; a vector has one column."""
+        """Return the part of the tensor as a matrix, [rows, columns]; a vector has one column."""
         part = tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
         return part.reshape(self.size[0], -1)
 
@@ -84,7 +84,7 @@ def parameters_by_storage(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
 
 
 def _first_row(parameter: Tensor, view: Tensor) -> int | None:
-    """The first row of the view in the parameter; None when it is not a range of complete rows."""
+    """Return the first row of the view in the parameter; None when it is not a range of complete rows."""
     if not parameter.dim() or view.shape[1:] != parameter.shape[1:] or view.stride() != parameter.stride():
         return None
     first, rest = divmod(int(view.storage_offset()) - int(parameter.storage_offset()), max(parameter.stride(0), 1))

@@ -150,14 +150,15 @@ class Readback:
         )
 
     def _held(self, path: str) -> list[Tensor]:
-        """The product by each user of the parameter, [rows of x, rows of the parameter], on the CPU."""
+        """Return the product by each user of the parameter, [rows of x, rows of the parameter], on the CPU."""
         reader = self._readers[path]
         inputs = self._probe_inputs(reader.width, reader.dtype, reader.device)
         with exact_products():
             return [multiply(inputs.x).cpu() for multiply in reader.products]
 
     def _probe_inputs(self, width: int, dtype: torch.dtype, device: torch.device) -> ProbeInputs:
-        """The same inputs for all weights of a width, so that swapped weights are recognized by their columns."""
+        """Return the same inputs for all weights of a width, so that swapped weights are recognized by their
+        columns."""
         key = width, dtype, device
         if key not in self._inputs_by_width:
             generator = torch.Generator().manual_seed((self._plan["seed"] * 2_654_435_761 + width) % 2**63)
@@ -182,7 +183,7 @@ class Reader(NamedTuple):
 def find_readers(model: nn.Module, tied_heads: Iterable[ParallelLMHead]) -> dict[str, Reader]:
     """Path -> reader, for all parameters of vLLM's model except weights of quantized layers and of fused experts.
 
-    Those are held in formats of their own, and vlmrl syncs neither.
+    Those are held in other formats, and vlmrl syncs neither.
     """
     heads: dict[int, list[nn.Module]] = {}
     for head in tied_heads:
@@ -233,7 +234,7 @@ def _direct(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def select_readers(readers: Mapping[str, Reader], plan: ReadbackPlan) -> dict[str, Reader]:
-    """The readers of this sync: all, or those of one layer in `SAMPLE_EVERY`, drawn by the seed."""
+    """Return the readers of this sync: all, or those of one layer in `SAMPLE_EVERY`, drawn by the seed."""
     if plan["is_full"]:
         return dict(readers)
     layers = {path.rpartition(".")[0] for path in readers}

@@ -85,7 +85,7 @@ class HeldAdapter(NamedTuple):
 
 
 def describe_adapter(plan: AdapterPlan) -> AdapterDescription:
-    """The description of the planned adapter."""
+    """Return the description of the planned adapter."""
     return {
         "names": list(plan.tensor_names),
         "rank": plan.rank,
@@ -96,7 +96,7 @@ def describe_adapter(plan: AdapterPlan) -> AdapterDescription:
 
 
 def find_problem(reports: Sequence[Report]) -> str | None:
-    """The first problem in the workers' reports of an update; None when it was complete on all of them."""
+    """Return the first problem in the workers' reports of an update; None when it was complete on all of them."""
     for report in reports:
         if report["ignored"]:
             return f"vLLM's model has no place for {_some(report['ignored'])}"
@@ -108,7 +108,7 @@ def find_problem(reports: Sequence[Report]) -> str | None:
 
 
 def find_readback_problem(reports: Sequence[Report]) -> str | None:
-    """The first tensor that the layers do not hold as sent; None when there is none."""
+    """Return the first tensor that the layers do not hold as sent; None when there is none."""
     for worker, report in enumerate(reports):
         wrong = report["readback"]["wrong"] if "readback" in report else []
         if wrong:
@@ -120,7 +120,7 @@ def find_readback_problem(reports: Sequence[Report]) -> str | None:
 
 
 def find_adapter_problem(reports: Sequence[AdapterReport], scaling: float) -> str | None:
-    """The first problem of an adapter with this scaling; None when all workers' layers hold it."""
+    """Return the first problem of an adapter with this scaling; None when all workers' layers hold it."""
     for report in reports:
         if report["unknown"]:
             return f"its adapter has no {_some(report['unknown'])}"

@@ -74,7 +74,7 @@ def sampling_parameters(
 
 
 def with_response(prompt: Prompt, rollout: Rollout) -> Prompt:
-    """The prompt extended by the response, for scoring tokens that exist already."""
+    """Return the prompt extended by the response, for scoring tokens that exist already."""
     response = rollout.tokens[len(prompt.tokens) :]
     return replace(prompt, tokens=rollout.tokens, request=np.concatenate([prompt.request, response]))
 
@@ -86,7 +86,7 @@ def scoring_parameters() -> dict[str, Any]:
 
 
 def prompt_logprobs(prompt: Prompt, output: Output, *, first: int) -> Floats:
-    """Log-probs of the prompt's tokens from `first` on, [T]; 0 before.
+    """Return log-probs of the prompt's tokens from `first` on, [T]; 0 before.
 
     Raises:
         SyncError: vLLM read another prompt than ours, or did not score it.

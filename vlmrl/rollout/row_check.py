@@ -56,7 +56,8 @@ def describe_mismatch(
 
 
 def common_factor(held: Tensor, sent: Tensor) -> float | None:
-    """The factor by which `held` is a multiple of `sent`, within rounding; None without one other than about 1."""
+    """Return the factor by which `held` is a multiple of `sent`, within rounding; None without one other than about
+    1."""
     step = torch.finfo(held.dtype).eps
     held_flat, sent_flat = held.double().reshape(-1), sent.double().reshape(-1)
     if not bool(sent_flat.any()):

@@ -212,7 +212,7 @@ class WeightUpdate:
         """End vLLM's reload with the tensors that have arrived, even if some are missing."""
         finalize_layerwise_reload(self.model, self.vllm_config.model_config)
         for head in self._tied_heads:
-            # The reload skips a head that shares the embedding's weight, because it has no parameter of its own; but on
+            # The reload skips a head that shares the embedding's weight, because it has no parameter; but on
             # CPU its matrix product reads a packed copy, which would keep the old weights.
             head.quant_method.process_weights_after_loading(head)
 

@@ -37,13 +37,13 @@ def installed_driver(file: Path = _VERSION) -> str | None:
 
 
 def required_driver(cuda: str, driver: str) -> str | None:
-    """The oldest driver that supports this version of CUDA, if `driver` is older; else None."""
+    """Return the oldest driver that supports this version of CUDA, if `driver` is older; else None."""
     least = _LEAST.get(cuda.partition(".")[0])
     return least if least is not None and _numbers(driver) < _numbers(least) else None
 
 
 def gpu_fault_and_fix(cuda: str | None, driver: str | None) -> tuple[str, str]:
-    """The fault and what to do, if the driver shows a device and torch sees none.
+    """Return the fault and what to do, if the driver shows a device and torch sees none.
 
     Args:
         cuda: version of CUDA that torch was built for, `torch.version.cuda`; None for a CPU build.

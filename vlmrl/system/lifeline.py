@@ -22,7 +22,7 @@ _armed = False
 class Lifeline:
     """Arms the child process that unpickles it, as one of the arguments of the process.
 
-    That happens before the child calls any function of its own, so that a vLLM engine has loaded nothing yet.
+    That happens before the child calls any of its functions, so that a vLLM engine has loaded nothing yet.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

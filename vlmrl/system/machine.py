@@ -23,9 +23,9 @@ GIB = 2**30
 MIB = 2**20
 
 _SHM = "start the container with `--shm-size=8g`, or run `mount -o remount,size=8g /dev/shm`"
-_LEAST_SHARED_MEMORY = 256 * MIB
+_MIN_SHARED_MEMORY_BYTES = 256 * MIB
 """Bytes. With less, Ray puts the object store on disk, and says so only in a log."""
-_LEAST_DISK = 256 * MIB
+_MIN_DISK_BYTES = 256 * MIB
 """Bytes, for a tiny run's models, metrics and transcripts."""
 
 
@@ -69,7 +69,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
     space = shutil.disk_usage(folder)
     detail = f"{space.free / GIB:.2f} GiB free of {space.total / GIB:.2f} in {folder}"
     fix = f"delete stale files there, or {_SHM}"
-    return _compare(name, space.free, detail, fix, wanted=GIB, least=_LEAST_SHARED_MEMORY)
+    return _compare(name, space.free, detail, fix, wanted=GIB, least=_MIN_SHARED_MEMORY_BYTES)
 
 
 def open_files() -> Finding:
@@ -77,8 +77,8 @@ def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 0:
         return Finding("open files", ok=True, essential=False, detail="any number of open files")
-    most = min(hard, 65536) if hard > 0 else 65536
-    detail, fix = f"at most {soft} open files", f"run `ulimit -n {most}` first"
+    limit = min(hard, 65536) if hard > 0 else 65536
+    detail, fix = f"at most {soft} open files", f"run `ulimit -n {limit}` first"
     return _compare("open files", soft, detail, fix, wanted=1024, least=256)
 
 
@@ -111,7 +111,9 @@ def disk(folder: Path | None = None, *, flag: str = "--ckpt.output_dir") -> Find
         return Finding("disk", ok=False, essential=True, detail=detail, fix=fix)
     free = shutil.disk_usage(existing).free
     fix = "free some space, or work elsewhere"
-    return _compare("disk", free, f"{free / GIB:.1f} GiB free in {existing}", fix, wanted=5 * GIB, least=_LEAST_DISK)
+    return _compare(
+        "disk", free, f"{free / GIB:.1f} GiB free in {existing}", fix, wanted=5 * GIB, least=_MIN_DISK_BYTES
+    )
 
 
 def _exists(path: Path) -> bool:
@@ -189,14 +191,15 @@ def require(findings: Sequence[Finding]) -> list[str]:
 
 
 def _compare(name: str, amount: float, detail: str, fix: str, *, wanted: float, least: float) -> Finding:
-    """A warning below `wanted`, essential below `least`."""
+    """Return a finding that is a warning below `wanted`, and essential below `least`."""
     if amount >= wanted:
         return Finding(name, ok=True, essential=True, detail=detail)
     return Finding(name, ok=False, essential=amount < least, detail=detail, fix=fix)
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA version that torch was built for, like `12.8`, read without importing torch; None if there is none."""
+    """Return the CUDA version that torch was built for, like `12.8`, read without importing torch; None if there is
+    none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -15,18 +15,18 @@ _SMALL = 65536
 def keep_memory() -> bool:
     """Make glibc reuse large blocks instead of returning them to the system; return whether it accepted the options.
 
-    No block gets a mapping of its own, however large: freeing it would unmap its pages, and the kernel clears new pages
+    No block gets its own mapping, however large: freeing it would unmap its pages, and the kernel clears new pages
     for the next block. A higher threshold is not enough: glibc accepts at most 32 MiB, and logits and flat gradients
     are larger.
 
-    Measured on two cores with such a threshold alone: an optimizer step of a 13M model with eight images took about 3 s
+    Measured on two cores with only such a threshold: an optimizer step of a 13M model with eight images took about 3 s
     instead of 4.9 s.
     """
     return _set_options((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _TOP_PAD))
 
 
 def release_memory() -> bool:
-    """Do the opposite, to measure memory: larger blocks get mappings of their own, which end when they are freed."""
+    """Do the opposite, to measure memory: larger blocks get their own mappings, which end when they are freed."""
     return _set_options(
         (_M_MMAP_MAX, 2**31 - 1), (_M_MMAP_THRESHOLD, _SMALL), (_M_TRIM_THRESHOLD, _SMALL), (_M_TOP_PAD, 0)
     )

@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def one_line(text: object, *, most: int | None = None) -> str:
-    """Return `str(text)` on one line of printable characters, cut to `most` characters.
+def one_line(text: object, *, max_chars: int | None = None) -> str:
+    """Return `str(text)` on one line of printable characters, cut to `max_chars` characters.
 
     Line breaks, control sequences, marks of writing direction and lone surrogates are escaped.
     Example: `a` + newline + ESC + `[31m` -> `a\\n\\x1b[31m`.
     """
     text = str(text)
-    if most is not None and len(text) > most:
-        text = f"{text[:most]}..."
+    if max_chars is not None and len(text) > max_chars:
+        text = f"{text[:max_chars]}..."
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -25,7 +25,7 @@ MEETING_FILE = "VLMRL_MEETING_FILE"
 """Environment variable: a file in that folder, the rendezvous of the training ranks of one machine."""
 _PREFIX = "vlmrl-run-"
 _LOCK = "lock"
-_LONGEST_PARENT = 22
+_MAX_PARENT_CHARS = 22
 """Characters. The path of a socket has at most 107: Ray's part takes 66, and the folder's name 19."""
 _YOUNG_S = 60.0
 """The age up to which a folder without a lock may belong to a run that is about to lock it."""
@@ -144,14 +144,15 @@ def _is_used(folder: Path) -> bool:
 
 
 def _here(folder: Path) -> Path:
-    """The path of the folder on this machine, whose temporary files may be elsewhere."""
+    """Return the path of the folder on this machine, whose temporary files may be elsewhere."""
     return folder if folder.parent.is_dir() else Path(tempfile.gettempdir()) / folder.name
 
 
 def _parent() -> Path:
-    """The folder of temporary files, or /tmp where Ray would not start: in paths that are too long or not ASCII."""
+    """Return the folder of temporary files, or /tmp where Ray would not start: in paths that are too long or not
+    ASCII."""
     preferred = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    fits = str(preferred).isascii() and len(str(preferred)) <= _LONGEST_PARENT
+    fits = str(preferred).isascii() and len(str(preferred)) <= _MAX_PARENT_CHARS
     if fits or not os.access("/tmp", os.W_OK):
         return preferred
     return Path("/tmp")

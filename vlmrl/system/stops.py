@@ -245,7 +245,7 @@ def signals_blocked() -> Iterator[None]:
 def ignore_signals() -> None:
     """Keep SIGTERM and SIGINT away from this process and its descendants where `signals_blocked` is not enough.
 
-    Python unblocks both when it starts its resource tracker. In a process group of their own, descendants do not get
+    Python unblocks both when it starts its resource tracker. In their own process group, descendants do not get
     signals that are sent to the driver's group: an engine core, for example, has to end by SIGTERM, but not before it
     has received the weights of the last update.
     """
@@ -311,7 +311,7 @@ def _tracks_resources(process: psutil.Process) -> bool:
 
 
 def _ended_by(error: BaseException) -> VlmrlError | None:
-    """The VlmrlError that was being handled when this error came; None if there was none."""
+    """Return the VlmrlError that was being handled when this error came; None if there was none."""
     context = error.__context__
     while context is not None and not isinstance(context, VlmrlError):
         context = context.__context__
@@ -319,7 +319,7 @@ def _ended_by(error: BaseException) -> VlmrlError | None:
 
 
 def _main_thread_requests() -> _Requests | None:
-    """The requests in the main thread, which they interrupt; None in others."""
+    """Return the requests in the main thread, which they interrupt; None in others."""
     return _requests if threading.current_thread() is threading.main_thread() else None
 
 

@@ -44,7 +44,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except StorageError:  # it has its message already
         raise
-    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+    except Exception as error:  # torch and safetensors raise their own errors for a full disk
         explanation = _explain(error, folder)
         if explanation is None:
             raise
@@ -63,13 +63,13 @@ def check_room(num_bytes: int, what: str, folder: Path, *, hint: str = "free som
 
 
 def free_space(folder: Path) -> str:
-    """The free space of a folder's disk, like `0.1 MiB of 4.0 GiB free`."""
+    """Return the free space of a folder's disk, like `0.1 MiB of 4.0 GiB free`."""
     space = shutil.disk_usage(_nearest(folder))
     return f"{format_bytes(space.free)} of {format_bytes(space.total)} free"
 
 
 def _space_suffix(folder: Path) -> str:
-    """The free space in brackets; empty if the disk does not report it."""
+    """Return the free space in brackets; empty if the disk does not report it."""
     try:
         return f" ({free_space(folder)})"
     except OSError:
@@ -82,12 +82,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _explain(error: Exception, folder: Path) -> tuple[str, str] | None:
-    """The reason for a failed write, and what to do; None for an error that is not the disk's."""
+    """Return the reason for a failed write, and what to do; None for an error that is not the disk's."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and _LIBRARY_ERRORS.search(str(error)):
         mentioned = (known for known in _HINTS if os.strerror(known) in str(error))
@@ -118,5 +118,5 @@ def _probe(folder: Path) -> int | None:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

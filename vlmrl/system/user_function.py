@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 from vlmrl.errors import ConfigError
 from vlmrl.system.plain_text import one_line
 
-_LONGEST_MESSAGE = 300
+_MAX_MESSAGE_CHARS = 300
 
 
 class Parameters(NamedTuple):
@@ -35,7 +35,7 @@ class Parameters(NamedTuple):
     """It has `**kwargs`."""
 
     def taken(self, offered: Collection[str]) -> frozenset[str]:
-        """The `offered` arguments that the function declares; with `**kwargs` all of them."""
+        """Return the `offered` arguments that the function declares; with `**kwargs` all of them."""
         return frozenset(offered) if self.takes_all else self.names.intersection(offered)
 
     def unmet(self, offered: Collection[str]) -> list[str]:
@@ -63,7 +63,7 @@ def parameters_of(function: Callable[..., Any], *, flag: str, name: str | None =
 
 
 def declared(function: Callable[..., Any], offered: Collection[str], *, flag: str) -> frozenset[str]:
-    """The `offered` arguments that a function declares; with `**kwargs` all of them. `flag` is its setting.
+    """Return the `offered` arguments that a function declares; with `**kwargs` all of them. `flag` is its setting.
 
     Raises:
         ConfigError: it requires other arguments, or its signature cannot be read.
@@ -78,7 +78,7 @@ def declared(function: Callable[..., Any], offered: Collection[str], *, flag: st
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The function's name, for messages."""
+    """Return the function's name, for messages."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -146,7 +146,7 @@ def _message(error: BaseException) -> str:
     """Format an error as `ValueError: its message` on one line."""
     kind = type(error).__name__
     try:
-        message = one_line(" ".join(str(error).split()), most=_LONGEST_MESSAGE)
+        message = one_line(" ".join(str(error).split()), max_chars=_MAX_MESSAGE_CHARS)
     except Exception:  # even the `__str__` of a user's exception may raise
         message = "?"
     return f"{kind}: {message}" if message else kind

@@ -19,8 +19,7 @@ _FLAG = "ckpt.best_metric_key"
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The contents of `best.json`, in the same folder as the model, so that neither exists without the
-    other."""
+    """The contents of `best.json`, which is written together with the model, in the same folder."""
 
     metric: str
     value: float
@@ -52,15 +51,15 @@ def keep_best(
     """Replace the model in `folder` by the current one if `metrics` has a higher value of `metric`.
 
     On a tie the earlier model stays. The folder is replaced in one step: a run that is killed meanwhile leaves the
-    older model. A resumed run compares with the model that is there, whatever step that is from.
+    older model. A resumed run compares with the existing model, even if it is from a later step.
 
     Args:
         save: writes the whole model to a folder.
 
     Returns the record of the best model, and whether it is new.
 
-    Raises ConfigError when the metric was not measured, or is not one of which more is better; StorageError when the
-    disk refuses.
+    Raises ConfigError when the metric was not measured, or higher values of it are not better; StorageError when the
+    model cannot be written.
     """
     value = _value(metrics, metric)
     best = read_best(folder, metric=metric)
@@ -77,11 +76,13 @@ def keep_best(
 
 def _value(metrics: Metrics, metric: str) -> float:
     if not (metric.endswith("/reward") or "/pass@" in metric):
-        raise ConfigError(f"{_FLAG} {metric}: more of it is not better; name a pass@k or a reward of an evaluation")
-    if metric not in metrics:
-        known = sorted(name for name in metrics if name.endswith("/reward") or "/pass@" in name)
         raise ConfigError(
-            f"{_FLAG} {metric} is not measured by the evaluation, which has: {', '.join(known) or 'none'}"
+            f"{_FLAG} {metric}: higher values of it are not better; name a pass@k or a reward of an evaluation"
+        )
+    if metric not in metrics:
+        available = sorted(name for name in metrics if name.endswith("/reward") or "/pass@" in name)
+        raise ConfigError(
+            f"{_FLAG} {metric} is not measured by the evaluation, which has: {', '.join(available) or 'none'}"
         )
     value = metrics[metric]
     # Any number is better than NaN, and NaN is better than no model at all.

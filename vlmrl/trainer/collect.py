@@ -79,7 +79,7 @@ def collect(
         RewardError: the prompts of the whole run do not fill one batch.
     """
     algo, size = config.algo, config.rollout.batch_size
-    most = size * (algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1)
+    max_draws = size * (algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1)
     sampling = Sampling(
         n=config.rollout.n_samples_per_prompt,
         temperature=config.rollout.temperature,
@@ -95,10 +95,10 @@ def collect(
         if budget.left < missing:
             solved = is_solved(config, collected, reward_range.extended(collected))
             return _out_of_prompts(config, step, budget, left_out, solved)
-        if len(collected) == most:
+        if len(collected) == max_draws:
             return _exhausted(config, step, collected, reward_range.extended(collected))
         with report.phase("data"):
-            drawn, draw_metrics = prompts.draw(min(missing, most - len(collected)))
+            drawn, draw_metrics = prompts.draw(min(missing, max_draws - len(collected)))
         budget.drawn += len(drawn)
         with report.phase("rollout"):
             groups = engine.generate(drawn, sampling, rewarder.begin)

@@ -25,7 +25,7 @@ from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Group, Metrics, Prompt, Sampling, Score
 
 _SEED = 1_000_003
-"""Added to the run's seed: evaluations sample with seeds of their own, the same before, during and after training."""
+"""Added to the run's seed: evaluations sample with their own seeds, the same before, during and after training."""
 
 PASS_SCORE = 0.5
 """A response is correct when its score is above this: built-in rewards give 1 or 0."""

@@ -73,7 +73,7 @@ def _outcome(earned: Sequence[float], *, has_signal: bool, bounds: tuple[float, 
 
 
 def highest_possible_reward(config: RlConfig) -> float | None:
-    """The upper bound of a response's shaped reward; None where a reward source's own limit is unknown.
+    """Return the upper bound of a response's shaped reward; None where a reward source's own limit is unknown.
 
     The built-in functions give at most 1.
     """

@@ -61,7 +61,7 @@ class WeightSync(Protocol):
     """Syncs the policy's weights to the engines."""
 
     def sync(self, version: int) -> Metrics:
-        """Bring the current weights to all engines, and prove that they arrived."""
+        """Send the current weights to all engines, and verify that they arrived."""
 
 
 class Critic(Protocol):

@@ -133,7 +133,7 @@ def train(
 
 
 def progress(config: RlConfig, step: int, budget: PromptBudget) -> float:
-    """The share of the run that is done after `step` steps, from 0 to 1.
+    """Return the share of the run that is done after `step` steps, from 0 to 1.
 
     It is counted in prompts or in `train.max_steps`, whichever ends the run first.
     """

@@ -58,7 +58,7 @@ class ResumablePrompts(Protocol):
         """Rows of one episode."""
 
     def state(self) -> dict[str, Any]:
-        """The position in the data, to be saved."""
+        """Return the position in the data, to be saved."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a saved position."""
@@ -132,7 +132,7 @@ class RunCheckpoints:
 
         Raises ConfigError when there are checkpoints and all of them are damaged.
         """
-        # Only partial files of this run: others may have folders beside these. The best model starts as a partial one.
+        # Only partial files of this run: other folders may lie next to these. The best model starts as a partial one.
         for complete in (partial(self.folder.best), *self.folder.models):
             remove_partial(complete.parent, complete.name)
         for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
@@ -171,7 +171,7 @@ class RunCheckpoints:
             self.critic.set_progress(share)
 
     def _newest_undamaged(self) -> Path | None:
-        """The newest checkpoint whose files all match their checksums; None when there is no checkpoint.
+        """Return the newest checkpoint whose files all match their checksums; None when there is no checkpoint.
 
         Newer, damaged ones are renamed, so that they neither count as the newest nor are deleted: some of their files
         may still be of use. Raises ConfigError when all are damaged.

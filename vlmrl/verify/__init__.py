@@ -1,1 +1,1 @@
-"""Checks of a run while it goes on: engine and trainer agree, adapters reach the engines, models see the images."""
+"""Checks during a run: engine and trainer agree, adapters reach the engines, models see the images."""

@@ -55,14 +55,14 @@ class Engines(Protocol):
     def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
     ) -> list[list[Group]]:
-        """One response group per engine for each of `adapter`: with the adapter, or by the base alone."""
+        """Return one response group per engine for each of `adapter`: with the adapter, or by the base only."""
 
 
 class Learner(Protocol):
     """The policy, which trains the adapter."""
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
-        """One array of [T] per sample; without `adapter`, by the base."""
+        """Return one array of [T] per sample; without `adapter`, by the base."""
 
     def adapter_is_zero(self) -> bool:
         """Whether the adapter changes nothing yet."""
@@ -98,7 +98,7 @@ class AdapterCheck:
         Args:
             prompt: makes a prompt that begins with a given text.
             bound: on the mean difference between log-probs of engine and trainer.
-            floor: the mean difference that rounding alone may cause in the run's data type.
+            floor: the mean difference that rounding may cause in the run's data type.
             is_apart: the engines hold the adapter separately from the base.
         """
         self._engines, self._learner = engines, learner
@@ -211,7 +211,8 @@ class AdapterCheck:
             )
 
     def _cause(self, engine: int, first: Responses, others: Sequence[Responses], *, version: int) -> str | None:
-        """The fault of an engine whose `first` responses look wrong; None when there is none, or none is visible."""
+        """Return the fault of an engine whose `first` responses look wrong; None when there is none, or none is
+        visible."""
         first_fault, gap = self._fault(first), first.logprobs.gap
         faults = [self._fault(responses) for responses in others]
         if not any(faults) and max(responses.logprobs.gap for responses in others) < gap / _NEARER:
@@ -286,7 +287,7 @@ def fault(logprobs: LogProbs, *, noise: float, bound: float) -> str | None:
 
 
 def sampling_of(rollout: Rollout, *, seed: int) -> Sampling:
-    """The run's sampling settings, for short responses."""
+    """Return the run's sampling settings, for short responses."""
     length = min(_NUM_RESPONSE_TOKENS, rollout.max_new_tokens)
     return Sampling(
         n=min(_MAX_RESPONSES, -(-_NUM_SAMPLED // length)),

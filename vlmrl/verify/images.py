@@ -86,7 +86,7 @@ def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float,
     outputs = _compute(name, path, groups)
     rollouts = _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
     if not is_foreign:
-        # First, for swapped images look like other faults too: in another order other images are swapped.
+        # First, because swapped images look like other faults too: in another order, other images are swapped.
         _check_each(name, outputs, rollouts, groups, slack=_SLACK * bound)
     # Values and rewards may be large numbers, and are rounded like them.
     scale = max(1.0, _gap(outputs.true, [np.zeros_like(row) for row in outputs.true])) if is_foreign else 1.0
@@ -108,7 +108,7 @@ def _check_each(name: str, outputs: _Outputs, rollouts: Values, groups: Sequence
 
 
 def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
-    """The mean effect of an image on the path's output. Raises SyncError when it is no more than rounding."""
+    """Return the mean effect of an image on the path's output. Raises SyncError when it is no more than rounding."""
     noise = _gap(outputs.reordered, outputs.true)
     effects = {kind: _gap(values, outputs.true) for kind, values in outputs.wrong.items()}
     if not noise <= bound:
@@ -128,7 +128,7 @@ def _check_effect(name: str, outputs: _Outputs, *, bound: float) -> float:
 
 
 def _check_gap(name: str, outputs: _Outputs, rollouts: Values, *, bound: float) -> float:
-    """The mean difference between path and rollouts, with the true images. Raises SyncError above the bound."""
+    """Return the mean difference between path and rollouts, with the true images. Raises SyncError above the bound."""
     gap = _gap(outputs.true, rollouts)
     if not gap <= bound:
         raise SyncError(
@@ -182,7 +182,7 @@ def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> Values:
-    """The values at sampled tokens, one array per group; `rows` holds one [T] per response, group by group."""
+    """Return the values at sampled tokens, one array per group; `rows` holds one [T] per response, group by group."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
     kept = [row[flag].astype(np.float64) for row, flag in zip(rows, flags, strict=True)]
     ends = np.cumsum([len(group.rollouts) for group in groups]).tolist()
@@ -195,7 +195,7 @@ def _gap(first: Values, second: Values) -> float:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """A few groups with images, different ones as far as possible, each with a few responses."""
+    """Return a few groups with images, different ones as far as possible, each with a few responses."""
     distinct: dict[tuple[str, ...], Group] = {}
     repeated: list[Group] = []
     for group in groups:
@@ -226,7 +226,7 @@ def _with_others(groups: Sequence[Group]) -> list[Group]:
 
 
 def _replacement(image: Media, other: Media) -> Media:
-    """The other image, resized so that it has as many tokens as this one; noise if both are the same image."""
+    """Return the other image, resized so that it has as many tokens as this one; noise if both are the same image."""
     width, height = image.size
     if other.hash == image.hash:
         return Noise(f"noise:{width}x{height}", image.size)

@@ -43,7 +43,7 @@ def check_layouts(groups: Sequence[Group], compare: Compare) -> Metrics:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """The first groups, those with images before those without, with a few responses each."""
+    """Return the first groups, those with images before those without, with a few responses each."""
     order = sorted(range(len(groups)), key=lambda number: not groups[number].prompt.media)
     chosen = []
     for number in order:

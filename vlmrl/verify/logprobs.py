@@ -43,7 +43,7 @@ def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
 
 
 def largest_gap(config: RlConfig) -> float:
-    """The bound on the mean difference between log-probs of engine and trainer over the sampled tokens.
+    """Return the bound on the mean difference between log-probs of engine and trainer over the sampled tokens.
 
     Infinity if the settings make them compute differently, and set no bound.
     """
@@ -53,7 +53,7 @@ def largest_gap(config: RlConfig) -> float:
 
 
 def rounding(config: RlConfig) -> float:
-    """The mean difference of log-probs that rounding may cause between correct implementations of one model.
+    """Return the mean difference of log-probs that rounding may cause between correct implementations of one model.
 
     In fp32 it is 1e-6, in bf16 a quarter of the bound.
     """
@@ -61,7 +61,7 @@ def rounding(config: RlConfig) -> float:
 
 
 def noise_floor(config: RlConfig, *, on_gpu: bool) -> float:
-    """The smallest mean effect of rounding on a log-prob to assume: no difference below it counts as a fault."""
+    """Return the smallest mean effect of rounding on a log-prob to assume: no difference below it counts as a fault."""
     if config.ds.param_dtype == "bf16":
         return 1e-3
     # On GPUs vLLM's attention multiplies fp32 in TF32, which has ten bits.

@@ -180,7 +180,7 @@ class NoiseCheck:
         return max(trainer, min(gaps.decode, _MAX_DECODE_NOISE * trainer))
 
     def _largest(self, gaps: Gaps) -> tuple[str, float]:
-        """The name of the gap that is the largest multiple of its noise, and that multiple."""
+        """Return the name of the gap that is the largest multiple of its noise, and that multiple."""
         noise = self._noise(gaps)
         ratios = {
             "layout": gaps.layout / noise,
@@ -262,12 +262,12 @@ def _shortened(group: Group) -> Group:
 
 
 def _decoded(groups: Sequence[Group]) -> _Values:
-    """The engine's log-probs of the tokens when it sampled them, concatenated."""
+    """Return the engine's log-probs of the tokens when it sampled them, concatenated."""
     return _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:
-    """The values at sampled tokens, concatenated; `rows` holds one [T] per response."""
+    """Return the values at sampled tokens, concatenated; `rows` holds one [T] per response."""
     flags = [rollout.sampled for group in groups for rollout in group.rollouts]
     values: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
     return values

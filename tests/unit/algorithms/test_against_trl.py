@@ -32,9 +32,9 @@ class Batch:
         shape = (ANSWERS, TOKENS)
         lengths = torch.randint(1, TOKENS + 1, (ANSWERS, 1))
         self.completion = torch.arange(TOKENS) < lengths
-        self.own = torch.rand(shape) < 0.8
-        self.own[0] = False
-        self.sampled = self.completion & self.own
+        self.by_policy = torch.rand(shape) < 0.8
+        self.by_policy[0] = False
+        self.sampled = self.completion & self.by_policy
         self.logprobs = -2 * torch.rand(shape)
         self.old = self.logprobs + 0.5 * torch.randn(shape)
         self.rollout = self.old + 0.5 * torch.randn(shape)
@@ -84,7 +84,7 @@ def of_trl(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
             "prompt_mask": prompts + 1,
             "completion_ids": torch.zeros(ANSWERS, TOKENS, dtype=torch.long),
             "completion_mask": batch.completion.long(),
-            "tool_mask": batch.own.long(),
+            "tool_mask": batch.by_policy.long(),
             "advantages": batch.advantages[:, 0],
             "old_per_token_logps": batch.old,
             "ref_per_token_logps": batch.reference,

@@ -59,7 +59,7 @@ def test_without_4_bits_both_sides_have_the_same_base() -> None:
     [
         (
             adapter("language", "vision", "projector"),
-            "vLLM does not apply adapters of the vision and projector exactly",
+            "vLLM does not apply adapters of the vision tower and projector exactly",
         ),
         (adapter(dora=True), "vLLM has no DoRA"),
     ],

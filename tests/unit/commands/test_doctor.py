@@ -45,18 +45,18 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_probe_returns_a_detail_or_an_explained_failure(
     probes: str, probe: str, ok: bool, detail: str, fix: str, isolated: bool
 ) -> None:
-    found = doctor.run_check(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
-    assert (found.name, found.ok, found.detail, found.fix) == ("part", ok, detail, fix)
+    finding = doctor.run_check(Check("part", f"{probes}:{probe}", "buy a new one", isolated=isolated))
+    assert (finding.name, finding.ok, finding.detail, finding.fix) == ("part", ok, detail, fix)
 
 
 def test_a_library_that_kills_its_process_costs_one_line(probes: str) -> None:
-    found = doctor.run_check(Check("part", f"{probes}:crashes", "fix it"))
-    assert (found.ok, found.detail) == (False, "its process ended with code 4: Illegal instruction")
+    finding = doctor.run_check(Check("part", f"{probes}:crashes", "fix it"))
+    assert (finding.ok, finding.detail) == (False, "its process ended with code 4: Illegal instruction")
 
 
 def test_a_library_that_hangs_costs_one_line(probes: str) -> None:
-    found = doctor.run_check(Check("part", f"{probes}:hangs", "fix it"), timeout_s=3)
-    assert (found.ok, found.detail, found.fix) == (False, "no result within 3 s", "fix it")
+    finding = doctor.run_check(Check("part", f"{probes}:hangs", "fix it"), timeout_s=3)
+    assert (finding.ok, finding.detail, finding.fix) == (False, "no result within 3 s", "fix it")
 
 
 def test_a_folder_in_the_working_directory_is_not_imported(
@@ -64,8 +64,8 @@ def test_a_folder_in_the_working_directory_is_not_imported(
 ) -> None:
     (tmp_path / "here" / "no_such_library_at_all").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    found = doctor.run_check(Check("part", f"{probes}:missing", ""))
-    assert (found.ok, found.detail) == (False, "no_such_library_at_all is not installed")
+    finding = doctor.run_check(Check("part", f"{probes}:missing", ""))
+    assert (finding.ok, finding.detail) == (False, "no_such_library_at_all is not installed")
 
 
 def test_only_essential_checks_decide_the_exit_code(probes: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,9 +99,9 @@ def test_a_machine_check_that_raises_is_a_warning() -> None:
     def no_such_file() -> Finding:
         raise FileNotFoundError(2, "No such file or directory")
 
-    found = doctor.run_check(no_such_file)
-    assert (found.name, found.ok, found.essential) == ("no such file", False, False)
-    assert found.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
+    finding = doctor.run_check(no_such_file)
+    assert (finding.name, finding.ok, finding.essential) == ("no such file", False, False)
+    assert finding.detail.endswith("FileNotFoundError: [Errno 2] No such file or directory")
 
 
 def test_a_pin_is_met_by_its_local_builds_and_by_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:

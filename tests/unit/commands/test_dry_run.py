@@ -48,9 +48,9 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
     data = ["--data.prompt_dataset", str(file), "--data.max_dropped_fraction", "1.0"]
     assert dry_run("rl", model, tmp_path / "out", *data) == 0
     shown = capsys.readouterr().out
-    said = next(line for line in shown.splitlines() if line.startswith("labels: "))
-    assert "4 of the first 7 rows cannot be used by reward.functions" in said
-    assert said.count("(it ") == 3
+    message = next(line for line in shown.splitlines() if line.startswith("labels: "))
+    assert "4 of the first 7 rows cannot be used by reward.functions" in message
+    assert message.count("(it ") == 3
     assert "dropped, label unusable: '': it is empty" in shown
     assert dry_run("rl", model, tmp_path / "out", *data, "--reward.functions", "{format: 1.0}") == 0
     assert "can be used" in capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
 @pytest.mark.parametrize(
-    ("verb", "flag", "rows", "said"),
+    ("verb", "flag", "rows", "message"),
     [
         (
             "rl",
@@ -73,14 +73,14 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
     ],
 )
 def test_missing_columns_are_reported_before_anything_starts(
-    way: list[str], verb: str, flag: str, rows: Any, said: str, model: str, tmp_path: Path, capsys: Any
+    way: list[str], verb: str, flag: str, rows: Any, message: str, model: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--actor.model_name_or_path", model, "--ckpt.output_dir", str(tmp_path / "out"), *way]
     words += [] if verb == "eval" or flag == "data.prompt_dataset" else ["--data.prompt_dataset", COUNTING]
     assert cli.main([verb, *words, f"--{flag}", str(tmp_path / "rows.jsonl")]) == 2
     shown = capsys.readouterr().err
-    assert said in shown
+    assert message in shown
     assert len(shown.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -103,8 +103,8 @@ def test_columns_that_a_users_function_requires_are_checked_in_every_dataset(
     words += ["--train.max_steps", "1"]
     assert dry_run("rl", model, tmp_path / "out", *words) == 0, capsys.readouterr().err
     assert dry_run("rl", model, tmp_path / "out", *words, "--eval.dataset", str(tmp_path / "test.jsonl")) == 2
-    said = "dataset test has no column 'level', which reward.remote_url needs; it has: input, label"
-    assert said in capsys.readouterr().err
+    message = "dataset test has no column 'level', which reward.remote_url needs; it has: input, label"
+    assert message in capsys.readouterr().err
 
 
 def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: Path, capsys: Any) -> None:

@@ -45,7 +45,7 @@ STEP = "--rollout.batch_size 16 --rollout.n_samples_per_prompt 4"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         # 200 rows twice are 400 prompts, 25 batches of 16; 64 samples are two optimizer steps of 32.
         (
@@ -64,13 +64,13 @@ STEP = "--rollout.batch_size 16 --rollout.n_samples_per_prompt 4"
         ),
     ],
 )
-def test_steps_samples_and_updates_are_counted(line: str, said: str) -> None:
-    assert re.match(said, forecast.format_steps(rl(f"{STEP} {line}"), 200))
+def test_steps_samples_and_updates_are_counted(line: str, message: str) -> None:
+    assert re.match(message, forecast.format_steps(rl(f"{STEP} {line}"), 200))
 
 
 def test_supervised_steps_are_counted() -> None:
-    said = forecast.format_steps(sft("--train.batch_size 32 --train.max_epochs 2"), 100)
-    assert said == "plan: 6 steps of 32 samples; 2 passes over 100 rows"
+    message = forecast.format_steps(sft("--train.batch_size 32 --train.max_epochs 2"), 100)
+    assert message == "plan: 6 steps of 32 samples; 2 passes over 100 rows"
 
 
 def test_rows_that_do_not_fill_a_batch_are_refused() -> None:
@@ -79,7 +79,7 @@ def test_rows_that_do_not_fill_a_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("", "trains: language model and vision tower and projector"),
         ("--actor.freeze_visual_encoder", "trains: language model and projector; frozen: vision tower"),
@@ -93,8 +93,8 @@ def test_rows_that_do_not_fill_a_batch_are_refused() -> None:
         ),
     ],
 )
-def test_the_parts_that_train_are_named(line: str, said: str, model: str, tools: Processor) -> None:
-    assert forecast.format_trained_parts(rl(line, model=model), tools) == said
+def test_the_parts_that_train_are_named(line: str, message: str, model: str, tools: Processor) -> None:
+    assert forecast.format_trained_parts(rl(line, model=model), tools) == message
 
 
 def test_memory_is_shown_and_too_little_is_a_warning(model: str) -> None:
@@ -110,8 +110,8 @@ def test_dropped_rows_are_counted_by_reason() -> None:
     assert forecast.format_rows(9, {}, prompts, max_len=64) == (
         "rows: of the first 2, none is dropped; the longest prompt has 40 tokens, data.max_len is 64"
     )
-    said = forecast.format_rows(9, {"too long": 2, "no question": 1}, prompts, max_len=64)
-    assert said.startswith("rows: of the first 5, 3 are dropped (2 too long, 1 no question); ")
+    message = forecast.format_rows(9, {"too long": 2, "no question": 1}, prompts, max_len=64)
+    assert message.startswith("rows: of the first 5, 3 are dropped (2 too long, 1 no question); ")
 
 
 def test_rows_beyond_the_models_positions_are_a_warning() -> None:

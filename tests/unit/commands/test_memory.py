@@ -75,7 +75,7 @@ def test_the_largest_pack_is_bounded_by_the_budget_and_by_the_step(folder: Calla
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             "--vllm.cpu_kv_cache_gib 100",
@@ -92,10 +92,10 @@ def test_the_largest_pack_is_bounded_by_the_budget_and_by_the_step(folder: Calla
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_flag_to_change(
-    line: str, said: str, folder: Callable[..., Path]
+    line: str, message: str, folder: Callable[..., Path]
 ) -> None:
     plan = memory_plan(rl(folder("qwen2_5_vl"), line), HOST)
-    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* of 64\.0; the {said}$"):
+    with pytest.raises(ClusterError, match=rf"^main memory: the run takes about .* of 64\.0; the {message}$"):
         plan.check()
 
 
@@ -165,9 +165,9 @@ def test_the_plan_is_printed_before_it_is_refused(
 
 def test_json_has_the_bytes(folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     show(rl(folder("qwen3")), as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    (cache,) = (part for part in found["roles"][1]["parts"] if part["name"] == "KV cache")
-    assert (found["device"], cache["num_bytes"]) == ("cpu", GIB)
+    plan_json = json.loads(capsys.readouterr().out)
+    (cache,) = (part for part in plan_json["roles"][1]["parts"] if part["name"] == "KV cache")
+    assert (plan_json["device"], cache["num_bytes"]) == ("cpu", GIB)
 
 
 def test_a_plan_counts_every_process(folder: Callable[..., Path]) -> None:
@@ -185,8 +185,8 @@ GAE = "--algo.advantage.estimator gae"
 
 
 def part(plan: MemoryPlan, role: str, name: str) -> float:
-    (found,) = (held for held, _ in plan.roles if held.name == role)
-    return sum(part.num_bytes for part in found.parts if part.name == name)
+    (role_memory,) = (held for held, _ in plan.roles if held.name == role)
+    return sum(part.num_bytes for part in role_memory.parts if part.name == name)
 
 
 def test_critic_and_reward_models_are_roles_with_their_own_ranks(folder: Callable[..., Path]) -> None:
@@ -194,7 +194,7 @@ def test_critic_and_reward_models_are_roles_with_their_own_ranks(folder: Callabl
     line = f"{GAE} --critic.num_gpus_per_node 2 --reward.model_name_or_path {model} --reward.num_gpus_per_node 3"
     plan = memory_plan(rl(model, f"{line} --reward.process_model_name_or_path {model}"), HOST)
     assert names(plan) == [("actor", 1), ("critic", 2), ("reward_model", 3), ("process_model", 3), ("vllm", 1)]
-    # Nothing of a reward model has a gradient.
+    # A reward model has no gradients.
     assert part(plan, "reward_model", "gradients") == 0
     assert part(plan, "critic", "optimizer") > 0
 

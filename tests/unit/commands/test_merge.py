@@ -44,8 +44,8 @@ class Trained:
 
 def logits(net: PreTrainedModel) -> Tensor:
     with torch.no_grad():
-        found: Tensor = net.eval()(input_ids=WORD).logits
-    return found
+        logits_of_word: Tensor = net.eval()(input_ids=WORD).logits
+    return logits_of_word
 
 
 def trained(base: Path, adapter: Path, *, lora: Lora, in_4bit: bool = False) -> Trained:
@@ -56,8 +56,8 @@ def trained(base: Path, adapter: Path, *, lora: Lora, in_4bit: bool = False) -> 
     ds = Ds(param_dtype="fp32", load_in_4bit=in_4bit, lora=lora)
     net = load_model(str(base), dtype=torch.float32, attn_implementation=None, four_bit=four_bit(ds, reader))
     shaken(net, plan)
-    told = Base(path=str(base), fingerprint=base_fingerprint(str(base)), is_four_bit=in_4bit)
-    write_adapter(adapter, plan, adapter_tensors(net), base=told)
+    base_record = Base(path=str(base), fingerprint=base_fingerprint(str(base)), is_four_bit=in_4bit)
+    write_adapter(adapter, plan, adapter_tensors(net), base=base_record)
     return Trained(base, adapter, logits(net))
 
 
@@ -69,15 +69,15 @@ def shaken(net: PreTrainedModel, plan: AdapterPlan) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-def merged(found: Trained, output: Path, *more: str) -> Path:
-    words = ["--merge.adapter", str(found.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
-    base = [] if "--merge.model_name_or_path" in more else ["--merge.model_name_or_path", str(found.base)]
+def merged(run: Trained, output: Path, *more: str) -> Path:
+    words = ["--merge.adapter", str(run.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
+    base = [] if "--merge.model_name_or_path" in more else ["--merge.model_name_or_path", str(run.base)]
     merge(load(MergeConfig, [*words, *base, *more]))
     return output
 
 
-def merged_with_the_base_it_names(found: Trained, output: Path) -> None:
-    words = ["--merge.adapter", str(found.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
+def merged_with_the_base_it_names(run: Trained, output: Path) -> None:
+    words = ["--merge.adapter", str(run.adapter), "--merge.output", str(output), "--ds.param_dtype", "fp32"]
     merge(load(MergeConfig, words))
 
 
@@ -98,11 +98,11 @@ def read_back(path: Path) -> PreTrainedModel:
 def test_the_merged_model_is_the_model_with_its_adapter_on(
     family: tiny.Family, lora: Lora, in_4bit: bool, folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    found = trained(folder(family), tmp_path / "adapter", lora=lora, in_4bit=in_4bit)
-    base = read_back(found.base)
-    assert (logits(base) - found.logits).abs().max() > 1e-2
-    result = read_back(merged(found, tmp_path / "merged"))
-    assert (logits(result) - found.logits).abs().max() < 1e-4
+    run = trained(folder(family), tmp_path / "adapter", lora=lora, in_4bit=in_4bit)
+    base = read_back(run.base)
+    assert (logits(base) - run.logits).abs().max() > 1e-2
+    result = read_back(merged(run, tmp_path / "merged"))
+    assert (logits(result) - run.logits).abs().max() < 1e-4
     assert not any(getattr(m, "quant_state", None) for m in result.parameters())
     reader = AutoProcessor if family != "qwen3" else AutoTokenizer
     reader.from_pretrained(tmp_path / "merged")
@@ -111,14 +111,14 @@ def test_the_merged_model_is_the_model_with_its_adapter_on(
 def test_an_adapter_of_4_bits_can_be_added_to_the_weights_of_the_files(
     folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    found = trained(folder("qwen3"), tmp_path / "adapter", lora=Lora(rank=4), in_4bit=True)
-    dequantized = read_back(merged(found, tmp_path / "a", "--ds.load_in_4bit", "true"))
-    original = read_back(merged(found, tmp_path / "b", "--ds.load_in_4bit", "false"))
-    assert (logits(dequantized) - found.logits).abs().max() < 1e-4
-    assert (logits(original) - found.logits).abs().max() > 1e-2
+    run = trained(folder("qwen3"), tmp_path / "adapter", lora=Lora(rank=4), in_4bit=True)
+    dequantized = read_back(merged(run, tmp_path / "a", "--ds.load_in_4bit", "true"))
+    original = read_back(merged(run, tmp_path / "b", "--ds.load_in_4bit", "false"))
+    assert (logits(dequantized) - run.logits).abs().max() < 1e-4
+    assert (logits(original) - run.logits).abs().max() > 1e-2
     name = "model.layers.0.self_attn.q_proj.weight"
     gap = original.get_parameter(name) - dequantized.get_parameter(name)
-    rounding = read_back(found.base).get_parameter(name).abs().max() / 4
+    rounding = read_back(run.base).get_parameter(name).abs().max() / 4
     assert 0 < gap.abs().max() < rounding
 
 
@@ -206,14 +206,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory, folder: Callable[..., Path])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_merged_model_has_the_type_of_the_run(plain: Trained, tmp_path: Path, dtype: torch.dtype) -> None:
-    found = copied(plain, tmp_path / "a", lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
-    words = ["--merge.adapter", str(found.adapter), "--merge.model_name_or_path", str(found.base), "--merge.output"]
+    run = copied(plain, tmp_path / "a", lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+    words = ["--merge.adapter", str(run.adapter), "--merge.model_name_or_path", str(run.base), "--merge.output"]
     merge(load(MergeConfig, [*words, str(tmp_path / "merged")]))
     weights = load_file(tmp_path / "merged" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {dtype}
-    # What is given counts, and so it does where nobody knows the run.
+    # The given setting counts, also if the run's settings are unknown.
     merge(load(MergeConfig, [*words, str(tmp_path / "given"), "--ds.param_dtype", "bf16"]))
-    (found.adapter / "base.json").unlink()
+    (run.adapter / "base.json").unlink()
     merge(load(MergeConfig, [*words, str(tmp_path / "others")]))
     for name in ("given", "others"):
         weights = load_file(tmp_path / name / "model.safetensors")
@@ -235,15 +235,15 @@ def test_the_base_of_an_adapter_is_found_from_anywhere(
 # ---------------------------------------------------------------- bad input
 
 
-def copied(found: Trained, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Trained:
+def copied(run: Trained, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Trained:
     """The same adapter with other tensors."""
     to.mkdir()
-    for file in found.adapter.iterdir():
+    for file in run.adapter.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(to / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, to / "adapter_model.safetensors", metadata={"format": "pt"})
-    return replace(found, adapter=to)
+    return replace(run, adapter=to)
 
 
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])

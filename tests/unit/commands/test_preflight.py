@@ -67,9 +67,9 @@ def test_the_engines_own_base_is_refused_where_merged_weights_replace_it(model: 
         config = RlConfig.model_validate(settings | {"vllm": {"qlora_base": base}})
         return actor_adapter_plan(config, processor(model, min_pixels=3136, max_pixels=12544))
 
-    found = planned("dequantized")
-    assert found is not None
-    assert found.groups == {"language", "vision", "projector"}
+    adapter = planned("dequantized")
+    assert adapter is not None
+    assert adapter.groups == {"language", "vision", "projector"}
     with pytest.raises(ConfigError, match=r"vllm\.qlora_base original is not possible with merged weights"):
         planned("original")
 
@@ -83,12 +83,12 @@ def placed(line: str) -> dict[str, tuple[int, set[int]]]:
 
 
 def test_critic_and_reward_models_have_devices_of_their_own() -> None:
-    found = placed(
+    placement = placed(
         "--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 2 "
         "--reward.model_name_or_path r --reward.process_model_name_or_path p --reward.num_gpus_per_node 2"
     )
     # The reward models share theirs with each other.
-    assert found == {
+    assert placement == {
         "actor": (2, {0, 1}),
         "critic": (2, {2, 3}),
         "reward_model": (2, {4, 5}),
@@ -98,18 +98,18 @@ def test_critic_and_reward_models_have_devices_of_their_own() -> None:
 
 
 def test_a_critic_in_the_actors_processes_is_not_a_role() -> None:
-    found = placed("--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --train.colocate_actor_critic")
-    assert found == {"actor": (2, {0, 1}), "vllm": (2, {2, 3})}
+    placement = placed("--algo.advantage.estimator gae --actor.num_gpus_per_node 2 --train.colocate_actor_critic")
+    assert placement == {"actor": (2, {0, 1}), "vllm": (2, {2, 3})}
     together = placed("--algo.advantage.estimator gae --train.colocate_all --reward.model_name_or_path r")
     assert together == {"actor": (1, {0}), "reward_model": (1, {0}), "vllm": (2, {0, 1})}
 
 
 def test_critic_and_reward_model_may_share_devices() -> None:
-    found = placed(
+    placement = placed(
         "--algo.advantage.estimator gae --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2 "
         "--reward.model_name_or_path r --train.colocate_critic_reward"
     )
-    assert found["critic"] == found["reward_model"] == (2, {1, 2})
+    assert placement["critic"] == placement["reward_model"] == (2, {1, 2})
     with_actor = placed(
         "--algo.advantage.estimator gae --train.colocate_actor_critic --reward.model_name_or_path r "
         "--train.colocate_critic_reward"
@@ -129,7 +129,7 @@ LOSS = "--actor.policy_loss_type"
 
 
 @pytest.mark.parametrize(
-    ("flag", "function", "said"),
+    ("flag", "function", "message"),
     [
         (ESTIMATOR, "baseline", None),
         (LOSS, "loss", None),
@@ -143,7 +143,7 @@ LOSS = "--actor.policy_loss_type"
     ],
 )
 def test_a_users_own_algorithm_is_checked_before_anything_starts(
-    flag: str, function: str, said: str | None, tmp_path: Path
+    flag: str, function: str, message: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -151,10 +151,10 @@ def test_a_users_own_algorithm_is_checked_before_anything_starts(
     )
     words = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", flag, f"{file}:{function}"]
     config = load(RlConfig, words)
-    if said is None:
+    if message is None:
         check_algorithm(config)
     else:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_algorithm(config)
 
 
@@ -183,7 +183,7 @@ def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, mo
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--actor.optim", "adam_paged"], r"^actor\.optim adam_paged .* needs CUDA"),
         ([ESTIMATOR, "gae", "--critic.optim", "adam_8bit"], r"^critic\.optim adam_8bit .* needs CUDA"),
@@ -191,10 +191,10 @@ def test_a_model_that_reads_other_tokens_than_the_actor_is_refused(flag: str, mo
         (["--ds.enable_sleep", "--train.colocate_all"], r"^ds\.enable_sleep frees GPU memory"),
     ],
 )
-def test_settings_that_need_a_gpu_are_refused_without_one(more: list[str], said: str) -> None:
+def test_settings_that_need_a_gpu_are_refused_without_one(more: list[str], message: str) -> None:
     config = load(RlConfig, ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", *more])
     check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=8),)))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_hardware(config, Session((Node(id="", num_cpus=2, num_gpus=0),)))
 
 

@@ -112,8 +112,8 @@ def test_a_run_that_made_its_last_step_is_not_evaluated_again() -> None:
 def test_the_model_is_saved_when_the_last_evaluation_fails() -> None:
     log = Log()
     ends = evaluations(log)
-    ends.failure = RewardError("no server answers")
-    with pytest.raises(RewardError, match="evaluation after step 7, whose model is saved: no server answers"):
+    ends.failure = RewardError("no server responds")
+    with pytest.raises(RewardError, match="evaluation after step 7, whose model is saved: no server responds"):
         ends.finish_early(SOLVED, has_adapter=False)
     assert log.lines[-1] == "models"
 
@@ -122,20 +122,20 @@ def test_an_exhausted_run_names_its_last_checkpoint(tmp_path: Path) -> None:
     error = ExhaustedError("kept 0 of 60 groups")
     assert evaluations(Log()).save_on_error(error) is error, "nothing was learnt"
     folder = tmp_path / "checkpoints/step_000007"
-    found = evaluations(Log(folder)).save_on_error(error)
+    raised = evaluations(Log(folder)).save_on_error(error)
     assert (
-        str(found)
+        str(raised)
         == f"kept 0 of 60 groups; the steps before it are saved: resume from {folder} with --ckpt.load_enable"
     )
-    assert isinstance(found, ExhaustedError)
+    assert isinstance(raised, ExhaustedError)
 
 
 def test_a_run_whose_rewards_fail_names_its_last_checkpoint(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    found = evaluations(log).save_on_error(RewardError("7 of 64 answers could not be scored"))
-    assert type(found) is RewardError
-    assert str(found) == (
-        f"7 of 64 answers could not be scored; the steps before it are saved: resume from {tmp_path} with "
+    raised = evaluations(log).save_on_error(RewardError("7 of 64 responses could not be scored"))
+    assert type(raised) is RewardError
+    assert str(raised) == (
+        f"7 of 64 responses could not be scored; the steps before it are saved: resume from {tmp_path} with "
         "--ckpt.load_enable"
     )
     run = evaluations(log)
@@ -148,9 +148,9 @@ def test_a_full_disk_does_not_hide_why_a_run_ended() -> None:
     log = Log()
     log.is_full = True
     run = evaluations(log)
-    found = run.save_on_error(RewardError("7 of 64 answers could not be scored"))
-    assert type(found) is RewardError
-    assert str(found) == "7 of 64 answers could not be scored; its last step is not saved: the disk is full"
+    raised = run.save_on_error(RewardError("7 of 64 responses could not be scored"))
+    assert type(raised) is RewardError
+    assert str(raised) == "7 of 64 responses could not be scored; its last step is not saved: the disk is full"
     with pytest.raises(StorageError, match=r"^the disk is full$"):
         run.save(7, LoopState(0.0), has_adapter=False)
     run.error = RewardError("evaluation after step 7: nobody listens")

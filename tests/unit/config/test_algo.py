@@ -106,15 +106,19 @@ def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "name", "reason"),
     [
-        ("--algo.advantage.lambd 0.9", "algo.advantage.lambd", "algo.advantage.estimator gae alone reads it, and here"),
-        (f"{REINFORCE} --algo.advantage.lambd 0.9", "algo.advantage.lambd", "and here it is reinforce"),
+        (
+            "--algo.advantage.lambd 0.9",
+            "algo.advantage.lambd",
+            "it is read only with algo.advantage.estimator gae, not with",
+        ),
+        (f"{REINFORCE} --algo.advantage.lambd 0.9", "algo.advantage.lambd", "not with reinforce"),
         (
             "--algo.advantage.gamma 0.9",
             "algo.advantage.gamma",
-            "algo.advantage.estimator gae, reinforce, reinforce_baseline alone read it, and here it is group_norm",
+            "it is read only with algo.advantage.estimator gae or reinforce or reinforce_baseline, not with group_norm",
         ),
-        ("--algo.advantage.estimator rloo --algo.advantage.no_std_norm", "algo.advantage.no_std_norm", "it is rloo"),
-        ("--algo.advantage.estimator a.py:f --algo.advantage.gamma 0.9", "algo.advantage.gamma", "it is a.py:f"),
+        ("--algo.advantage.estimator rloo --algo.advantage.no_std_norm", "algo.advantage.no_std_norm", "not with rloo"),
+        ("--algo.advantage.estimator a.py:f --algo.advantage.gamma 0.9", "algo.advantage.gamma", "not with a.py:f"),
         (
             "--algo.advantage.is_correction_type icepop",
             "algo.advantage.is_correction_type",
@@ -125,9 +129,9 @@ def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
             "algo.advantage.is_correction_threshold",
             "algo.advantage.is_correction_enable is off",
         ),
-        ("--actor.dual_clip 3 --actor.policy_loss_type gspo", "actor.dual_clip", "ppo alone reads it, and here"),
-        ("--actor.dual_clip 3 --actor.policy_loss_type cispo", "actor.dual_clip", "it is cispo"),
-        ("--actor.dual_clip 3 --actor.policy_loss_type a.py:f", "actor.dual_clip", "it is a.py:f"),
+        ("--actor.dual_clip 3 --actor.policy_loss_type gspo", "actor.dual_clip", "ppo, not with gspo"),
+        ("--actor.dual_clip 3 --actor.policy_loss_type cispo", "actor.dual_clip", "not with cispo"),
+        ("--actor.dual_clip 3 --actor.policy_loss_type a.py:f", "actor.dual_clip", "not with a.py:f"),
         ("--algo.kl.target 0.1", "algo.kl.target", "algo.kl.init_coef is 0"),
         ("--algo.kl.horizon 100", "algo.kl.horizon", "algo.kl.init_coef is 0"),
         (f"{KL} --algo.kl.horizon 100", "algo.kl.horizon", "is constant without algo.kl.target"),

@@ -52,7 +52,7 @@ def _one_row(folder: Path) -> None:
     write(folder, rows)
 
 
-def _most_rows(folder: Path) -> None:
+def _max_rows(folder: Path) -> None:
     kept = content()
     write(folder, [row if i % 125 == 0 else row | {"input": "q????"} for i, row in enumerate(kept)])
 
@@ -65,7 +65,7 @@ def _picture(folder: Path) -> None:
     ("change", "names"),
     [
         (_one_row, r"mine\.jsonl has different content"),
-        (_most_rows, r"mine\.jsonl has different content; of 256 rows mine:4 \(question\), .* and \d+ more differ"),
+        (_max_rows, r"mine\.jsonl has different content; of 256 rows mine:4 \(question\), .* and \d+ more differ"),
         (_picture, r"of 256 rows mine:0 \(images\), .* and 253 more differ"),
         (lambda folder: (folder / "a.png").unlink(), r"mine:0 \(images\)"),
     ],

@@ -181,7 +181,7 @@ def test_a_shared_prompt_needs_packed_attention(net: Make, reader: Make) -> None
     group = responses(reader, "ab", "c", "d", family="qwen3")
     with pytest.raises(ConfigError, match=r"shared needs an attention .*: set ds\.attn_implementation to auto, or"):
         model_inputs(net("qwen3"), reader("qwen3"), make_pack(group, [0, 1], "shared"))
-    # Nothing is shared here.
+    # This layout shares nothing.
     model_inputs(net("qwen3"), reader("qwen3"), make_pack([text(3), text(2)], [0, 1], "shared"))
 
 

@@ -75,7 +75,7 @@ async def test_a_call_that_hangs_twice_is_the_responses_failure(user_file: Path)
     async with user_rewarder(user_file, "dies", max_failed_fraction=0.0) as rewarder:
         with pytest.raises(RewardError) as error:
             await rewarder.score([group("bad")])
-    assert "dies ended its process (exit code 3), also when tried again alone, on shapes:17" in str(error.value)
+    assert "dies ended its process (exit code 3), also in a second, separate try, on shapes:17" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,8 @@ async def test_a_coroutine_is_not_a_number(user_file: Path) -> None:
 async def test_a_function_that_always_hangs_stops_the_run_after_two_limits(user_file: Path) -> None:
     # 0.3 s for the first response; 0.3 s for its second try and, in parallel, for the second response.
     message = (
-        r"scored none of the first 2 of 80 responses.*longer than reward.time_limit_s 0\.3, also when tried again alone"
+        r"scored none of the first 2 of 80 responses.*longer than reward.time_limit_s 0\.3, "
+        "also in a second, separate try"
     )
     async with user_rewarder(user_file, "hangs", time_limit_s=0.3) as rewarder:
         with pytest.raises(RewardError, match=message):

@@ -164,7 +164,7 @@ async def test_a_full_queue_refuses_requests_and_keeps_working() -> None:
         statuses = sorted(reply.status_code for reply in replies)
         assert set(statuses) == {200, 503}
         full = next(reply for reply in replies if reply.status_code == 503)
-        assert full.text == "serve.max_queue 2 responses wait already: come back later"
+        assert full.text == "serve.max_queue 2 responses wait already: try again later"
         assert full.headers["Retry-After"] == "1"
         assert (await ask(url, "x")).status_code == 200
         refusal = await ask(url, "x", "y", "z")
@@ -239,7 +239,7 @@ async def test_a_missing_body_times_out(file: Path) -> None:
         reply = (await asyncio.wait_for(reader.read(), timeout=5)).decode()  # until the server closes
         writer.close()
         assert reply.startswith("HTTP/1.1 408 ")
-        assert "not whole after serve.body_timeout_s 0.3" in reply
+        assert "not complete after serve.body_timeout_s 0.3" in reply
         assert (await ask(url, "x")).json()["rewards"] == [1.0]
 
 

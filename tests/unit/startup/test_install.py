@@ -126,7 +126,7 @@ def test_cpu_environments_lose_the_two_packages_that_break_imports() -> None:
 
 
 def python(code: str, folder: Path, *flags: str, environment: dict[str, str] = PLAIN) -> str:
-    """What a plain Python that stands in `folder` prints."""
+    """Return the output of a plain Python with `folder` as working directory."""
     command = [sys.executable, *flags, "-c", code]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False

@@ -22,13 +22,13 @@ _ENTRY = re.compile(r"([a-z0-9-]+)==([^ ;]+)(?: ; (.+?))? \\\n((?:    --hash=sha
 
 def entries(kind: Kind, python: str) -> dict[str, str]:
     """Name -> version of what the lock says for a Python."""
-    found = {}
+    versions = {}
     for name, version, marker, hashes in _ENTRY.findall(lock_of(kind).read_text()):
         assert hashes
         if not marker or Marker(marker).evaluate({"python_version": python}):
-            assert name not in found, f"{name} twice for Python {python}"
-            found[name] = version
-    return found
+            assert name not in versions, f"{name} twice for Python {python}"
+            versions[name] = version
+    return versions
 
 
 def wanted(kind: Kind) -> list[Requirement]:
@@ -49,12 +49,14 @@ def test_every_line_is_a_package_with_its_hashes_and_no_index_is_named(kind: Kin
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_lock_is_up_to_date_with_the_pins(kind: Kind, python: str) -> None:
-    found = entries(kind, python)
+    versions = entries(kind, python)
     for requirement in wanted(kind):
         name = canonicalize_name(requirement.name)
         if kind == "cpu" and name == "torch":
             continue  # its CPU build is in no registry
-        assert requirement.specifier.contains(found[name]), f"{requirement} is locked as {found[name]}: run `make lock`"
+        assert requirement.specifier.contains(versions[name]), (
+            f"{requirement} is locked as {versions[name]}: run `make lock`"
+        )
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -69,11 +71,11 @@ def test_all_that_packages_need_here_is_in_the_lock() -> None:
     if not Path(sys.prefix, ".vlmrl-setup").exists():
         pytest.skip("`make setup` did not make this environment")
     kind: Kind = "cpu" if "+cpu" in metadata.version("torch") else "gpu"
-    found = entries(kind, f"{sys.version_info.major}.{sys.version_info.minor}")
+    versions = entries(kind, f"{sys.version_info.major}.{sys.version_info.minor}")
     left_out = {"torch", *NOT_FOR_CPU} if kind == "cpu" else set()
-    for name in found:
+    for name in versions:
         for line in metadata.requires(name) or []:
             need = Requirement(line)
             if need.marker is None or need.marker.evaluate({"extra": ""}):
                 needed = canonicalize_name(need.name)
-                assert needed in found or needed in left_out, f"{name} needs {needed}, which the lock lacks"
+                assert needed in versions or needed in left_out, f"{name} needs {needed}, which the lock lacks"

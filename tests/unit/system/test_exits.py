@@ -70,7 +70,7 @@ def test_oom_kills_are_read_from_the_container_first(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("code", "out_of_memory", "said", "memory"),
+    ("code", "out_of_memory", "message", "memory"),
     [
         (3, False, "ended with exit code 3", False),
         (-11, False, "was killed by signal 11 (SIGSEGV)", False),
@@ -80,8 +80,8 @@ def test_oom_kills_are_read_from_the_container_first(tmp_path: Path, monkeypatch
         (-40, False, "was killed by signal 40 (no name)", False),
     ],
 )
-def test_an_exit_is_formatted(code: int | None, out_of_memory: bool, said: str, memory: bool) -> None:
-    assert format_exit(code, is_out_of_memory=out_of_memory) == said
+def test_an_exit_is_formatted(code: int | None, out_of_memory: bool, message: str, memory: bool) -> None:
+    assert format_exit(code, is_out_of_memory=out_of_memory) == message
     assert may_be_out_of_memory(code) == memory
 
 

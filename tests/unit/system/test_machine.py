@@ -24,17 +24,17 @@ def test_low_shared_memory_is_a_warning_and_too_little_a_failure(
     free: float, ok: bool, essential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(8 * GIB, 0, free * GIB))
-    found = machine.shared_memory(tmp_path)
-    assert (found.ok, found.essential) == (ok, essential)
-    assert found.detail == f"{free:.2f} GiB free of 8.00 in {tmp_path}"
-    assert ok or "--shm-size=8g" in found.fix
+    finding = machine.shared_memory(tmp_path)
+    assert (finding.ok, finding.essential) == (ok, essential)
+    assert finding.detail == f"{free:.2f} GiB free of 8.00 in {tmp_path}"
+    assert ok or "--shm-size=8g" in finding.fix
 
 
 def test_missing_shared_memory_says_what_to_do(tmp_path: Path) -> None:
-    found = machine.shared_memory(tmp_path / "nowhere")
-    assert (found.ok, found.essential) == (False, True)
-    assert found.detail.endswith("nowhere is not there")
-    assert "--shm-size" in found.fix
+    finding = machine.shared_memory(tmp_path / "nowhere")
+    assert (finding.ok, finding.essential) == (False, True)
+    assert finding.detail.endswith("nowhere is not there")
+    assert "--shm-size" in finding.fix
 
 
 @pytest.mark.parametrize(("soft", "ok", "essential"), [(4096, True, True), (512, False, False), (128, False, True)])
@@ -42,25 +42,25 @@ def test_too_few_open_files_are_reported_with_a_fix(
     soft: int, ok: bool, essential: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (soft, 8192))
-    found = machine.open_files()
-    assert (found.ok, found.essential, found.detail) == (ok, essential, f"at most {soft} open files")
-    assert ok or found.fix == "run `ulimit -n 8192` first"
+    finding = machine.open_files()
+    assert (finding.ok, finding.essential, finding.detail) == (ok, essential, f"at most {soft} open files")
+    assert ok or finding.fix == "run `ulimit -n 8192` first"
 
 
 def test_the_disk_is_that_of_the_folder_that_a_run_creates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: asked.append(path) or Usage(GIB, 0, 2**20))
-    found = machine.disk(tmp_path / "runs" / "one")
+    finding = machine.disk(tmp_path / "runs" / "one")
     assert asked == [tmp_path]
-    assert (found.ok, found.essential, found.detail) == (False, True, f"0.0 GiB free in {tmp_path}")
+    assert (finding.ok, finding.essential, finding.detail) == (False, True, f"0.0 GiB free in {tmp_path}")
     (tmp_path / "file").touch()
     assert machine.disk(tmp_path / "file" / "run").detail == f"{tmp_path / 'file'} is not a folder"
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
-    found = machine.disk(tmp_path)
-    assert (found.ok, found.essential, found.detail) == (False, True, f"{tmp_path} is not writable")
+    finding = machine.disk(tmp_path)
+    assert (finding.ok, finding.essential, finding.detail) == (False, True, f"{tmp_path} is not writable")
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
@@ -78,11 +78,11 @@ def test_a_run_into_another_users_folder_is_refused_in_one_line(
     monkeypatch.setattr(machine.os, "access", lambda path, mode: path != tmp_path)
     words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
     assert cli.main(["rl", *words, str(tmp_path / "theirs" / "out"), *way]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "Permission denied" in said
-    found = machine.disk(tmp_path / "theirs" / "out")
-    assert (found.ok, found.detail) == (False, f"{tmp_path} is not writable")
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "Permission denied" in stderr
+    finding = machine.disk(tmp_path / "theirs" / "out")
+    assert (finding.ok, finding.detail) == (False, f"{tmp_path} is not writable")
 
 
 def test_a_home_folder_of_an_unknown_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,9 +106,9 @@ def test_an_old_driver_is_reported_with_the_required_one(
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "installed_driver", lambda: version)
     monkeypatch.setattr(machine, "_cuda_of_torch", lambda: cuda)
-    found = machine.driver()
-    assert (found.ok, found.essential) == (ok, True)
-    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in found.fix
+    finding = machine.driver()
+    assert (finding.ok, finding.essential) == (ok, True)
+    assert ok or ("580.65.06" if cuda == "13.0" else "525.60.13") in finding.fix
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +127,9 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure_unless_it_was_hidden(monkeyp
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = machine.devices()
-    assert (found.ok, found.essential) == (False, True)
-    assert found.detail.endswith(", and CUDA_VISIBLE_DEVICES=7")
+    finding = machine.devices()
+    assert (finding.ok, finding.essential) == (False, True)
+    assert finding.detail.endswith(", and CUDA_VISIBLE_DEVICES=7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.devices().ok
 
@@ -145,8 +145,8 @@ def test_all_problems_are_reported_together_and_warnings_are_not_refused() -> No
 
 def test_a_run_that_joins_a_cluster_does_not_check_local_devices(tmp_path: Path) -> None:
     alone, joining = (machine.run_checks(tmp_path, joins_cluster=joins) for joins in (False, True))
-    assert {found.name for found in joining} == {"open files", "disk"}
-    assert {found.name for found in alone} >= {"shared memory", "driver", "devices", "disk", "open files"}
+    assert {finding.name for finding in joining} == {"open files", "disk"}
+    assert {finding.name for finding in alone} >= {"shared memory", "driver", "devices", "disk", "open files"}
 
 
 @pytest.mark.parametrize("way", [[], ["--dry-run"]])
@@ -156,8 +156,8 @@ def test_a_run_is_refused_before_anything_starts(
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (64, 4096))
     words = ["--actor.model_name_or_path", "/no/such/model", "--data.prompt_dataset", "d", "--ckpt.output_dir"]
     assert cli.main(["rl", *words, str(tmp_path / "out"), *way]) == 2
-    said = capsys.readouterr().err
-    assert said == "vlmrl rl: open files: at most 64 open files: run `ulimit -n 4096` first\n"
+    stderr = capsys.readouterr().err
+    assert stderr == "vlmrl rl: open files: at most 64 open files: run `ulimit -n 4096` first\n"
     assert not (tmp_path / "out").exists()
 
 

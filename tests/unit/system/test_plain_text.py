@@ -27,7 +27,7 @@ def test_text_becomes_one_plain_line(text: object, line: str) -> None:
 
 
 def test_a_long_text_is_cut() -> None:
-    assert one_line("x" * 10_000_000, most=5) == "xxxxx..."
+    assert one_line("x" * 10_000_000, max_chars=5) == "xxxxx..."
 
 
 def test_errors_are_plain_text_and_can_be_pickled() -> None:

@@ -38,7 +38,7 @@ def test_the_folder_is_private_whatever_the_umask_and_gone_at_the_end(parent: Pa
             assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(folder)
             child = subprocess.check_output([sys.executable, "-c", "import tempfile; print(tempfile.mkdtemp())"])
             assert Path(child.decode().strip()).parent == folder
-            # What Ray does with its own.
+            # Ray does the same with its own folder.
             (folder / "session").mkdir()
             (folder / "session").chmod(0o777)
     finally:
@@ -129,9 +129,9 @@ def test_a_folder_of_another_user_is_not_used(is_link: bool, parent: Path, monke
         module.enter(planted)
     monkeypatch.setenv(VARIABLE, str(planted))
     enter_from_environment()
-    own = Path(tempfile.gettempdir())
-    assert own not in (planted, target)
-    assert own.stat().st_mode & 0o777 == 0o700
+    temporary = Path(tempfile.gettempdir())
+    assert temporary not in (planted, target)
+    assert temporary.stat().st_mode & 0o777 == 0o700
     assert not list(target.iterdir())
 
 

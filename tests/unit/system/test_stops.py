@@ -37,14 +37,14 @@ GRACE_S = 60.0
 
 @contextmanager
 def stopped_run() -> Iterator[list[Stopped]]:
-    """What is inside heeds signals, and is stopped by one: the list holds how."""
-    found: list[Stopped] = []
+    """Handle signals within the context, which one must stop: the list receives the exception."""
+    caught: list[Stopped] = []
     try:
         with stops.handle_signals(GRACE_S):
-            yield found
+            yield caught
     except Stopped as stopped:
-        found.append(stopped)
-    assert found, "it was not stopped"
+        caught.append(stopped)
+    assert caught, "it was not stopped"
 
 
 def ask(number: int = signal.SIGTERM) -> None:
@@ -61,13 +61,13 @@ def test_a_signal_stops_with_the_exit_code_that_others_expect(number: int, code:
     before = signal.getsignal(number)
     signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     try:
-        with stopped_run() as found:
+        with stopped_run() as caught:
             ask(number)
             time.sleep(30)
     finally:
         signal.signal(number, before)
-    assert found[0].exit_code == code
-    assert str(found[0]) == f"stopped by {signal.Signals(number).name}: nothing was saved"
+    assert caught[0].exit_code == code
+    assert str(caught[0]) == f"stopped by {signal.Signals(number).name}: nothing was saved"
     assert not stops.is_stopping(), "the next run starts anew"
 
 
@@ -105,25 +105,25 @@ def test_waits_during_shutdown_are_not_interrupted() -> None:
 
 
 def test_a_request_during_shutdown_does_not_hide_the_error() -> None:
-    with stopped_run() as found:
+    with stopped_run() as caught:
         try:
             raise ClusterError("an engine has died")
         finally:
             ask()
             time.sleep(30)
-    assert str(found[0]) == "stopped by SIGTERM: nothing was saved; the run was ending: an engine has died"
-    assert found[0].exit_code == 143
+    assert str(caught[0]) == "stopped by SIGTERM: nothing was saved; the run was ending: an engine has died"
+    assert caught[0].exit_code == 143
 
 
 def test_rays_own_interrupt_counts_as_ours() -> None:
     # Ray's waits catch what a handler raises, and raise a plain KeyboardInterrupt in its place.
-    with stopped_run() as found, stops.interruptible_wait():
+    with stopped_run() as caught, stops.interruptible_wait():
         try:
             ask()
             time.sleep(30)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
-    assert found[0].exit_code == 143
+    assert caught[0].exit_code == 143
 
 
 def test_interruptible_parts_may_be_interrupted_inside_uninterrupted() -> None:
@@ -236,18 +236,18 @@ def test_a_second_signal_kills_the_run_but_an_echo_does_not() -> None:
     time.sleep(1.2)
     assert process.poll() is None, "it finishes what has begun"
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=10)
     assert process.returncode == 143
-    assert said == "vlmrl: ended immediately: SIGTERM came after SIGTERM\n"
+    assert stderr == "vlmrl: ended immediately: SIGTERM came after SIGTERM\n"
     assert not is_there(child)
 
 
 def test_a_stop_that_exceeds_the_grace_period_is_killed() -> None:
     process, child = start(0.5)
     process.send_signal(signal.SIGHUP)
-    _, said = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=10)
     assert process.returncode == 143
-    assert said == "vlmrl: ended immediately: stopping took longer than train.stop_grace_s 0.5\n"
+    assert stderr == "vlmrl: ended immediately: stopping took longer than train.stop_grace_s 0.5\n"
     assert not is_there(child)
 
 

@@ -20,9 +20,9 @@ def test_a_setting_is_a_name_or_a_users_function_that_is_loaded_once(tmp_path: P
     (tmp_path / "mine.py").write_text("COUNT = []\ndef count():\n    COUNT.append(1)\n    return len(COUNT)\n")
     assert name_or_function("rloo", "algo.advantage.estimator") == "rloo"
     for expected in (1, 2):
-        found = name_or_function(f"{tmp_path}/mine.py:count", "algo.advantage.estimator")
-        assert callable(found)
-        assert found() == expected
+        function = name_or_function(f"{tmp_path}/mine.py:count", "algo.advantage.estimator")
+        assert callable(function)
+        assert function() == expected
 
 
 def test_a_corrected_file_is_loaded_again(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_a_function_with_unknown_parameters_is_refused(mine: Any, message: str) 
 def test_parameters_are_optional_required_or_positional_only() -> None:
     def mine(first: int, second: int = 2, /, third: int = 3, *rest: int, fourth: int, **others: int) -> None: ...
 
-    found = parameters_of(mine, flag="a.b")
-    assert found == Parameters(frozenset({"third", "fourth"}), ("fourth",), ("first",), takes_all=True)
-    assert found.taken(("third", "fifth")) == {"third", "fifth"}
-    assert found.unmet(("third",)) == ["first", "fourth"]
+    parameters = parameters_of(mine, flag="a.b")
+    assert parameters == Parameters(frozenset({"third", "fourth"}), ("fourth",), ("first",), takes_all=True)
+    assert parameters.taken(("third", "fifth")) == {"third", "fifth"}
+    assert parameters.unmet(("third",)) == ["first", "fourth"]
 
 
 def test_a_signature_that_cannot_be_read_is_one_line() -> None:
@@ -100,5 +100,5 @@ def test_the_reason_of_a_failure_names_the_last_line_of_the_users_file(tmp_path:
     assert "json/decoder.py:" in reason(caught.value)
     with pytest.raises(TypeError) as missed:
         function()
-    # What it was called with is no line of the user's.
+    # The arguments of the call are not a line of the user's file.
     assert reason(missed.value, file=f"{tmp_path}/mine.py").endswith("missing 1 required positional argument: 'text'")

@@ -89,7 +89,7 @@ def test_a_resumed_run_compares_with_the_existing_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ("eval/toy/tokens_mean", "more of it is not better; name a pass@k or a reward"),
+        ("eval/toy/tokens_mean", "higher values of it are not better; name a pass@k or a reward"),
         ("eval/other/pass@1", "is not measured by the evaluation, which has: eval/toy/pass@1, eval/toy/reward"),
     ],
 )

@@ -76,20 +76,22 @@ def test_the_limit_of_filtering_counts_prompts_not_draws() -> None:
 
 @pytest.mark.parametrize("kind", ["infrastructure", "response"])
 def test_failures_add_up_over_the_draws_of_a_step(kind: Failure) -> None:
-    told: list[tuple[int | None, int]] = []
+    reported: list[tuple[int | None, int]] = []
 
     class Breaking(PickyRewarder):
         """Fails for one response of each constant group."""
 
         def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
-            told.append((out_of, failed))
+            reported.append((out_of, failed))
             pairs = super().score(groups)
             return [[replace(one, failure=kind if one.total == other.total else None), other] for one, other in pairs]
 
     notebook = run(config(algo=FILTERING), RememberingPolicy(ScriptedEngine()), steps=1, rewarder=Breaking())
     # Draws of 2, 2, 1, 1 and 1 prompts with 2 responses each; of the seven prompts, 2 and 6 have a learning signal.
     lost = [0, 2, 3, 4, 5] if kind == "infrastructure" else [0] * 5
-    assert told == list(zip([4, 8, 10, 12, 14], lost, strict=True)), "the bound is on what the infrastructure failed"
+    assert reported == list(zip([4, 8, 10, 12, 14], lost, strict=True)), (
+        "the bound is on what the infrastructure failed"
+    )
     assert notebook.steps[1]["reward/failed"] == 5
 
 

@@ -53,9 +53,9 @@ def test_a_checking_reward_decides_before_the_total_does() -> None:
 
 def test_set_names_are_made_valid_and_stay_distinct() -> None:
     sets = {"my set": 1, "my_set": 2, "org/hübsch (v2)": 3, "/": 4}
-    found = with_metric_names(sets)
-    assert found == {"my_set": 1, "my_set-2": 2, "org/h_bsch_v2_": 3, "_": 4}
-    for name in found:
+    renamed = with_metric_names(sets)
+    assert renamed == {"my_set": 1, "my_set-2": 2, "org/h_bsch_v2_": 3, "_": 4}
+    for name in renamed:
         check_name(f"eval/{name}/pass@1")
 
 
@@ -106,16 +106,16 @@ RIGHT, WRONG = Score(1.0, {"exact": 1.0}), Score(0.0, {"exact": 0.0})
 def test_accuracy_is_broken_down_by_a_column() -> None:
     families: list[dict[str, object]] = [{"family": "count"}, {"family": "clock"}, {"family": "count"}, {}]
     scores = [[RIGHT, WRONG], [WRONG, WRONG], [RIGHT, RIGHT], [RIGHT, RIGHT]]
-    found = pass_rate_by_value("toy", [of(row, 2) for row in families], scores, key="family")
-    # count: a half and a whole. The row without a family counts for the set alone.
-    assert found == {"eval/toy/clock/pass@1": 0.0, "eval/toy/count/pass@1": 0.75}
+    metrics = pass_rate_by_value("toy", [of(row, 2) for row in families], scores, key="family")
+    # count: 0.5 and 1. The row without a family counts only for the set.
+    assert metrics == {"eval/toy/clock/pass@1": 0.0, "eval/toy/count/pass@1": 0.75}
 
 
 def test_any_value_of_the_column_gives_a_valid_metric_name() -> None:
     rows: list[dict[str, object]] = [{"level": 3}, {"level": "very hard/odd"}, {"level": ""}, {"level": None}]
-    found = pass_rate_by_value("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
-    assert found == {"eval/toy/3/pass@1": 1.0, "eval/toy/very_hard_odd/pass@1": 1.0}
-    for name in found:
+    metrics = pass_rate_by_value("toy", [of(row, 1) for row in rows], [[RIGHT]] * 4, key="level")
+    assert metrics == {"eval/toy/3/pass@1": 1.0, "eval/toy/very_hard_odd/pass@1": 1.0}
+    for name in metrics:
         check_name(name)
 
 

@@ -105,7 +105,7 @@ def test_token_rewards_count_in_reward_metrics() -> None:
     metrics = batch_metrics([group], scores, shaped_rewards(config(), [group], scores))
     assert metrics["reward/mean"] == metrics["reward/shaped_mean"] == 0.75
     assert metrics["reward/std"] == 0.25
-    # A source that said nothing of an answer did not say 0.
+    # A source without a score for a response did not score it 0.
     assert (metrics["reward/parts/mine"], metrics["reward/parts/process"]) == (1.0, 0.25)
 
 

@@ -39,10 +39,10 @@ def filtered(settings: RlConfig, *rewards: tuple[float | Score, ...]) -> list[Fi
 
 def test_each_group_gets_its_outcome() -> None:
     settings = filtering(algo={"dynamic_filtering_range": [0.0, 1.0]})
-    found = filtered(settings, (0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, LOST), (1.0, Score(0.0, failure="response")))
-    assert [one.outcome for one in found] == ["kept", "constant", "outside", "unscored", "kept"]
-    assert math.isnan(found[3].rewards[1])
-    assert found[3].scored_rewards.tolist() == [1.0]
+    groups = filtered(settings, (0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (1.0, LOST), (1.0, Score(0.0, failure="response")))
+    assert [one.outcome for one in groups] == ["kept", "constant", "outside", "unscored", "kept"]
+    assert math.isnan(groups[3].rewards[1])
+    assert groups[3].scored_rewards.tolist() == [1.0]
 
 
 def test_without_filtering_every_group_is_kept() -> None:
@@ -61,8 +61,8 @@ def test_constant_groups_are_those_of_equal_shaped_rewards() -> None:
 
 def test_token_rewards_count_in_filtering() -> None:
     steps = [Score(0.0, token_rewards=np.array([0, 0, 0, 0, 0, paid], np.float32)) for paid in (0.25, 0.5)]
-    found = filtered(filtering(algo={"dynamic_filtering_range": [0.3, 0.4]}), tuple(steps))
-    assert found[0].outcome == "kept", "their mean, 0.375, is asked in the units of the total reward"
+    groups = filtered(filtering(algo={"dynamic_filtering_range": [0.3, 0.4]}), tuple(steps))
+    assert groups[0].outcome == "kept", "their mean, 0.375, is asked in the units of the total reward"
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,19 @@ def test_more_than_half_of_the_constant_groups_have_to_be_solved() -> None:
 
 def test_an_unknown_limit_is_the_highest_reward_seen() -> None:
     settings = filtering(reward={"remote_url": "mine.py:f"})
-    found = filtered(settings, (0.5, 0.5), (0.5, 0.5))
-    assert is_solved(settings, found, RewardRange(0.0, 0.5))
-    assert not is_solved(settings, found, RewardRange(0.0, 0.75))
-    assert not is_solved(settings, found, RewardRange().extended(found)), (
+    groups = filtered(settings, (0.5, 0.5), (0.5, 0.5))
+    assert is_solved(settings, groups, RewardRange(0.0, 0.5))
+    assert not is_solved(settings, groups, RewardRange(0.0, 0.75))
+    assert not is_solved(settings, groups, RewardRange().extended(groups)), (
         "a run that saw one reward cannot tell high from low"
     )
 
 
 def test_the_reward_range_is_of_shaped_rewards_of_scored_responses() -> None:
     settings = filtering(reward={"clip_range": [-1.0, 1.0]})
-    found = filtered(settings, (0.25, 3.0), (Score(-9.0, failure="infrastructure"), 0.5))
-    assert RewardRange().extended(found) == RewardRange(0.25, 1.0)
-    assert RewardRange(-2.0, 0.0).extended(found) == RewardRange(-2.0, 1.0)
+    groups = filtered(settings, (0.25, 3.0), (Score(-9.0, failure="infrastructure"), 0.5))
+    assert RewardRange().extended(groups) == RewardRange(0.25, 1.0)
+    assert RewardRange(-2.0, 0.0).extended(groups) == RewardRange(-2.0, 1.0)
 
 
 def test_a_shortage_is_explained_in_one_line() -> None:

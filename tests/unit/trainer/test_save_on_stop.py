@@ -90,8 +90,10 @@ def test_a_stop_does_not_interrupt_the_only_model_of_a_run(tmp_path: Path, log: 
 
 
 def test_saving_on_stop_can_be_turned_off(tmp_path: Path, log: list[str]) -> None:
-    said = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
-    assert said.startswith(f"stopped by SIGTERM: after step 3; resume from {tmp_path / 'checkpoints/step_000002'} with")
+    message = stopped_after(3, tmp_path, log, save_steps=2, save_on_stop=False)
+    assert message.startswith(
+        f"stopped by SIGTERM: after step 3; resume from {tmp_path / 'checkpoints/step_000002'} with"
+    )
     assert log == ["policy step_000002"]
 
 
@@ -136,7 +138,7 @@ def test_a_failed_save_on_stop_is_still_a_stop(tmp_path: Path, log: list[str], o
         raise StorageError("the disk is full")
 
     run.policy.save_checkpoint = full  # type: ignore[method-assign]
-    said = "stopped by SIGTERM: after step 3, which is not saved (the disk is full)"
+    message = "stopped by SIGTERM: after step 3, which is not saved (the disk is full)"
     if older:
-        said += f"; resume from {tmp_path / 'checkpoints/step_000002'} with --ckpt.load_enable"
-    assert str(run.save_on_stop(stop())) == said
+        message += f"; resume from {tmp_path / 'checkpoints/step_000002'} with --ckpt.load_enable"
+    assert str(run.save_on_stop(stop())) == message

@@ -54,9 +54,9 @@ def test_the_slope_is_how_often_the_adapter_is_applied(times: float, cause: str 
 
 def test_an_effect_of_another_direction_is_another_adapter() -> None:
     for other in (LogProbs(engine=OFF + CHANGE[::-1], on=OFF + CHANGE, off=OFF), seen(-1.0)):
-        found = fault(other, noise=1e-6, bound=1.0)
-        assert found is not None
-        assert "applies another adapter: tensors were lost, or came under other names" in found
+        cause = fault(other, noise=1e-6, bound=1.0)
+        assert cause is not None
+        assert "applies another adapter: tensors were lost, or came under other names" in cause
 
 
 def test_an_effect_below_the_noise_is_only_bounded() -> None:
@@ -85,7 +85,7 @@ EMBEDDINGS, MIXING, HEAD = RNG.normal(size=(V, D)), RNG.normal(size=(D, D)), RNG
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to the two matrices of the model."""
+    """Additions to the two matrices of the model."""
 
     mixing: Matrix
     head: Matrix
@@ -103,7 +103,7 @@ def drawn(seed: int, size: float = 0.01) -> Adapter:
 
 
 def memories(tokens: Iterable[int], adapter: Adapter) -> list[Matrix]:
-    """What the model keeps of each token, the way that a KV cache does."""
+    """Return the state of each token, as in a KV cache."""
     return [np.tanh((MIXING + adapter.mixing) @ EMBEDDINGS[token]) for token in tokens]
 
 
@@ -118,7 +118,7 @@ def logprobs(kept: Sequence[Matrix], adapter: Adapter, temperature: float) -> Ma
 
 @dataclass
 class Engine:
-    """Holds what it was sent, or what a fault makes of that. `base` is what its own base differs by."""
+    """An engine with the adapter that it was sent, or as a fault changes it. `base` is the error of its base."""
 
     takes: Callable[[Adapter, Adapter], Adapter] = lambda held, sent: sent
     forgets: bool = True
@@ -168,7 +168,7 @@ class Trainer:
 
     adapter: Adapter = NONE
     off: Adapter = NONE
-    """What is left of the adapter when it is switched off."""
+    """The effect that remains when the adapter is off."""
     temperature: float = 0.7
     num_passes: int = 0
 
@@ -233,10 +233,10 @@ def mixed_up(sent: Adapter) -> Adapter:
 def test_correct_engines_pass_with_metrics() -> None:
     run = Run(Engine(), Engine())
     for version in range(4):
-        found = run.sync(NONE if version == 0 else drawn(version))
-        assert found["verify/adapters/gap"] < 1e-6
-        assert found["verify/adapters/base_gap"] < 1e-6
-        assert (found["verify/adapters/effect"] > 1e-2) == (version > 0)
+        metrics = run.sync(NONE if version == 0 else drawn(version))
+        assert metrics["verify/adapters/gap"] < 1e-6
+        assert metrics["verify/adapters/base_gap"] < 1e-6
+        assert (metrics["verify/adapters/effect"] > 1e-2) == (version > 0)
     assert run.trainer.num_passes == 4 * 2, "one pass with the adapter and one without, however many engines"
 
 
@@ -282,8 +282,8 @@ def test_an_adapter_that_did_not_move_is_not_an_old_one() -> None:
     # A hundred roundings off, as an engine in another precision is, and the same twice: nothing to complain about.
     run = Run(Engine(takes=lambda held, sent: sent.times(1.001)))
     for adapter in (NONE, drawn(1), drawn(1), drawn(1)):
-        found = run.sync(adapter)
-    assert 1e-5 < found["verify/adapters/gap"] < BOUND
+        metrics = run.sync(adapter)
+    assert 1e-5 < metrics["verify/adapters/gap"] < BOUND
 
 
 def test_another_base_is_distinguished_from_another_adapter() -> None:
@@ -311,8 +311,8 @@ def test_a_trainer_whose_adapter_stays_on_has_no_base_to_compare_with() -> None:
 
 
 def test_merged_weights_are_checked_without_a_base() -> None:
-    found = Run(Engine(), is_apart=False).sync(drawn(1))
-    assert "verify/adapters/base_gap" not in found
+    metrics = Run(Engine(), is_apart=False).sync(drawn(1))
+    assert "verify/adapters/base_gap" not in metrics
     with pytest.raises(SyncError, match="ignores the adapter"):
         Run(Engine(takes=lambda held, sent: NONE), is_apart=False).sync(drawn(1))
 
@@ -338,9 +338,9 @@ class Hiccup(Engine):
 
 def test_one_odd_mean_is_measured_again_before_it_is_an_error() -> None:
     run = Run(Engine(), Hiccup())
-    found = run.sync(drawn(1))
-    assert found["verify/adapters/doubts"] == 1.0
-    assert found["verify/adapters/gap"] > BOUND
+    metrics = run.sync(drawn(1))
+    assert metrics["verify/adapters/doubts"] == 1.0
+    assert metrics["verify/adapters/gap"] > BOUND
     assert run.sync(drawn(2))["verify/adapters/doubts"] == 0.0
 
 

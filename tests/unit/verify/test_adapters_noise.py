@@ -27,7 +27,7 @@ class HalfPrecision:
     adapter does to it, `change` on average; each side then rounds in its own way.
 
     Rounding follows a log-normal mixture: many tokens hardly differ, a few by more than ten times the mean, as engines
-    and trainers in bf16 do. Its mean is 0.003 to 0.03, drawn for every answer to a question: one text is surer than
+    and trainers in bf16 do. Its mean is 0.003 to 0.03, drawn for every response to a question: one text is surer than
     another, and what the base says is another text. It grows with a token's uncertainty.
     """
 
@@ -37,7 +37,7 @@ class HalfPrecision:
         self.version = 0
         self.change = 0.0
         self.said: dict[bytes, tuple[Values, Values, float]] = {}
-        """Of each response what the base says, what the adapter changes, and how much rounding does."""
+        """For each response: log-probs of the base, effect of the adapter, and size of rounding."""
         self.check = AdapterCheck(
             engines=self,
             learner=self,
@@ -92,19 +92,19 @@ class HalfPrecision:
 
 
 def changes(count: int) -> Values:
-    """What adapters do in the course of a run: nothing at first, then from a hundred thousandth to twice the whole."""
-    found: Values = np.geomspace(1e-5, 2.0, count)
-    found[0] = 0.0
-    return found
+    """Return effects of an adapter over a run: zero at first, then from 1e-5 to 2."""
+    sizes: Values = np.geomspace(1e-5, 2.0, count)
+    sizes[0] = 0.0
+    return sizes
 
 
 def test_correct_engines_in_half_precision_pass_ten_thousand_syncs() -> None:
     run = HalfPrecision(0)
-    found = [run.sync(change) for change in changes(10_000)]
-    assert sum(line["verify/adapters/doubts"] for line in found) == 0
-    gaps = [line["verify/adapters/gap"] for line in found]
+    metrics = [run.sync(change) for change in changes(10_000)]
+    assert sum(line["verify/adapters/doubts"] for line in metrics) == 0
+    gaps = [line["verify/adapters/gap"] for line in metrics]
     assert max(gaps) > 0.03, "the noise is worth the name"
-    assert max(line["verify/adapters/effect"] for line in found) > 1
+    assert max(line["verify/adapters/effect"] for line in metrics) > 1
 
 
 def shuffled(effect: Values, rng: np.random.Generator) -> Values:

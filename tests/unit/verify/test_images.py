@@ -44,7 +44,7 @@ def group_of(index: int, media: Sequence[Media], lengths: Sequence[int] = (2, 4)
 
 
 def path(value: Callable[[Group], float]) -> Path:
-    """Every token of an answer has the value of its group."""
+    """Give every token of a response the value of its group."""
     return lambda groups: [np.full(len(r.tokens), value(g), dtype=np.float32) for g in groups for r in g.rollouts]
 
 
@@ -57,8 +57,8 @@ PAIR = [group_of(0, [flat(10)]), group_of(1, [flat(20)])]
 
 def test_effect_and_gap_by_hand() -> None:
     # Each other's image changes 0.1; a blank one, of 127, changes 1.17 and 1.07.
-    found = check(PAIR, paths={"old": path(seeing), "tilted": path(lambda g: seeing(g) - 0.0005)}, bound=BOUND)
-    assert found == pytest.approx(
+    metrics = check(PAIR, paths={"old": path(seeing), "tilted": path(lambda g: seeing(g) - 0.0005)}, bound=BOUND)
+    assert metrics == pytest.approx(
         {
             "verify/images/old_effect": 0.1,
             "verify/images/old_gap": 0.0,
@@ -97,8 +97,8 @@ def test_rounding_does_not_count_as_an_effect() -> None:
 def test_large_rewards_are_rounded_like_large_numbers() -> None:
     noise = itertools.cycle([-0.1, 0.1])
     rounded = path(lambda group: -100 * brightness(group) + next(noise))
-    found = check(PAIR, paths={"model_reward": rounded}, bound=BOUND, foreign={"model_reward"})
-    assert found["verify/images/model_reward_effect"] == pytest.approx(1000, abs=1)
+    metrics = check(PAIR, paths={"model_reward": rounded}, bound=BOUND, foreign={"model_reward"})
+    assert metrics["verify/images/model_reward_effect"] == pytest.approx(1000, abs=1)
 
 
 def test_samples_that_attend_to_one_another_are_detected_on_foreign_paths_too() -> None:
@@ -171,7 +171,7 @@ def test_a_few_responses_to_prompts_with_different_images_are_chosen() -> None:
     check(groups, paths={"old": witness}, bound=BOUND)
     asked = witness.asked[0]
     assert [group.prompt.source for group in asked] == ["toy:0", "toy:2", "toy:4", "toy:1"]
-    # Neither an answer without tokens, nor the last of several tokens.
+    # Neither a response without tokens, nor the last of several tokens.
     assert [[len(r.tokens) for r in group.rollouts] for group in asked] == [[4, 6]] * 4
     long = Witness()
     check([group_of(0, [flat(10)], lengths=(300,))], paths={"old": long}, bound=BOUND)
@@ -195,16 +195,16 @@ def test_other_images_get_the_size_of_the_true_ones() -> None:
     assert third[0].size == (4, 2)
     assert {type(media) for group in blank for media in group.prompt.media} == {Blank}
     for variant in (other, blank):
-        for group, own in zip(variant, true, strict=True):
-            for media, theirs in zip(group.prompt.media, own.prompt.media, strict=True):
+        for group, original in zip(variant, true, strict=True):
+            for media, theirs in zip(group.prompt.media, original.prompt.media, strict=True):
                 assert (media.size, media.fetch().shape) == (theirs.size, theirs.fetch().shape)
                 assert media.hash != theirs.hash
 
 
 def test_one_image_for_all_prompts_is_compared_with_noise() -> None:
     witness = Witness()
-    found = check([group_of(0, [flat(10)]), group_of(1, [flat(10)])], paths={"old": witness}, bound=BOUND)
-    assert found["verify/images/old_effect"] > 0.5
+    metrics = check([group_of(0, [flat(10)]), group_of(1, [flat(10)])], paths={"old": witness}, bound=BOUND)
+    assert metrics["verify/images/old_effect"] > 0.5
     assert [group.prompt.media[0].hash for group in witness.asked[2]] == ["noise:4x2"] * 2
 
 

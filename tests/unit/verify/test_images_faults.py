@@ -34,7 +34,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
 class Model:
-    """A micro model, and answers to three prompts with the log-probs of one padded pass per answer."""
+    """A micro model, and responses to three prompts with the log-probs of one padded pass per response."""
 
     def __init__(self, folder: FilePath, attention: str, cache_bytes: int) -> None:
         where = torch.device("cpu")
@@ -62,8 +62,8 @@ class Model:
         rollouts = []
         for length in (5, 9):
             sampled = np.arange(len(tokens) + length) >= len(tokens)
-            answer = np.append(tokens, rng.integers(0, 256, length))
-            rollouts.append(Rollout(answer, sampled, np.zeros(len(answer), np.float32), "", "stop", 0))
+            sequence = np.append(tokens, rng.integers(0, 256, length))
+            rollouts.append(Rollout(sequence, sampled, np.zeros(len(sequence), np.float32), "", "stop", 0))
         return Group(Prompt(index, f"test:{index}", text, tokens, request, None, media), tuple(rollouts))
 
     def path(self, layout: Layout, *, gradient: bool = False) -> Path:
@@ -103,9 +103,9 @@ def test_every_layout_of_a_correct_model_passes(family: str, model: Callable[...
     healthy = model(family)
     layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
     paths = {name: healthy.path(name) for name in layouts} | {"update": healthy.path("shared", gradient=True)}
-    found = check(healthy.groups, paths=paths, bound=BOUND)
-    assert all(found[f"verify/images/{name}_effect"] > 0.05 for name in paths), found
-    assert all(found[f"verify/images/{name}_gap"] < 1e-5 for name in paths), found
+    metrics = check(healthy.groups, paths=paths, bound=BOUND)
+    assert all(metrics[f"verify/images/{name}_effect"] > 0.05 for name in paths), metrics
+    assert all(metrics[f"verify/images/{name}_gap"] < 1e-5 for name in paths), metrics
 
 
 def two_dimensional(inputs: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ def test_faults_of_other_trainers_do_not_occur(
 def test_text_positions_for_images_are_detected(
     family: str, model: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What dropped token types do where the model makes its own positions."""
+    """Drop the token types, for models that compute positions themselves."""
     blinded = model(family)
     sound = blinded.net.base_model.get_rope_index
 

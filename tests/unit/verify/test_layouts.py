@@ -17,12 +17,12 @@ from vlmrl.verify.layouts import check_layouts
 
 def groups() -> list[Group]:
     """Three of four responses, the last with an image."""
-    found = [
+    variants = [
         Group(make_prompt(index), tuple(make_rollout(make_prompt(index), "?", version=0, length=100) for _ in range(4)))
         for index in range(3)
     ]
-    found[2] = replace(found[2], prompt=replace(found[2].prompt, media=(Blank("grey", (28, 28)),)))
-    return found
+    variants[2] = replace(variants[2], prompt=replace(variants[2].prompt, media=(Blank("grey", (28, 28)),)))
+    return variants
 
 
 def test_two_short_responses_of_two_groups_are_compared_images_first() -> None:
@@ -32,8 +32,8 @@ def test_two_short_responses_of_two_groups_are_compared_images_first() -> None:
         asked.extend(samples)
         return {"packed": (1e-7, 3e-7), "shared": (2e-7, 1e-7)}
 
-    found = check_layouts(groups(), compare)
-    assert found == {"verify/layouts/values_gap": 2e-7, "verify/layouts/gradients_gap": 3e-7}
+    metrics = check_layouts(groups(), compare)
+    assert metrics == {"verify/layouts/values_gap": 2e-7, "verify/layouts/gradients_gap": 3e-7}
     assert [(sample.source, sample.group, int(sample.sampled.sum())) for sample in asked] == [
         ("toy:2", 0, 64),
         ("toy:2", 0, 64),

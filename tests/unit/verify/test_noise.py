@@ -34,10 +34,10 @@ def responses(*lengths: int, number: int = 2) -> list[Group]:
 
 
 class Sides:
-    """Engine and trainer that say what they are told to, and remember how many tokens they were asked about."""
+    """Engine and trainer with given errors, which record how many tokens they score."""
 
     def __init__(self, *, floor: float = FP32, half: bool = False, stops: bool = True, **off: float) -> None:
-        """What is `off` says every log-prob so much too high: prefill, padded, exact, layout."""
+        """`off`: path (prefill, padded, exact, layout) -> error of its log-probs."""
         self.asked: list[int] = []
         self.said: list[str] = []
         self.off = off
@@ -57,9 +57,11 @@ class Sides:
 
 
 def test_the_figures_by_hand() -> None:
-    found = Sides(half=True, floor=BF16, prefill=0.03, padded=0.02, exact=0.04, layout=0.01).check(1, responses(40, 40))
+    metrics = Sides(half=True, floor=BF16, prefill=0.03, padded=0.02, exact=0.04, layout=0.01).check(
+        1, responses(40, 40)
+    )
     # Rounding is 0.04 - 0.02 = 0.02; the engine's own 0.03 is more, and within four times that.
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "verify/noise/level": 0.03,
             "verify/noise/gap": 0.01,
@@ -85,9 +87,9 @@ def test_the_figures_by_hand() -> None:
 def test_faults_below_a_bound_of_a_thousandth_are_found_in_fp32(off: dict[str, float], message: str) -> None:
     with pytest.raises(SyncError, match=message):
         Sides(**off).check(1, responses(40, 40))
-    told = Sides(stops=False, **off)
-    told.check(1, responses(40, 40))
-    assert len(told.said) == 1, "with a bound of the user's own it is only told"
+    sides = Sides(stops=False, **off)
+    sides.check(1, responses(40, 40))
+    assert len(sides.said) == 1, "with the user's own bound it is only reported"
 
 
 def test_a_gap_of_a_few_times_the_noise_is_reported_once() -> None:
@@ -192,8 +194,8 @@ class Rounding:
         self.passes.clear()
         self.exact = -self.rng.exponential(1 / sharpness, self.exact.shape)
         self.factor = np.exp(self.rng.normal(0.0, self.spread, self.exact.shape))
-        said = self.rounded(list(range(len(self.exact))), self.engine)
-        groups, rows = [], iter(said)
+        logprobs = self.rounded(list(range(len(self.exact))), self.engine)
+        groups, rows = [], iter(logprobs)
         for group in self.groups:
             rollouts = [self.named(rollout, next(rows)) for rollout in group.rollouts]
             groups.append(Group(group.prompt, tuple(rollouts)))
@@ -222,8 +224,8 @@ class Rounding:
             * np.exp(self.rng.normal(size=values.shape))
             * (1 - np.exp(values))
         )
-        found: Values = values + size * self.rng.normal(size=values.shape)
-        return found
+        noisy: Values = values + size * self.rng.normal(size=values.shape)
+        return noisy
 
 
 @pytest.mark.parametrize(("length", "most"), [(30, 10.0), (5, 20.0)])
@@ -231,10 +233,10 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
     run = Rounding(0, length=length)
     ratios = []
     for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1):
-        found = run.step(step, sharpness=sharpness)
+        metrics = run.step(step, sharpness=sharpness)
         ratios.append(
             [
-                found[f"verify/noise/{name}"] / found["verify/noise/level"]
+                metrics[f"verify/noise/{name}"] / metrics["verify/noise/level"]
                 for name in ("gap", "layout_gap", "decode_gap")
             ]
         )
@@ -245,10 +247,10 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
 
 def test_noise_of_earlier_steps_stops_no_correct_run() -> None:
     run = Rounding(0, length=30, apart=1)
-    told = [
+    all_metrics = [
         run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
     ]
-    measured = sum("verify/noise/level" in found for found in told)
+    measured = sum("verify/noise/level" in metrics for metrics in all_metrics)
     # Twice as often as every tenth step: here the noise of one step may be twenty times that of another.
     assert 1000 <= measured < 4000
 
@@ -258,9 +260,9 @@ def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses
     number: int, num_groups: int, steps: int
 ) -> None:
     run = Rounding(0, length=8, number=number, spread=3.0, num_groups=num_groups)
-    told = [run.step(step, sharpness=1.0) for step in range(1, steps + 1)]
+    all_metrics = [run.step(step, sharpness=1.0) for step in range(1, steps + 1)]
     gaps = ("verify/noise/gap", "verify/noise/layout_gap", "verify/noise/decode_gap")
-    ratios = [max(found[name] for name in gaps) / found["verify/noise/level"] for found in told]
+    ratios = [max(metrics[name] for name in gaps) / metrics["verify/noise/level"] for metrics in all_metrics]
     assert np.mean(np.array(ratios) > 20) > 1e-3, "one question alone would stop it"
 
 
@@ -271,14 +273,14 @@ def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses
 def test_rounding_is_measured_where_a_wider_type_exists(dtype: str, on_gpu: bool, is_measured: bool) -> None:
     asked: list[dict[str, Any]] = []
 
-    def logprobs(samples: Sequence[Sample], **how: Any) -> list[Floats]:
-        asked.append(how)
+    def logprobs(samples: Sequence[Sample], **options: Any) -> list[Floats]:
+        asked.append(options)
         return [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
 
     engines = SimpleNamespace(score=lambda groups: [r.logprobs for group in groups for r in group.rollouts])
     policy = SimpleNamespace(layout="shared", logprobs=logprobs)
-    said: list[str] = []
-    check = noise_check(config(ds={"param_dtype": dtype}), engines, policy, on_gpu=on_gpu, say=said.append)  # type: ignore[arg-type]
+    messages: list[str] = []
+    check = noise_check(config(ds={"param_dtype": dtype}), engines, policy, on_gpu=on_gpu, say=messages.append)  # type: ignore[arg-type]
     assert check is not None
     check._stops = False
     check.check(1, responses(40, 40))

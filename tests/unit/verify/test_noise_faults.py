@@ -44,8 +44,8 @@ class Both:
 
     def path(self, passes: LogprobForward, layout: Layout) -> Callable[[Sequence[Group]], list[Floats]]:
         def logprobs(groups: Sequence[Group]) -> list[Floats]:
-            found = dict(passes.logprobs(packs(to_samples(groups), layout)))
-            return [found[i] for i in range(len(found))]
+            rows = dict(passes.logprobs(packs(to_samples(groups), layout)))
+            return [rows[i] for i in range(len(rows))]
 
         return logprobs
 
@@ -79,11 +79,11 @@ class Both:
             exact=self.exact,
             layout=self.path(self.trainer, "shared"),
         )
-        said: list[str] = []
-        check = NoiseCheck(paths, floor=FLOORS[self.dtype], stops=True, in_turn=True, seed=0, say=said.append)
-        found = check.check(1, self.responses())
-        assert not said
-        return found
+        messages: list[str] = []
+        check = NoiseCheck(paths, floor=FLOORS[self.dtype], stops=True, in_turn=True, seed=0, say=messages.append)
+        metrics = check.check(1, self.responses())
+        assert not messages
+        return metrics
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,9 @@ def make(folder: str) -> Callable[[torch.dtype], Both]:
 
 @pytest.mark.parametrize("dtype", FLOORS)
 def test_correct_sides_differ_by_a_few_times_the_noise(make: Any, dtype: torch.dtype) -> None:
-    found = make(dtype).check()
-    assert max(found["verify/noise/gap"], found["verify/noise/layout_gap"]) < 3 * found["verify/noise/level"]
-    assert (found["verify/noise/level"] == FLOORS[dtype]) == (dtype == torch.float32)
+    metrics = make(dtype).check()
+    assert max(metrics["verify/noise/gap"], metrics["verify/noise/layout_gap"]) < 3 * metrics["verify/noise/level"]
+    assert (metrics["verify/noise/level"] == FLOORS[dtype]) == (dtype == torch.float32)
 
 
 def test_large_rounding_at_a_low_temperature_is_not_a_fault(make: Any) -> None:
@@ -119,8 +119,8 @@ def test_large_rounding_at_a_low_temperature_is_not_a_fault(make: Any) -> None:
                 parameter.mul_(5)
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.mul_(4)
-    found = Both(net, make(torch.float32).read, torch.float32, temperature=0.1).check()
-    assert found["verify/noise/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
+    metrics = Both(net, make(torch.float32).read, torch.float32, temperature=0.1).check()
+    assert metrics["verify/noise/decode_gap"] > 20 * FLOORS[torch.float32], "told by the floor it would be a fault"
 
 
 def test_a_layer_of_the_engine_that_is_scaled_is_found(make: Any) -> None:

@@ -98,7 +98,7 @@ def make_layer(sizes: OutputLayer, where: torch.device) -> Layer:
 
 
 def differences(layer: Layer) -> dict[str, float]:
-    """The largest differences between the two methods, of log-probs and of the gradients of their sum.
+    """Return the largest differences between the two methods, of log-probs and of the gradients of their sum.
 
     The largest gradients themselves are included for scale.
     """
@@ -109,13 +109,13 @@ def differences(layer: Layer) -> dict[str, float]:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [T] from [T, V] logits in fp32."""
+    """Return log-probs [T] from [T, V] logits in fp32."""
     logits = (hidden @ weight.T).float()
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs [T] as training computes them. The entropy is computed too, and not used."""
+    """Return log-probs [T] as training computes them. The entropy is computed too, and not used."""
     return token_logprobs(hidden, weight, None, targets).logprobs
 
 

@@ -248,7 +248,7 @@ def attention_flops(pack: Pack, text: Any) -> float:
 
 
 def attended_pairs(pack: Pack) -> int:
-    """Number of pairs of a token and one that it attends to, itself included. Padding attends too."""
+    """Return the number of pairs of a token and one that it attends to, itself included. Padding attends too."""
     if pack.is_one_per_row:
         rows, columns = pack.shape
         return rows * _triangle(columns)

@@ -121,14 +121,14 @@ def _errors(output: Tensor, expected: Tensor, states: tuple[Tensor, Tensor, Tens
 
 
 def _excess(actual: Tensor, expected: Tensor, absolute: float, relative: float) -> float:
-    """The largest error as a multiple of the tolerance; infinite if any is not finite."""
+    """Return the largest error as a multiple of the tolerance; infinite if any is not finite."""
     actual, expected = actual.detach().float(), expected.detach().float()
     error = (actual - expected).abs() / (absolute + relative * expected.abs())
     return float(error.max()) if bool(torch.isfinite(error).all()) else float("inf")
 
 
 def _largest(errors: Errors, case: str) -> float:
-    """The larger error. Raises Broken when it exceeds the tolerance."""
+    """Return the larger error. Raises Broken when it exceeds the tolerance."""
     worst = max(errors)
     if not worst <= 1:
         direction = "forward" if errors.forward > 1 else "backward"

@@ -102,7 +102,8 @@ class Pair:
         return Sampling(n=3, temperature=1.0, top_p=self.config.rollout.top_p, max_new_tokens=12, seed=seed)
 
     def gap(self, groups: Sequence[Group], *, adapter: bool = True) -> float:
-        """The mean difference between the log-probs of engine and policy. Raises Broken when it is above the bound."""
+        """Return the mean difference between the log-probs of engine and policy. Raises Broken when it is above the
+        bound."""
         of_engine = [rollout.logprobs[rollout.sampled] for group in groups for rollout in group.rollouts]
         gap = _mean_gap(of_engine, self.policy_logprobs(groups, adapter=adapter))
         if not gap <= self.bound:
@@ -110,7 +111,7 @@ class Pair:
         return gap
 
     def policy_logprobs(self, groups: Sequence[Group], *, adapter: bool) -> list[Floats]:
-        """The policy's log-probs of the sampled tokens, one array per response."""
+        """Return the policy's log-probs of the sampled tokens, one array per response."""
         samples = to_samples(groups)
         rows = self.policy.logprobs(samples, adapter=adapter)
         return [row[sample.sampled] for row, sample in zip(rows, samples, strict=True)]
@@ -159,7 +160,7 @@ def shared(folder: Path) -> Iterator[Pair]:
 
 @contextmanager
 def apart(folder: Path) -> Iterator[Pair]:
-    """Policy and engine on GPUs of their own. Raises Skipped on machines with fewer than two."""
+    """Policy and engine on separate GPUs. Raises Skipped on machines with fewer than two."""
     if torch.cuda.device_count() < 2:
         raise Skipped(f"needs two visible GPUs, there is {torch.cuda.device_count()}")
     with _started(folder, backend="nccl") as pair:
@@ -295,7 +296,7 @@ def sleeps(pair: Pair) -> str:
 
 
 def _greedy_response(pair: Pair) -> list[Group]:
-    """The greedy response to one prompt alone: other requests in the batch would change the order of sums."""
+    """Return the greedy response to a single prompt: other requests in the batch would change the order of sums."""
     greedy = Sampling(n=1, temperature=0.0, top_p=1.0, max_new_tokens=12, seed=0)
     return pair.engines.generate(pair.prompts()[:1], greedy)
 
@@ -327,7 +328,7 @@ def adapts(pair: Pair) -> str:
 
 
 def checks_adapters(pair: Pair) -> str:
-    """Check that a sound engine passes the adapter check after every sync."""
+    """Check that a correct engine passes the adapter check after every sync."""
     metrics = []
     count = _NUM_SYNCS["cuda" if torch.cuda.is_available() else "cpu"]
     for number in range(count):
@@ -343,7 +344,7 @@ def _randomize_adapter(pair: Pair, seed: int) -> None:
 
 
 def _prompt(processor: Processor, config: RlConfig, index: int, images: int) -> Prompt:
-    """A prompt with images of noise, equal every time."""
+    """Return a prompt with images of noise, equal every time."""
     rng = np.random.default_rng(index)
     side = processor.resize_factor or 0
     sizes = [(side * (4 + i), side * 4) for i in range(images)]

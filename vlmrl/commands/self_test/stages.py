@@ -89,7 +89,7 @@ def run_stage(model: str, stage: int, dtype: str) -> StageOutputs:
 def fault_of_buffers(model: str, buffers: Mapping[str, Tensor]) -> str | None:
     """Describe how buffers differ from those of a model that is not sharded; None when they are equal bit for bit.
 
-    They are compared in fp32, in which `from_pretrained` keeps them whatever the run's type.
+    They are compared in fp32, in which `from_pretrained` keeps them for any type of the run.
     """
     expected = dict(load_model(model, dtype=torch.float32, attn_implementation=None).named_buffers())
     if expected.keys() != buffers.keys():
@@ -102,7 +102,7 @@ def fault_of_buffers(model: str, buffers: Mapping[str, Tensor]) -> str | None:
 
 
 def _sample(model: str) -> Sample:
-    """An image and text, of which the second half is sampled."""
+    """Return an image and text, of which the second half is sampled."""
     processor = processor_of(model, Columns())
     rng = np.random.default_rng(0)
     assert processor.resize_factor is not None

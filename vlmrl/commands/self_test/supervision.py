@@ -1,4 +1,4 @@
-"""Run each theme in its own process, so that a check that crashes or hangs fails alone."""
+"""Run each theme in its own process, so that a check that crashes or hangs does not affect other themes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ class Supervisor:
 
 
 def _message(pipe: Connection, process: subprocess.Popen[bytes], limit_s: float, log: Path) -> dict[str, str]:
-    """The next message of the process; a failure with `is_gone` when it died, or sent nothing within the limit."""
+    """Return the next message of the process; a failure with `is_gone` when it died, or sent nothing within the
+    limit."""
     gone = {"state": "failed", "is_gone": "yes"}
     try:
         if not pipe.poll(limit_s):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 
 def peaks_mib(*works: str) -> list[float]:
-    """Of each piece of work, one after the other, in which `make(n)` is an array of n MiB. 64 more are always there."""
+    """Return the peak of each piece of work in MiB; `make(n)` is an array of n MiB, in addition to a constant 64."""
     script = (
         "import torch; from vlmrl.commands.bench.memory import peak_bytes\n"
         "def make(mib): return torch.ones(mib * 2**20 // 4)\n"
@@ -26,7 +26,7 @@ def peaks_mib(*works: str) -> list[float]:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     if "None" in done.stdout:
         pytest.skip("the kernel does not let a process forget its peak")
-    return [int(found) / 2**20 for found in done.stdout.split()]
+    return [int(peak) / 2**20 for peak in done.stdout.split()]
 
 
 def test_the_peak_is_above_the_memory_held_before() -> None:

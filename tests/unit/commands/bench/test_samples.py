@@ -23,7 +23,7 @@ def test_prompts_and_responses_have_the_given_lengths(reader: Processor) -> None
     sizes = SyntheticBatch(groups=2, n_samples_per_prompt=2, prompt_tokens=20, response_tokens=(3, 5, 4), image_size=56)
     samples = make_samples(reader, 384, sizes, seed=0)
     assert [sample.prompt_length for sample in samples] == [20] * 4
-    # Three lengths dealt out in turn over four answers.
+    # Three lengths, assigned in turn to four responses.
     assert [len(sample.tokens) - 20 for sample in samples] == [3, 5, 4, 3]
     assert [sample.group for sample in samples] == [0, 0, 1, 1]
 

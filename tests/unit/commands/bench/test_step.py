@@ -16,8 +16,8 @@ from vlmrl.models import tiny
 from vlmrl.types import Layout, Sample
 
 
-def sample(prompt: int, answer: int, group: int) -> Sample:
-    return Sample(np.arange(prompt + answer), np.arange(prompt + answer) >= prompt, group=group)
+def sample(prompt: int, response: int, group: int) -> Sample:
+    return Sample(np.arange(prompt + response), np.arange(prompt + response) >= prompt, group=group)
 
 
 SAMPLES = [sample(3, 1, 0), sample(3, 2, 0), sample(2, 2, 1)]
@@ -30,7 +30,7 @@ SAMPLES = [sample(3, 1, 0), sample(3, 2, 0), sample(2, 2, 1)]
         ("padded", 45),
         # Lengths 4, 5 and 4.
         ("packed", 10 + 15 + 10),
-        # The prompt of three once: 6. Its answers: 1 * 3 + 1 and 2 * 3 + 3. And the lone sample of four: 10.
+        # The prompt of three once: 6. Its responses: 1 * 3 + 1 and 2 * 3 + 3. And the single sample of four: 10.
         ("shared", 6 + 4 + 9 + 10),
     ],
 )
@@ -49,9 +49,9 @@ def test_a_layout_is_compared_by_its_medians() -> None:
         seconds = [{"forward": value / 4, "backward": 3 * value / 4, "optimizer": 1.0} for value in passes]
         return Measurement([], flops=flops, logprobs={0: np.array([0.0, logprob], np.float32)}, seconds=seconds)
 
-    found = compare_layouts(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
+    comparison = compare_layouts(measured([1.0, 9.0, 1.0], 30.0, -1.5), measured([4.0, 4.0, 40.0], 120.0, -1.0))
     # Passes of 4 s and 1 s; steps of 5 s and 2 s.
-    assert found == (4.0, 4.0, 2.5, 0.5)
+    assert comparison == (4.0, 4.0, 2.5, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_layouts_differ_in_tokens_and_agree_in_results(lines: Any, capsys: pytest.CaptureFixture[str]) -> None:
     padded, packed, shared = lines(capsys, image_size=56)
     assert [line["layout"] for line in (padded, packed, shared)] == ["padded", "packed", "shared"]
-    # Four samples of 37, 35, 37 and 35 tokens; padded to 37; two prompts of 30 with 12 tokens of answers each.
+    # Four samples of 37, 35, 37 and 35 tokens; padded to 37; two prompts of 30 with 12 tokens of responses each.
     assert [line["tokens_computed"] for line in (padded, packed, shared)] == [148, 144, 84]
     assert [line["tokens_useful"] for line in (padded, packed, shared)] == [144] * 3
     assert 1.0 < packed["flop_ratio"] < shared["flop_ratio"] < 148 / 84
@@ -91,11 +91,11 @@ def test_a_layout_with_different_results_is_detected(
 ) -> None:
     original = module.Policy.logprobs
 
-    def off(self: Any, packs: Any, **how: Any) -> Any:
-        found, counts = original(self, packs, **how)
+    def off(self: Any, packs: Any, **options: Any) -> Any:
+        rows, counts = original(self, packs, **options)
         if len(packs[0].rows) == 1:
-            found = [(i, row + np.float32(0.25)) for i, row in found]
-        return found, counts
+            rows = [(i, row + np.float32(0.25)) for i, row in rows]
+        return rows, counts
 
     monkeypatch.setattr(module.Policy, "logprobs", off)
     padded, packed = lines(capsys, layouts=["padded", "packed"])
@@ -123,7 +123,7 @@ def test_layouts_are_compared_with_the_first_one(lines: Any, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"ds": {"zero_stage": 3}}, "ds.zero_stage 3 shards weights over ranks"),
         ({"ds": {"attn_implementation": "sdpa"}}, "leave shared out of bench.layouts"),
@@ -133,8 +133,8 @@ def test_layouts_are_compared_with_the_first_one(lines: Any, capsys: pytest.Capt
         ({"actor": {"model_name_or_path": "m", "num_gpus_per_node": 2}}, "vlmrl bench step does not have it"),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said.replace(".", r"\.")):
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message.replace(".", r"\.")):
         StepBench.model_validate({"actor": {"model_name_or_path": "m"}} | settings)
 
 

@@ -40,7 +40,7 @@ def test_four_bit_layers_compute_with_their_dequantized_weights(monkeypatch: pyt
     assert layers.nf4(None).startswith("rounding 8%")
     functional = importlib.import_module("bitsandbytes.functional")
     sound = functional.dequantize_4bit
-    monkeypatch.setattr(functional, "dequantize_4bit", lambda *given, **how: 1.01 * sound(*given, **how))
+    monkeypatch.setattr(functional, "dequantize_4bit", lambda *given, **options: 1.01 * sound(*given, **options))
     with pytest.raises(Broken, match="the relative error of an NF4 layer on cpu is"):
         layers.nf4(None)
 

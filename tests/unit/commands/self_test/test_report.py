@@ -73,7 +73,7 @@ def check(function: str, limit_s: float = 60.0, *, needs_gpu: bool = False) -> C
 
 
 def outcomes(printed: str) -> dict[str, dict[str, str]]:
-    """Those of the planted checks, by name."""
+    """Return the outcomes of the planted checks by name."""
     lines = [json.loads(line) for line in printed.splitlines()]
     return {line.pop("check"): line for line in lines if line["check"] not in ("memory", "disk", "driver", "loopback")}
 
@@ -83,8 +83,10 @@ def test_each_kind_of_failure_affects_one_check_only(planted: Path, capsys: pyte
     checks = [*map(check, names), check("hangs", 1.5), check("starts")]
     theme = Theme("one", tuple(checks), "planted_checks:shared")
     assert report.main(as_json=True, themes=[theme]) == 1
-    found = outcomes(capsys.readouterr().out)
-    assert {name: (line["state"], line["figure"], line["avoid"]) for name, line in found.items() if name in names} == {
+    outcome_of = outcomes(capsys.readouterr().out)
+    assert {
+        name: (line["state"], line["figure"], line["avoid"]) for name, line in outcome_of.items() if name in names
+    } == {
         "works": ("ok", "0.1 off", ""),
         "fails": ("failed", "0.7 off", "--train.layout padded"),
         "knows_better": ("failed", "0.7 off", "--ds.zero_stage 1"),
@@ -92,10 +94,10 @@ def test_each_kind_of_failure_affects_one_check_only(planted: Path, capsys: pyte
         "skipped": ("skipped", "one GPU", ""),
         "crashes": ("failed", "its process ended with code -11: Illegal instruction", "--train.layout padded"),
     }
-    assert (found["hangs"]["state"], found["hangs"]["figure"]) == ("failed", "no result within 2 s")
-    # What the checks share was set up again for those behind the crash, and for those behind the hang.
-    assert (found["starts"]["state"], found["starts"]["figure"]) == ("ok", "3")
-    assert float(found["hangs"]["seconds"]) >= 1.5
+    assert (outcome_of["hangs"]["state"], outcome_of["hangs"]["figure"]) == ("failed", "no result within 2 s")
+    # The shared set-up ran again for the checks after the crash, and for those after the hang.
+    assert (outcome_of["starts"]["state"], outcome_of["starts"]["figure"]) == ("ok", "3")
+    assert float(outcome_of["hangs"]["seconds"]) >= 1.5
     for process in map(int, (planted / "pids").read_text().split()):
         assert not psutil.pid_exists(process)
     assert not has_left_shared_memory()
@@ -106,10 +108,10 @@ def test_a_failed_set_up_is_reported_for_each_check_and_not_repeated(
 ) -> None:
     themes = [Theme("broken", (check("works"), check("fails")), "planted_checks:broken")]
     assert report.main(as_json=True, themes=themes) == 1
-    found = outcomes(capsys.readouterr().out)
-    assert [found[name]["figure"] for name in ("works", "fails")] == ["RuntimeError: no engine"] * 2
-    # What does without the check does not help where the set-up is broken.
-    assert {found[name]["avoid"] for name in ("works", "fails")} == {"see the message"}
+    outcome_of = outcomes(capsys.readouterr().out)
+    assert [outcome_of[name]["figure"] for name in ("works", "fails")] == ["RuntimeError: no engine"] * 2
+    # A setting that avoids the check does not help if the set-up fails.
+    assert {outcome_of[name]["avoid"] for name in ("works", "fails")} == {"see the message"}
 
 
 def test_report_lines_have_check_duration_and_advice(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,16 +80,16 @@ def test_a_correct_engine_passes_with_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("keeps its weights", "engine and trainer differ|digest of 1.0 did not change"),
         ("responds from a stale copy", "responses did not change after weights x 1.5"),
         ("computes otherwise", "engine and trainer differ by 0.01, the bound is 0.001"),
     ],
 )
-def test_a_sync_that_fails_is_reported_and_the_weights_are_restored(fault: str, said: str) -> None:
+def test_a_sync_that_fails_is_reported_and_the_weights_are_restored(fault: str, message: str) -> None:
     both = EngineAndPolicy(fault)
-    with pytest.raises(Broken, match=said):
+    with pytest.raises(Broken, match=message):
         serving.syncs_by_memory(pair(both))
     assert both.weight == 1.0
 
