@@ -263,7 +263,8 @@ def _message(message: Mapping[str, Any]) -> Message:
     fields = {key: value for key, value in message.items() if value is not None}
     role = fields.get("role")
     if role not in ROLES:
-        raise DataError(f"a chat message has the role {one_line(repr(role), most=80)}; allowed are {', '.join(ROLES)}")
+        shown = one_line(repr(role), max_chars=80)
+        raise DataError(f"a chat message has the role {shown}; allowed are {', '.join(ROLES)}")
     return fields | {"content": [_part(part) for part in parts]}
 
 

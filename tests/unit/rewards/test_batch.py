@@ -192,7 +192,7 @@ async def test_a_wrong_number_of_rewards_is_a_problem_with_a_reason(name: str, n
 
 
 async def test_a_missing_column_stops_the_run_and_names_row_and_columns(file: Path) -> None:
-    message = r"shapes:17 has no column difficulty, for which lost asks \(it has label, family; the question goes"
+    message = r"shapes:17 has no column difficulty, which lost requires \(it has label, family; the question is passed"
     async with user_rewarder(file, "lost") as rewarder:
         with pytest.raises(RewardError, match=message):
             await rewarder.score([group("7")])
