@@ -2,7 +2,8 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -10,6 +11,7 @@ from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.errors import ConfigError
+from vlmrl.system.fork_server import fork_server
 from vlmrl.system.scratch import scratch
 from vlmrl.system.stops import handle_signals
 
@@ -99,9 +101,16 @@ def _rl(words: list[str]) -> int:
     if (arguments := _parse(RlConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.rl import train_rl
 
-        with handle_signals(arguments.config.train.stop_grace_s), scratch():
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             train_rl(arguments.config, dry_run=arguments.dry_run)
     return 0
+
+
+@contextmanager
+def _running(*, grace_s: float, dry_run: bool) -> Iterator[None]:
+    """Around a run: signals, its folder of temporary files, and the fork server, whose imports take the longest."""
+    with handle_signals(grace_s), scratch() as folder, nullcontext() if dry_run else fork_server(folder):
+        yield
 
 
 def _sft(words: list[str]) -> int:
@@ -110,7 +119,7 @@ def _sft(words: list[str]) -> int:
     if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.sft import train_sft
 
-        with handle_signals(arguments.config.train.stop_grace_s), scratch():
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             train_sft(arguments.config, dry_run=arguments.dry_run)
     return 0
 
@@ -121,7 +130,7 @@ def _eval(words: list[str]) -> int:
     if (arguments := _parse(EvalConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.evaluate import evaluate
 
-        with handle_signals(arguments.config.train.stop_grace_s), scratch():
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             evaluate(arguments.config, dry_run=arguments.dry_run)
     return 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from recipes import DIGITS
 
 from vlmrl.cluster.session import session
 from vlmrl.models import tiny
+from vlmrl.system.fork_server import fork_server
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +28,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return str(out)
 
     return build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """One fork server for the runs, engines and ranks of all tests, which would each import everything again."""
+    with tempfile.TemporaryDirectory(prefix="vlmrl-") as folder, fork_server(Path(folder)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -205,10 +205,12 @@ class Engines:
 
 
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
-    """Return the engine processes below `parent`; Ray's, which other tests may have left running, are not included."""
-    return [
+    """Return the engine processes below `parent`, forks included, and without Ray's, which other tests may use."""
+    engines = [
         process
         for child in parent.children()
         if any(word in " ".join(child.cmdline()) for word in ("multiprocessing.spawn", "VLLM"))
         for process in (child, *child.children(recursive=True))
     ]
+    forks = (process for process in parent.children(recursive=True) if "VLLM" in " ".join(process.cmdline()))
+    return [*engines, *(process for process in forks if process not in engines)]

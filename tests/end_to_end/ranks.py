@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from vlmrl.system import fork_server
+
 RANK = Path(__file__).with_name("learning_rank.py")
+
+
+def python() -> str:
+    """Python as the tests' fork server provides it, which has imported everything already."""
+    return os.environ.get(fork_server.VARIABLE, sys.executable)
 
 
 def end_together() -> None:
@@ -47,7 +54,7 @@ class Ranks:
         shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(self._script), str(job)],
+                [python(), str(self._script), str(job)],
                 env=os.environ | shared | {"RANK": str(r), "LOCAL_RANK": str(r)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

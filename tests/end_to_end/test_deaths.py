@@ -150,7 +150,9 @@ def test_the_death_of_any_role_is_one_line(
     def kill(groups: dict[str, WorkerGroup[Any]]) -> None:
         process = psutil.Process(groups["vllm" if who == "engine core" else who].pids[-1])
         if who == "engine core":
-            process = next(child for child in process.children() if "VLLM" in " ".join(child.cmdline()))
+            process = next(
+                child for child in process.children() if "multiprocessing.spawn" in " ".join(child.cmdline())
+            )
         process.send_signal(signal.SIGKILL)
 
     begins, flags = DEATHS[who]

@@ -349,21 +349,22 @@ def test_a_model_that_is_not_there_is_the_settings_fault(tmp_path: Path) -> None
 
 def test_an_engine_that_takes_too_long_to_start_is_stopped(engines: Engines) -> None:
     others = engine_processes(psutil.Process())
-    with pytest.raises(ClusterError, match=r"did not start within 2\.5 s; raise vllm\.start_timeout_s"):
-        asyncio.run(rollout_engine(engines.folder("qwen3"), start_timeout_s=2.5).start())
+    with pytest.raises(ClusterError, match=r"did not start within 0\.5 s; raise vllm\.start_timeout_s"):
+        asyncio.run(rollout_engine(engines.folder("qwen3"), start_timeout_s=0.5).start())
     assert engine_processes(psutil.Process()) == others
 
 
 def test_an_engine_whose_owner_is_killed_goes_with_it_and_leaves_nothing(engines: Engines) -> None:
-    before = abandoned_segments()
+    before, others = abandoned_segments(), set(psutil.Process().children(recursive=True))
     command = [sys.executable, __file__, str(engines.folder("qwen3"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline().strip() == "ready"
-        cores = engine_processes(psutil.Process(owner.pid))
-        assert cores
+        # The engine core may be a fork of the tests' fork server.
+        started = set(psutil.Process().children(recursive=True)) - others
+        assert any("VLLM" in " ".join(process.cmdline()) for process in started)
         owner.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(cores, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
     assert abandoned_segments() <= before
 

@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import python
 
 RANK = Path(__file__).with_name("four_bit_rank.py")
 KINDS = {f"{dtype}_{stage}": {"stage": stage, "dtype": dtype} for dtype in ("fp32", "bf16") for stage in (0, 1, 2, 3)}
@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(out), str(model), json.dumps(KINDS | {"cast": CAST})],
+            [python(), str(RANK), str(out), str(model), json.dumps(KINDS | {"cast": CAST})],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

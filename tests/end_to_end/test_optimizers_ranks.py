@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import python
 from safetensors.torch import load_file
 
 RANK = Path(__file__).with_name("optimizers_rank.py")
@@ -45,7 +45,7 @@ def _run(job: Path, tasks: list[Any], *, count: int) -> None:
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(job)],
+            [python(), str(RANK), str(job)],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ import torch
 from vlmrl.config.actor import Model
 from vlmrl.config.ds import Ds
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
+from vlmrl.system import fork_server
 from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.storage import size_of
 
@@ -106,8 +107,9 @@ def begun(words: list[str], out: Path, log: Path, *, until: int) -> tuple[subpro
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it,
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and those of nohup this one
     with log.open("w") as file:
-        # In its own process group, as under `timeout`.
-        run = subprocess.Popen(words, env=os.environ | {name: value}, stdout=file, stderr=file, process_group=0)
+        # In its own process group, as under `timeout`, and with its own fork server, whose forks show its environment.
+        variables = os.environ | {name: value, fork_server.VARIABLE: ""}
+        run = subprocess.Popen(words, env=variables, stdout=file, stderr=file, process_group=0)
     deadline = time.monotonic() + 240
     while until not in read_metrics(out):
         assert run.poll() is None, log.read_text()[-2000:]

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vlmrl.system import fork_server
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 _BIN = Path(sys.executable).parent
@@ -73,7 +75,8 @@ class TwoMachines:
     def popen(self, machine: int, words: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Start a process on a machine that can reach the Ray cluster."""
         inside = ["nsenter", "-t", str(self._nodes[machine].pid), "-n", "-m", f"--wd={Path.cwd()}"]
-        variables = os.environ | {"RAY_ADDRESS": self._ray} | dict(env or {})
+        # The tests' fork server is on this machine.
+        variables = os.environ | {"RAY_ADDRESS": self._ray, fork_server.VARIABLE: ""} | dict(env or {})
         return subprocess.Popen([*inside, *words], env=variables, **options)
 
     def run(self, machine: int, words: Sequence[str], *, timeout_s: float = 240, **options: Any) -> tuple[int, str]:
@@ -183,8 +186,8 @@ def _processes(namespace: str) -> list[int]:
 
 
 def _plain() -> dict[str, str]:
-    """Return this environment without variables that point to a Ray cluster."""
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    """Return this environment without variables that point to a Ray cluster or to the tests' fork server."""
+    return {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", fork_server.VARIABLE)}
 
 
 def _ip(*words: str) -> None:

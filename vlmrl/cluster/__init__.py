@@ -3,8 +3,7 @@
 import os
 import secrets
 
-LOCAL_ADDRESSES = ("", "local")
-"""Values of RAY_ADDRESS with which a run starts its own cluster. `local` is Ray's own value for that."""
+from vlmrl.startup import LOCAL_ADDRESSES
 
 # Ray reads these on import, so they are set before anything here imports it. A cluster that the user started
 # (RAY_ADDRESS) has its own settings; a cluster of our own admits only holders of this run's token.

@@ -14,13 +14,11 @@ from typing import Any
 import psutil
 
 from vlmrl import startup
-from vlmrl.cluster import LOCAL_ADDRESSES
 from vlmrl.cluster.devices import gpu_names, visible_gpus
 from vlmrl.cluster.worker_deaths import Roster
 from vlmrl.errors import ClusterError
 from vlmrl.startup.driver import gpu_fault_and_fix, hides_gpus, installed_driver
-from vlmrl.system import machine, stops
-from vlmrl.system.scratch import VARIABLE, remove_here, scratch
+from vlmrl.system import fork_server, machine, malloc, scratch, stops
 from vlmrl.system.stops import Stopped
 
 _REMOVE_S = 10.0
@@ -53,6 +51,8 @@ class Session:
     nodes: tuple[Node, ...]
     roster: Roster = field(default_factory=Roster, compare=False, repr=False)
     """The running workers, and the first that died."""
+    python: str = field(default="", compare=False)
+    """The fork server's command, which takes the place of Python for workers; empty where there is none."""
 
     @property
     def has_gpus(self) -> bool:
@@ -95,7 +95,7 @@ def joins_cluster() -> bool:
             f"RAY_ADDRESS {address} is for Ray's client, with which roles would write to another machine's disk: "
             "run the command on a machine of the cluster, with RAY_ADDRESS=auto"
         )
-    return address not in LOCAL_ADDRESSES
+    return address not in startup.LOCAL_ADDRESSES
 
 
 @contextmanager
@@ -118,10 +118,11 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
 
     ray._private.worker.print_to_stdstream = _log_ray_output
     if ray.is_initialized():
-        yield Session(_alive_nodes())
+        yield Session(_alive_nodes(), python="" if joins else os.environ.get(fork_server.VARIABLE, ""))
         return
     temporary = ExitStack()
-    folder = temporary.enter_context(scratch())
+    folder = temporary.enter_context(scratch.scratch())
+    temporary.enter_context(fork_server.fork_server(folder))
     before = set(psutil.Process().children())
     processes: list[psutil.Process] | None = None
     try:
@@ -149,7 +150,7 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
             f"check free ports and shared memory with `vlmrl doctor`, or start Ray yourself and set RAY_ADDRESS"
         ) from error
     else:
-        yield Session(_alive_nodes())
+        yield Session(_alive_nodes(), python="" if joins else os.environ.get(fork_server.VARIABLE, ""))
     finally:  # also after a stop signal during the start, which takes effect once Ray has started
         with temporary:
             if joins and ray.is_initialized():
@@ -167,7 +168,7 @@ def _remove_from_others(folder: Path) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     with suppress(Exception):  # if the head has died too, Ray raises any kind
-        remove = ray.remote(remove_here)
+        remove = ray.remote(scratch.remove_here)
         here = ray.get_runtime_context().get_node_id()
         others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
         refs = [
@@ -196,8 +197,16 @@ def _stop_ray(roots: Sequence[psutil.Process]) -> None:
     for root in roots:
         with suppress(psutil.Error):  # it has ended already
             processes += root.children(recursive=True)
+    node = ray._private.worker._global_node
+    if roots and node is not None:
+        # Ray would give each of its processes a second to end by itself, one after the other.
+        node.kill_all_processes = _leave_to_us
     ray.shutdown()
     stops.kill_processes(processes)
+
+
+def _leave_to_us(**_: Any) -> None:
+    """Kill no process."""
 
 
 def _alive_nodes() -> tuple[Node, ...]:
@@ -240,12 +249,11 @@ def worker_environment(session: Session, *, num_workers: int, slots: Sequence[in
         # shared memory, but not if Ray kills it first.
         "RAY_kill_child_processes_on_worker_exit": "0",
     }
-    if VARIABLE in os.environ:
-        variables[VARIABLE] = os.environ[VARIABLE]
+    if scratch.VARIABLE in os.environ:
+        variables[scratch.VARIABLE] = os.environ[scratch.VARIABLE]
+    variables[fork_server.VARIABLE] = session.python
     if session.has_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(session.nodes[node].gpu(slot) for slot in slots)
     else:
-        # Pages of 2 MiB, if Linux leaves the choice to programs: the first optimizer step of a 13M model had 45 page
-        # faults instead of 35,823, and rollouts and updates took 2 to 3 % less time (two cores).
-        variables["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        variables |= malloc.TUNABLES
     return variables

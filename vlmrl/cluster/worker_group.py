@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import re
+import shlex
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -171,6 +172,7 @@ class WorkerGroup(Generic[Role_co]):
             self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
         actor = ray.remote(_AsyncWorker if concurrent else _Worker)
         per_node = {place.node: sum(p.node == place.node for p in places) for place in places}
+        executable = {"py_executable": shlex.quote(session.python)} if session.python else {}
         self._workers = []
         for place in places:
             variables = worker_environment(
@@ -181,7 +183,7 @@ class WorkerGroup(Generic[Role_co]):
                 actor.options(
                     num_cpus=0,
                     scheduling_strategy=affinity,
-                    runtime_env={"env_vars": variables},
+                    runtime_env={"env_vars": variables} | executable,
                     max_concurrency=4096 if concurrent else 1,
                 ).remote()
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -104,7 +103,7 @@ class RolloutEngine(Inbox):
         check_base(self._vllm)
         check_device(adapter=self._plan, dtype=self._settings.dtype)
         if Path(self._settings.model).is_dir():
-            os.environ["HF_HUB_OFFLINE"] = "1"
+            startup.work_offline()
         _ = self._processor  # fails for a missing model before anything is started
         self._llm = await self._launch.start(self.arguments, timeout_s=self._vllm.start_timeout_s)
         scheduler = self._llm.vllm_config.scheduler_config

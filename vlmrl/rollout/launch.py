@@ -15,7 +15,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -31,7 +33,7 @@ from vlmrl.rollout.capacity import CPU_LIMITS, Demand, Limits, choose_limits
 from vlmrl.rollout.compatibility import FRONT_END, format_missing, missing
 from vlmrl.rollout.vllm_patches import KeepImages
 from vlmrl.startup.driver import gpu_problem
-from vlmrl.system import stops
+from vlmrl.system import fork_server, stops
 from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class Launch:
         # A forked engine core would inherit the locks of our threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         before = set(multiprocessing.active_children())
-        with self._console:
+        with self._console, _forks():
             building = _in_thread(lambda: self._build(arguments))
             done, _ = await asyncio.wait({building}, timeout=timeout_s)
             if not done:
@@ -318,6 +320,17 @@ def find_cause(lines: list[str]) -> str | None:
         if _EXCEPTION.match(bare) and not _CONSEQUENCE.search(bare):
             return bare.strip()
     return None
+
+
+@contextmanager
+def _forks() -> Iterator[None]:
+    """Let multiprocessing start its processes as forks of the fork server, if the run has one."""
+    python = spawn.get_executable()
+    multiprocessing.set_executable(os.environ.get(fork_server.VARIABLE) or python)
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(python)
 
 
 def _flush() -> None:

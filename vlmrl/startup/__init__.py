@@ -1,10 +1,13 @@
 """Prepare this process and its children for importing torch, vLLM and DeepSpeed: call `prepare()` before torch."""
 
 import os
+import sys
 from pathlib import Path
 
 from vlmrl.startup.driver import has_gpu
 
+LOCAL_ADDRESSES = ("", "local")
+"""Values of RAY_ADDRESS with which a run starts its own cluster. `local` is Ray's own value for that."""
 FOLDER = str(Path(__file__).parent)
 
 _DEFAULTS = {
@@ -36,6 +39,13 @@ def environment() -> dict[str, str]:
     """Environment variables for a process on this machine."""
     device = {} if has_gpu() else {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
     return portable_environment() | device
+
+
+def work_offline() -> None:
+    """Let the Hub's libraries ask the network for nothing, here and in child processes."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "huggingface_hub.constants" in sys.modules:  # which has read the variable
+        vars(sys.modules["huggingface_hub.constants"])["HF_HUB_OFFLINE"] = True
 
 
 def prepare() -> None:

@@ -41,7 +41,8 @@ def _unpickle(parent: int) -> Lifeline:
 def arm(parent: int) -> None:
     """Make this process die when its parent does. Idempotent.
 
-    Does nothing in `parent` itself, and in a process that another process started.
+    Does nothing in `parent` itself. A process that another one started only accepts SIGTERM: a fork of the fork server
+    ends with its client, which is the child of `parent`.
     """
     global _armed
     if _armed or parent == os.getpid():
@@ -52,6 +53,8 @@ def arm(parent: int) -> None:
         threading.Thread(target=_watch, args=(parent,), name="vlmrl-lifeline", daemon=True).start()
     elif not _is_running(parent):
         _die()
+    else:
+        stops.accept_sigterm()
 
 
 def _watch(parent: int) -> None:

@@ -76,6 +76,9 @@ def _remove_folder_of_multiprocessing(folder: Path) -> None:
     """Make multiprocessing remove its own folder inside this one now: at exit it would print a traceback."""
     for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
         if finalizer._callback is util._remove_temp_dir and Path(finalizer._args[-1]).is_relative_to(folder):  # type: ignore[attr-defined]
+            # Another machine of the cluster may share the folder, and have removed it: multiprocessing would raise, and
+            # use its folder again.
+            Path(finalizer._args[-1]).mkdir(parents=True, exist_ok=True)
             finalizer()
 
 

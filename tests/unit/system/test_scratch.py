@@ -59,6 +59,17 @@ def test_a_process_that_used_multiprocessing_ends_without_a_traceback(parent: Pa
     assert not list(parent.iterdir())
 
 
+def test_another_machine_of_the_cluster_may_remove_a_shared_folder_first(parent: Path) -> None:
+    code = (
+        "from multiprocessing import util\nfrom vlmrl.system.scratch import remove_here, scratch\n"
+        "with scratch() as folder:\n    util.get_temp_dir()\n    remove_here(folder)\n"
+        "with scratch() as folder:\n    assert util.get_temp_dir().startswith(str(folder))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(parent.iterdir())
+
+
 def test_it_is_gone_after_an_error_too(parent: Path) -> None:
     with pytest.raises(ValueError, match="mine"), scratch():
         raise ValueError("mine")
