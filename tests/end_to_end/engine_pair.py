@@ -204,13 +204,21 @@ class Engines:
             assert not engine_processes(psutil.Process()), "an engine that was shut down left a process"
 
 
+def command_line(process: psutil.Process) -> str:
+    """Return the command line; empty when the process has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def engine_processes(parent: psutil.Process) -> list[psutil.Process]:
     """Return the engine processes below `parent`, forks included, and without Ray's, which other tests may use."""
     engines = [
         process
         for child in parent.children()
-        if any(word in " ".join(child.cmdline()) for word in ("multiprocessing.spawn", "VLLM"))
+        if any(word in command_line(child) for word in ("multiprocessing.spawn", "VLLM"))
         for process in (child, *child.children(recursive=True))
     ]
-    forks = (process for process in parent.children(recursive=True) if "VLLM" in " ".join(process.cmdline()))
+    forks = (process for process in parent.children(recursive=True) if "VLLM" in command_line(process))
     return [*engines, *(process for process in forks if process not in engines)]

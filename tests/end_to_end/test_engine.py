@@ -23,6 +23,7 @@ from engine_pair import (
     Pair,
     PlantableEngine,
     Trainer,
+    command_line,
     engine_processes,
     rollout_engine,
     sync,
@@ -362,7 +363,7 @@ def test_an_engine_whose_owner_is_killed_goes_with_it_and_leaves_nothing(engines
         assert owner.stdout.readline().strip() == "ready"
         # The engine core may be a fork of the tests' fork server.
         started = set(psutil.Process().children(recursive=True)) - others
-        assert any("VLLM" in " ".join(process.cmdline()) for process in started)
+        assert any("VLLM" in command_line(process) for process in started)
         owner.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive

@@ -188,7 +188,7 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     )
     output = " ".join(resumed.stdout.split())
     assert f"{saved[-1].name} is damaged: deepspeed/{harmed.name}: its checksum differs; it is" in output
-    assert f"and the run goes on from {saved[-2].name}" in output
+    assert f"and the run resumes from {saved[-2].name}" in output
     assert "with other settings" not in output
     assert (broken / "checkpoints" / f"{saved[-1].name}.damaged").is_dir()
     first = int(saved[-1].name.removeprefix("step_"))
