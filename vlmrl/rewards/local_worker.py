@@ -7,14 +7,12 @@ training process.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import io
 import math
 import numbers
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +26,13 @@ from vlmrl.rewards import batch
 from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
+from vlmrl.system.lifeline import die_with
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
 
 ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
 SETTING = "reward.remote_url"
 
-_PR_SET_PDEATHSIG = 1
 _MAX_REASON_CHARS = 300
 
 
@@ -85,7 +83,7 @@ _loaded: dict[str, _Loaded | VlmrlError] = {}
 def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = (), log: Path | None = None) -> None:
     """Initialize a scoring process. Functions see the secrets of the environment that `pass_env` names, and print to
     `log`."""
-    _die_with_parent()
+    die_with(os.getppid())  # a killed run leaves none behind
     stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
     if log is not None:
@@ -294,9 +292,3 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError:
             return len(data)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process with the one that forked it, so that a killed run leaves none behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

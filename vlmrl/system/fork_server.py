@@ -13,7 +13,6 @@ A fork is safe only from a process of one thread, and without CUDA: the server r
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -43,6 +42,7 @@ from vlmrl import startup
 from vlmrl.startup.driver import has_gpu
 from vlmrl.system import stops
 from vlmrl.system.exits import log_tail
+from vlmrl.system.lifeline import die_with
 
 VARIABLE = "VLMRL_FORK_SERVER"
 """Environment variable: the command that takes the place of Python, while a server runs."""
@@ -58,7 +58,6 @@ MODULES = (
 )
 """Imported by the server, in this order."""
 _CLIENT = Path(__file__).with_name("fork_client.py")
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """A job scheduler sends them to every process of a run. They are for the forks, not for those that look after them."""
 
@@ -107,8 +106,8 @@ def _start(folder: Path, modules: Sequence[str]) -> subprocess.Popen[bytes] | No
         os.close(os.pidfd_open(os.getpid()))
         command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         command.chmod(0o700)
-        if not os.access(command, os.X_OK):  # the folder is mounted with noexec
-            return None
+        if not os.access(command, os.X_OK):
+            raise PermissionError(f"{folder} is mounted with noexec")
         with socket.socket(socket.AF_UNIX) as listener, (folder / "fork_server.log").open("wb") as log:
             listener.bind(str(address))
             listener.listen(128)  # clients wait while the server imports
@@ -123,7 +122,8 @@ def _start(folder: Path, modules: Sequence[str]) -> subprocess.Popen[bytes] | No
                 env=os.environ | startup.environment() | {"OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-    except OSError:  # an old kernel, a path that is too long for a socket, no memory
+    except OSError as error:  # an old kernel, a path that is too long for a socket, no memory
+        logging.getLogger(__name__).warning("no fork server, so workers start slowly: %s", error)
         return None
 
 
@@ -173,7 +173,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             if os.fork() == 0:
                 listener.close()
                 with suppress(OSError):
-                    _die_with(server)
+                    die_with(server)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     _attend(connection, imported)
                 os._exit(0)
@@ -186,7 +186,7 @@ def _attend(connection: socket.socket, imported: dict[str, str]) -> None:
     child = os.fork()
     if child == 0:
         connection.close()
-        _die_with(attendant)
+        die_with(attendant)
         _become(request, descriptors, imported)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -212,13 +212,6 @@ def _read(connection: socket.socket) -> tuple[_Request, list[int]]:
             raise BrokenPipeError
         data += more
     return _Request(*json.loads(data)), descriptors
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _become(request: _Request, descriptors: Sequence[int], imported: dict[str, str]) -> None:

@@ -5,8 +5,10 @@ core running, with its memory. Linux's PR_SET_PDEATHSIG does not help: it fires 
 the child, and engines are started from a thread, so that the start can have a time limit.
 """
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from vlmrl.system import stops
 
 _INTERVAL_S = 0.2
+_PR_SET_PDEATHSIG = 1
 
 _armed = False
 
@@ -55,6 +58,14 @@ def arm(parent: int) -> None:
         _die()
     else:
         stops.accept_sigterm()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process with `parent`, whose main thread has forked it. Does nothing without Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has died meanwhile
+            _die()
 
 
 def _watch(parent: int) -> None:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 
-TUNABLES = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
-"""Environment of processes that compute on CPU: pages of 2 MiB, if Linux leaves the choice to programs. The first
-optimizer step of a 13M model had 45 page faults instead of 35,823, and rollouts and updates took 2 to 3 % less time
-(two cores).
-"""
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 """glibc's malloc.h."""
 _TOP_PAD = 256 * 2**20

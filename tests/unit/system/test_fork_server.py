@@ -176,8 +176,9 @@ def test_a_signal_to_the_client_ends_the_fork(python: str, number: signal.Signal
 def test_signals_of_a_job_scheduler_reach_the_fork_alone(python: str) -> None:
     """They go to every process of a run: server, attendant, client and fork."""
     code = (
-        "import signal, time\n"
-        "for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, lambda n, f: print(n, flush=True))\n"
+        "import os, signal, time\n"
+        "for number in (signal.SIGTERM, signal.SIGUSR1):\n"
+        "    signal.signal(number, lambda n, f: os.write(1, b'%d\\n' % n))\n"
         "print('started', flush=True)\n"
         "for _ in range(40): time.sleep(0.1)"
     )
