@@ -123,33 +123,140 @@ class Sampling:
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") & _MAX_SEED
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
-    """A response after its prompt: `tokens` starts with the prompt's `tokens`.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One response of the policy within a segment, and the reward that its environment gave for it."""
 
-    Example: prompt [5, 6], response [7, 2] -> tokens [5, 6, 7, 2], sampled [F, F, T, T], logprobs [0, 0, -0.1, -0.3].
+    start: int
+    """Position of its first sampled token."""
+    end: int
+    """Position behind its last sampled token."""
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A sequence as the policy read and continued it: the trainer computes it in one pass.
+
+    Example: prompt [5, 6], response [7, 2], feedback [8, 5], response [9, 2] -> tokens [5, 6, 7, 2, 8, 5, 9, 2],
+    sampled [F, F, T, T, F, F, T, T], turns (2, 4) and (6, 8).
     """
 
     tokens: Ints
     """[T]"""
     sampled: Bools
-    """[T] True where the policy chose the token; False on prompt and environment tokens."""
+    """[T] True where the policy chose the token; False on prompt, feedback and unsampled end-of-turn tokens."""
     logprobs: Floats
     """[T] from the engine; 0 where not sampled."""
-    text: str
-    """The response, decoded without special tokens."""
-    finish_reason: FinishReason
-    version: int
-    """Version of the weights that sampled it."""
+    versions: Ints
+    """[T] version of the weights that sampled the token; -1 where not sampled."""
+    turns: tuple[Turn, ...]
+    """The responses of the policy, in order. None without sampled tokens."""
+    media: tuple[Media, ...] = ()
+    """All images of the sequence, in the order of their tokens: those of the prompt, then those of feedback."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.sampled), len(self.logprobs)}
+        lengths = {len(self.tokens), len(self.sampled), len(self.logprobs), len(self.versions)}
         if len(lengths) != 1:
-            raise ValueError(f"per-token fields of a rollout differ in length: {sorted(lengths)}")
+            raise ValueError(f"per-token fields of a segment differ in length: {sorted(lengths)}")
+        in_turns = np.zeros_like(self.sampled)
+        for turn in self.turns:
+            in_turns[turn.start : turn.end] = True
+        if not np.array_equal(in_turns, self.sampled):
+            raise ValueError("the turns of a segment must hold its sampled tokens, and no others")
 
     @property
     def num_sampled(self) -> int:
         return int(self.sampled.sum())
+
+
+StopReason = Literal["done", "length", "context", "images", "turns", "raised", "failed"]
+"""Why an episode ended: its environment was done; a turn was cut at `rollout.max_new_tokens`; the feedback would have
+exceeded `agent.context_len` or `agent.max_images`; `agent.max_turns` were made; the environment raised; or it hung or
+died more often than `agent.max_retries`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message of a conversation, for users and reward functions."""
+
+    role: Literal["user", "assistant", "tool"]
+    text: str
+    images: tuple[str, ...] = ()
+    """Hashes of its images."""
+    reward: float | None = None
+    """Reward of the environment for a response of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The course of a conversation with an environment."""
+
+    stop: StopReason
+    messages: tuple[ChatMessage, ...]
+    """The conversation after the prompt."""
+    env_s: float = 0.0
+    """Seconds spent in the environment."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Tool calls that could not be parsed, did not fit the schema, or raised."""
+    retries: int = 0
+    """Number of times it was played again because the environment hung or died."""
+    timeouts: int = 0
+    """How many of those hung."""
+    failure: Failure | None = None
+    problem: str | None = None
+    """Why it failed, in one line for users."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One response to a prompt, or one conversation that began with it.
+
+    It counts as one response however many turns and segments it has.
+    """
+
+    segments: tuple[Segment, ...]
+    """At least one. There are several where the chat template rewrote the history between turns: each begins with the
+    history as it was rewritten, and a token is sampled in exactly one of them."""
+    text: str
+    """The last response of the policy, decoded without special tokens."""
+    finish_reason: FinishReason
+    """`length`: the last response was cut, or context, images or turns ran out."""
+    episode: Episode | None = None
+    """The course of a conversation with an environment; None for a single response."""
+
+    @classmethod
+    def of_response(
+        cls,
+        tokens: Ints,
+        sampled: Bools,
+        logprobs: Floats,
+        *,
+        version: int,
+        text: str,
+        finish_reason: FinishReason,
+        media: tuple[Media, ...] = (),
+    ) -> Rollout:
+        """A single response: `sampled` is True on the tokens behind the prompt."""
+        positions = np.flatnonzero(sampled)
+        turns = (Turn(int(positions[0]), int(positions[-1]) + 1),) if len(positions) else ()
+        segment = Segment(tokens, sampled, logprobs, np.where(sampled, version, -1), turns, media)
+        return cls((segment,), text, finish_reason)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(segment.num_sampled for segment in self.segments)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """All versions of the weights that sampled any of its tokens, the oldest first."""
+        return tuple(sorted({int(v) for segment in self.segments for v in segment.versions[segment.sampled]}))
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of all segments; their positions are those in their segments."""
+        return tuple(turn for segment in self.segments for turn in segment.turns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +265,11 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of all responses, in order."""
+        return tuple(segment for rollout in self.rollouts for segment in rollout.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +283,8 @@ class Score:
     failure: Failure | None = None
     """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] rewards of single tokens by a process reward model, which `total` does not include; 0 elsewhere."""
+    """[T] rewards of single tokens, which `total` does not include, over the response's segments end to end; 0 elsewhere.
+    They come from a process reward model, or are those of an environment's turns."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""
     problem: str | None = None
@@ -203,11 +316,19 @@ class Sample:
     """[T] True on the tokens that enter the loss."""
     media: tuple[Media, ...] = ()
     group: int = 0
-    """Number of its prompt in the batch: samples of one group begin with the same tokens and the same media."""
+    """Number of its prompt in the batch."""
     source: str = ""
     """The dataset and row of its prompt, for messages."""
     prefix: int | None = None
     """Number of tokens before the response, for a sample that is left out of the loss: its `sampled` is all False."""
+    response: int | None = None
+    """Number of its response in the batch, for samples that are segments of responses; None: a response by itself."""
+    response_tokens: int | None = None
+    """Sampled tokens of the whole response; None: its own."""
+    shares_prompt: bool = True
+    """It begins with the prompt of its group; False where a chat template has rewritten the history."""
+    num_prompt_images: int | None = None
+    """How many of its images are those of the prompt, which the samples of a group share; None: all."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.sampled):
@@ -223,6 +344,16 @@ class Sample:
         if self.prefix is not None:
             return self.prefix
         return int(self.sampled.argmax()) if self.sampled.any() else len(self.tokens)
+
+    @property
+    def prompt_media(self) -> tuple[Media, ...]:
+        """Images of the prompt."""
+        return self.media[: self.num_prompt_images]
+
+    @property
+    def length_of_response(self) -> int:
+        """Sampled tokens of the whole response."""
+        return int(self.sampled.sum()) if self.response_tokens is None else self.response_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,8 +409,8 @@ class Totals:
 
     num_tokens: int
     """Sampled tokens."""
-    num_samples: int
-    """Samples with a sampled token."""
+    num_responses: int
+    """Responses with a sampled token."""
 
 
 Layout = Literal["padded", "packed", "shared"]
