@@ -232,10 +232,9 @@ class Rollout:
         tokens: Ints,
         sampled: Bools,
         logprobs: Floats,
-        *,
-        version: int,
         text: str,
         finish_reason: FinishReason,
+        version: int,
         media: tuple[Media, ...] = (),
     ) -> Rollout:
         """A single response: `sampled` is True on the tokens behind the prompt."""
@@ -267,6 +266,11 @@ class Group:
     rollouts: tuple[Rollout, ...]
 
     @property
+    def has_images(self) -> bool:
+        """Whether its prompt or any feedback has an image."""
+        return any(segment.media for segment in self.segments)
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of all responses, in order."""
         return tuple(segment for rollout in self.rollouts for segment in rollout.segments)
@@ -283,7 +287,7 @@ class Score:
     failure: Failure | None = None
     """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] rewards of single tokens, which `total` does not include, over the response's segments end to end; 0 elsewhere.
+    """[T] rewards of single tokens, which `total` does not include, over the segments of the response; 0 elsewhere.
     They come from a process reward model, or are those of an environment's turns."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""

@@ -273,7 +273,7 @@ def _policy_settings(model: str, stage: int, frozen: dict[str, bool]) -> PolicyS
         columns=Columns(),
         vision=Vision(cache_gib=1.0),
         total_steps=10,
-        loss=PolicyLoss(aggregation="token", max_new_tokens=8),
+        loss=PolicyLoss(aggregation="token", max_tokens=8),
         temperature=0.7,
         bans=True,
     )

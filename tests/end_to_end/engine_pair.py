@@ -21,7 +21,7 @@ from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.models.weight_buckets import pack_bucket
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sampling
+from vlmrl.types import Floats, Group, Prompt, Sampling, Segment
 
 COLUMNS = Columns(max_pixels=200 * 200)
 TEMPERATURE = 0.7
@@ -88,28 +88,28 @@ class Trainer:
     def prompts(self) -> list[Prompt]:
         return [self.prompt(i, "how many dots?", images=n) for i, n in enumerate((1, 0, 3))]
 
-    def logprobs(self, group: Group, rollout: Rollout) -> Floats:
+    def logprobs(self, segment: Segment) -> Floats:
         """Compute log-probs under the distribution that the response was sampled from."""
-        logits = self._logits(group, rollout)
+        logits = self._logits(segment)
         logits[:, list(self.tools.banned_tokens)] -= 100.0
-        return _sampled_logprobs(logits / TEMPERATURE, rollout)
+        return _sampled_logprobs(logits / TEMPERATURE, segment)
 
-    def plain_logprobs(self, group: Group, rollout: Rollout) -> Floats:
+    def plain_logprobs(self, segment: Segment) -> Floats:
         """Compute log-probs at temperature 1, without banned tokens."""
-        return _sampled_logprobs(self._logits(group, rollout), rollout)
+        return _sampled_logprobs(self._logits(segment), segment)
 
     @torch.no_grad()
-    def _logits(self, group: Group, rollout: Rollout) -> torch.Tensor:
-        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(rollout.tokens)[None]}
-        if group.prompt.media:
-            inputs |= self.tools.pixel_inputs(group.prompt.media)
-            inputs["mm_token_type_ids"] = torch.from_numpy(self.tools.token_types(rollout.tokens))[None]
+    def _logits(self, segment: Segment) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(segment.tokens)[None]}
+        if segment.media:
+            inputs |= self.tools.pixel_inputs(segment.media)
+            inputs["mm_token_type_ids"] = torch.from_numpy(self.tools.token_types(segment.tokens))[None]
         return self.net(**inputs).logits[0]
 
     def difference(self, groups: Sequence[Group]) -> float:
         """Return the largest difference between the log-probs of engine and trainer."""
-        pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
-        return max(float(np.abs(self.logprobs(g, r) - r.logprobs).max()) for g, r in pairs)
+        segments = [segment for group in groups for segment in group.segments]
+        return max(float(np.abs(self.logprobs(segment) - segment.logprobs).max()) for segment in segments)
 
     @torch.no_grad()
     def change(self, part: str, *, by: float = 0.1) -> bool:
@@ -129,10 +129,10 @@ class Trainer:
         return list(self.net.named_parameters())
 
 
-def _sampled_logprobs(logits: torch.Tensor, rollout: Rollout) -> Floats:
+def _sampled_logprobs(logits: torch.Tensor, segment: Segment) -> Floats:
     logprobs = torch.log_softmax(logits[:-1], dim=-1)
-    sampled_logprobs = logprobs.gather(1, torch.from_numpy(rollout.tokens)[1:, None])[:, 0]
-    return np.concatenate([[0.0], sampled_logprobs.numpy()]) * rollout.sampled
+    sampled_logprobs = logprobs.gather(1, torch.from_numpy(segment.tokens)[1:, None])[:, 0]
+    return np.concatenate([[0.0], sampled_logprobs.numpy()]) * segment.sampled
 
 
 @dataclasses.dataclass

@@ -58,7 +58,7 @@ def policy(
         columns=Columns(),
         vision=Vision(cache_gib=cache_gib),
         total_steps=10,
-        loss=PolicyLoss(**({"aggregation": "token", "max_new_tokens": 8} | (loss or {}))),
+        loss=PolicyLoss(**({"aggregation": "token", "max_tokens": 8} | (loss or {}))),
         temperature=0.7,
         bans=True,
         adapter=None if lora is None else plan(model, lora, actor),
@@ -117,7 +117,7 @@ def packs_of(
 
 
 def totals(rows: Sequence[Sample]) -> Totals:
-    return Totals(num_tokens=int(sum(s.sampled.sum() for s in rows)), num_samples=len(rows))
+    return Totals(num_tokens=int(sum(s.sampled.sum() for s in rows)), num_responses=len(rows))
 
 
 def experience(pack: Pack, column: Callable[[int, int], Floats], *, kl_coef: float = 0.0) -> Experience:

@@ -79,7 +79,7 @@ def main(path: str, case: dict[str, Any]) -> None:
     work = [[(pack, pack_experience(pack, experience)) for pack in packs]], [loss_totals(experience.samples)]
     common = {"ds": ds, "loop": Loop(layout="padded"), "columns": columns, "vision": Vision(cache_gib=0.0)}
     common |= {"total_steps": 2, "adapter": adapter}
-    loss = PolicyLoss(aggregation="token", max_new_tokens=ANSWER)
+    loss = PolicyLoss(aggregation="token", max_tokens=ANSWER)
     of_policy = {"actor": actor, "loss": loss, "temperature": 1.0, "bans": True, **common}
     of_critic = {"critic": critic, **common}
 

@@ -18,7 +18,7 @@ from vlmrl.config.rollout import Rollout as RolloutSettings
 from vlmrl.errors import SyncError
 from vlmrl.models import tiny
 from vlmrl.rollout.engine import RolloutEngine
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling
+from vlmrl.types import Floats, Group, Prompt, Rollout, Sample, Sampling, Segment
 from vlmrl.verify.adapters import AdapterCheck, prompt_of, sampling_of
 from vlmrl.verify.noise import NoiseCheck, Paths
 
@@ -49,7 +49,7 @@ class Both:
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
         self.trainer.switch(on=adapter)
-        rows = [self.trainer.logprobs(*_group_and_rollout(sample)) for sample in samples]
+        rows = [self.trainer.logprobs(_segment(sample)) for sample in samples]
         self.trainer.switch(on=True)
         return rows
 
@@ -101,10 +101,10 @@ class Both:
         return [row for rows in self.runner.run(ask()) for row in rows]
 
 
-def _group_and_rollout(sample: Sample) -> tuple[Group, Rollout]:
-    tokens = sample.tokens[: sample.prompt_length]
-    group = Group(Prompt(0, "adapter check", "", tokens, tokens, label=None), ())
-    return group, Rollout(sample.tokens, sample.sampled, sample.sampled.astype("float32"), "", "stop", 0)
+def _segment(sample: Sample) -> Segment:
+    logprobs = sample.sampled.astype("float32")
+    (segment,) = Rollout.of_response(sample.tokens, sample.sampled, logprobs, "", "stop", 0).segments
+    return segment
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_layer_that_is_scaled_after_its_digest_was_taken_is_found_by_the_measu
     both.send()
 
     def padded(groups: Sequence[Group]) -> list[Floats]:
-        return [both.trainer.logprobs(group, rollout) for group in groups for rollout in group.rollouts]
+        return [both.trainer.logprobs(segment) for group in groups for segment in group.segments]
 
     paths = Paths(prefill=both.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)

@@ -194,7 +194,7 @@ def test_engine_and_trainer_agree_with_the_adapter_and_without_it(engines: Adapt
         groups = pair.sample(adapter=True)
         assert pair.gap(adapter=True, groups=groups) < EXACT
         assert pair.gap(adapter=False, groups=groups) > 1e-3
-        assert {rollout.version for group in groups for rollout in group.rollouts} == {version}
+        assert {v for group in groups for rollout in group.rollouts for v in rollout.versions} == {version}
         assert pair.gap(adapter=False) < EXACT
     status = pair.run(pair.engine.status())
     assert status["adapter"] == {"version": 3, "fingerprint": pair.trainer.fingerprint()}
@@ -234,10 +234,10 @@ def test_scores_are_those_of_the_base_or_of_base_and_adapter(pair: AdaptedPair) 
 
     scores = pair.run(score())
     for group, rows, base in zip(groups, scores[::2], scores[1::2], strict=True):
-        for rollout, row, other in zip(group.rollouts, rows, base, strict=True):
+        for segment, row, other in zip(group.segments, rows, base, strict=True):
             for logprobs, on in ((row, True), (other, False)):
                 pair.trainer.switch(on=on)
-                wanted = pair.trainer.plain_logprobs(group, rollout)
+                wanted = pair.trainer.plain_logprobs(segment)
                 pair.trainer.switch(on=True)
                 assert np.abs(logprobs - wanted).max() < EXACT
 
@@ -256,7 +256,7 @@ def test_a_request_in_flight_goes_on_with_the_new_adapter(pair: AdaptedPair) -> 
     pair.trainer.train()
     mixed = pair.run(pair.engine.status())["num_mixed_groups"]
     groups = pair.run(both())
-    assert before in {r.version for group in groups for r in group.rollouts}
+    assert before in {v for group in groups for r in group.rollouts for v in r.versions}
     assert pair.run(pair.engine.status())["num_mixed_groups"] > mixed
     assert pair.gap(adapter=True) < EXACT
 

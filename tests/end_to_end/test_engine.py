@@ -78,7 +78,7 @@ def test_engine_and_trainer_agree_before_and_after_each_of_five_syncs(
         last = synced
         groups = pair.generate(pair.trainer.prompts())
         assert pair.trainer.difference(groups) < EXACT, part
-        assert {rollout.version for group in groups for rollout in group.rollouts} == {version}
+        assert {v for group in groups for rollout in group.rollouts for v in rollout.versions} == {version}
     status = pair.run(pair.engine.status())
     assert (status["version"], status["fingerprint"], status["num_running"]) == (5, last, 0)
     assert status["num_groups"] == num_groups
@@ -112,9 +112,10 @@ def test_a_response_ends_with_its_end_token_or_at_its_length(vision: Pair) -> No
     for group in groups:
         length = len(group.prompt.tokens)
         for rollout in group.rollouts:
-            response = rollout.tokens[length:]
-            assert np.array_equal(rollout.tokens[:length], group.prompt.tokens)
-            assert rollout.sampled.tolist() == [False] * length + [True] * len(response)
+            (segment,) = rollout.segments
+            response = segment.tokens[length:]
+            assert np.array_equal(segment.tokens[:length], group.prompt.tokens)
+            assert segment.sampled.tolist() == [False] * length + [True] * len(response)
             assert (rollout.finish_reason == "stop") == (response[-1] in vision.trainer.tools.eos_token_ids)
             assert not set(response[:-1].tolist()) & set(vision.trainer.tools.eos_token_ids)
             assert len(response) == SAMPLING.max_new_tokens or rollout.finish_reason == "stop"
@@ -131,7 +132,7 @@ def test_vision_tokens_are_never_sampled_however_likely(vision: Pair) -> None:
         head[banned] *= 40.0
     vision.sync()
     groups = vision.generate([vision.trainer.prompt(i, "which?") for i in range(8)])
-    assert not {int(t) for g in groups for r in g.rollouts for t in r.tokens[r.sampled]} & set(banned)
+    assert not {int(t) for g in groups for r in g.segments for t in r.tokens[r.sampled]} & set(banned)
     assert vision.trainer.difference(groups) < EXACT
     with torch.no_grad():
         head[banned] = kept
@@ -140,7 +141,7 @@ def test_vision_tokens_are_never_sampled_however_likely(vision: Pair) -> None:
 
 def test_the_same_seed_and_prompt_give_the_same_responses_and_others_do_not(vision: Pair) -> None:
     def tokens_of(group: Group) -> list[list[int]]:
-        return [rollout.tokens[rollout.sampled].tolist() for rollout in group.rollouts]
+        return [segment.tokens[segment.sampled].tolist() for segment in group.segments]
 
     one, two = vision.trainer.prompt(1, "same?"), dataclasses.replace(vision.trainer.prompt(1, "same?"), index=2)
     first, second = (tokens_of(g) for g in vision.generate([one, two]))
@@ -155,7 +156,7 @@ def test_long_prompts_that_are_prefilled_in_pieces_draw_the_same_responses(visio
     prompts = [vision.trainer.prompt(50 + i, "long " * 100, images=1) for i in range(8)]
     first, again = vision.generate(prompts), vision.generate(prompts)
     for a, b in zip(first, again, strict=True):
-        assert [r.tokens.tolist() for r in a.rollouts] == [r.tokens.tolist() for r in b.rollouts]
+        assert [r.tokens.tolist() for r in a.segments] == [r.tokens.tolist() for r in b.segments]
     assert vision.trainer.difference(first) < EXACT
 
 
@@ -177,7 +178,7 @@ def test_a_request_in_flight_survives_a_sync_and_reports_its_older_version(visio
         return await asyncio.gather(*asking, late)
 
     *early, late = vision.run(both())
-    assert {r.version for r in late.rollouts} == {before + 1}
+    assert {v for r in late.rollouts for v in r.versions} == {before + 1}
     assert before in {r.version for group in early for r in group.rollouts}
     assert vision.run(vision.engine.status())["num_mixed_groups"] >= 1
     assert vision.difference() < EXACT

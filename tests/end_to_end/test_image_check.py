@@ -94,8 +94,8 @@ def test_an_engine_scores_answers_as_it_did_when_it_made_them(engine: Engine) ->
     groups = engine.generate()
     rows = iter(engine.score(groups))
     for group in groups:
-        for rollout in group.rollouts:
-            np.testing.assert_allclose(next(rows), rollout.logprobs, atol=5e-5)
+        for segment in group.segments:
+            np.testing.assert_allclose(next(rows), segment.logprobs, atol=5e-5)
     metrics = check(groups, paths={"engine": engine.score}, bound=BOUND)
     assert metrics["verify/images/engine_effect"] > 0.05
     assert metrics["verify/images/engine_gap"] < 5e-5
@@ -117,7 +117,7 @@ def test_a_tower_that_is_a_step_behind_is_found_by_the_measured_bound(engine: En
     trainer = Trainer(Path(engine.model))
 
     def padded(groups: Sequence[Group]) -> list[Floats]:
-        return [trainer.plain_logprobs(group, rollout) for group in groups for rollout in group.rollouts]
+        return [trainer.plain_logprobs(segment) for group in groups for segment in group.segments]
 
     paths = Paths(prefill=engine.score, padded=padded, exact=None, layout=None)
     check = NoiseCheck(paths, floor=2e-6, stops=True, in_turn=True, seed=0, say=print)

@@ -63,7 +63,7 @@ def test_an_engine_returns_responses_with_log_probs(model: Path) -> None:
     assert len(group.rollouts) == 2
     for rollout in group.rollouts:
         assert 1 <= rollout.num_sampled <= 8
-        assert (rollout.logprobs[rollout.sampled] < 0).all()
+        assert all((segment.logprobs[segment.sampled] < 0).all() for segment in rollout.segments)
 
 
 def test_an_engine_has_the_offline_limits_of_vllm(model: Path) -> None:
@@ -80,8 +80,8 @@ def test_prefill_scores_equal_those_of_sampling(model: Path) -> None:
         return group, await engine.score(group)
 
     group, rows = with_engine(model, both)
-    for rollout, row in zip(group.rollouts, rows, strict=True):
-        np.testing.assert_allclose(row, rollout.logprobs, atol=0.1)
+    for segment, row in zip(group.segments, rows, strict=True):
+        np.testing.assert_allclose(row, segment.logprobs, atol=0.1)
 
 
 @pytest.mark.parametrize("second_runner", ["0", "1"])
@@ -103,7 +103,7 @@ def test_an_engine_holds_the_synced_weights_with_either_model_runner(
 
     before, reply, after = with_engine(model, sync)
     assert reply == fingerprint({name: digest(name, tensor) for name, tensor in changed.items()})
-    assert [rollout.version for rollout in (*before.rollouts, *after.rollouts)] == [0, 0, 1, 1]
+    assert [rollout.versions for rollout in (*before.rollouts, *after.rollouts)] == [(0,), (0,), (1,), (1,)]
 
 
 def test_a_sleeping_engine_frees_memory_and_generates_the_same_afterwards(model: Path) -> None:
@@ -121,6 +121,6 @@ def test_a_sleeping_engine_frees_memory_and_generates_the_same_afterwards(model:
 
     before, free_awake, free_asleep, after = with_engine(model, nap, enable_sleep=True)
     assert free_asleep - free_awake > 2**30
-    assert [rollout.tokens.tolist() for rollout in after.rollouts] == [
-        rollout.tokens.tolist() for rollout in before.rollouts
+    assert [segment.tokens.tolist() for segment in after.segments] == [
+        segment.tokens.tolist() for segment in before.segments
     ]

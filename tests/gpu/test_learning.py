@@ -56,7 +56,7 @@ def rank(model: str, dtype: str, sleeps: str = "") -> dict[str, Any]:
         max_samples=None,
         image_cost=lambda image: 0.0,
     )
-    totals = Totals(num_tokens=sum(int(s.sampled.sum()) for s in samples), num_samples=len(samples))
+    totals = Totals(num_tokens=sum(int(s.sampled.sum()) for s in samples), num_responses=len(samples))
     learner.release()
     asleep = torch.cuda.memory_allocated()
     scored = dict(learner.logprobs(packs)[0])

@@ -19,9 +19,9 @@ def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(net: Any, read: Any, pack: Any) -> Tensor:
         positions = sound(net, read, pack).clone()
-        for segment in pack.segments:
-            if segment.parent is not None:
-                row, columns = segment.place
+        for piece in pack.pieces:
+            if piece.parent is not None:
+                row, columns = piece.place
                 positions[..., row, columns] += 1
         return positions
 

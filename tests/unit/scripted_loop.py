@@ -24,13 +24,14 @@ def make_prompt(index: int, length: int = 2) -> Prompt:
 
 def make_rollout(prompt: Prompt, text: str, *, version: int, length: int = 1, finish: str = "stop") -> Rollout:
     sampled = np.array([False] * len(prompt.tokens) + [True] * length)
-    return Rollout(
+    return Rollout.of_response(
         tokens=np.concatenate([prompt.tokens, np.full(length, 7)]),
         sampled=sampled,
         logprobs=np.where(sampled, ANSWER_LOGPROB, 0.0).astype(np.float32),
         text=text,
         finish_reason=finish,  # type: ignore[arg-type]
         version=version,
+        media=prompt.media,
     )
 
 

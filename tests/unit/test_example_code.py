@@ -27,7 +27,7 @@ def test_the_estimator_reinforces_responses_above_the_group_mean() -> None:
 
 def test_the_loss_is_a_policy_gradient_with_a_squared_penalty() -> None:
     loss = load_function(f"{EXAMPLES}/own_algorithm.py:squared_ratio", "actor.policy_loss_type")
-    knobs = PolicyLoss(aggregation="token", max_new_tokens=2, kind=loss, clip_low=0.2, clip_high=0.25)
+    knobs = PolicyLoss(aggregation="token", max_tokens=2, kind=loss, clip_low=0.2, clip_high=0.25)
     old = torch.tensor([[-1.0, -2.0, -5.0]])
     logprobs = torch.tensor([[-1.0, -2.5, 3.0]], requires_grad=True)
     terms = policy_loss(

@@ -25,24 +25,21 @@ def token_mean(losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, nu
 
 
 def sequence_mean(
-    losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], owner: Int[Tensor, "B T"], *, num_samples: int
+    losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], lengths: Int[Tensor, "B T"], *, num_responses: int
 ) -> Float[Tensor, ""]:
     """Mean over responses of the mean over their sampled tokens (GRPO, arXiv:2402.03300).
 
-    `owner` is the sample of each position (any numbers from 0 up), because a row of a pack holds several.
+    `lengths` holds at each position the number of sampled tokens of its whole response, parts of which may lie in other
+    packs.
     """
-    owners = owner[sampled]
-    if not len(owners):
-        return _masked(losses, sampled).sum()
-    lengths = torch.bincount(owners)
-    return (losses[sampled] / lengths[owners]).sum() / num_samples
+    return (losses[sampled] / lengths[sampled]).sum() / num_responses
 
 
 def constant_mean(
-    losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, num_samples: int, max_new_tokens: int
+    losses: Float[Tensor, "B T"], sampled: Bool[Tensor, "B T"], *, num_responses: int, max_tokens: int
 ) -> Float[Tensor, ""]:
     """Sum over the sampled tokens / (responses * longest): no bias towards long responses (arXiv:2503.20783)."""
-    return _masked(losses, sampled).sum() / (num_samples * max_new_tokens)
+    return _masked(losses, sampled).sum() / (num_responses * max_tokens)
 
 
 def reduce(
@@ -50,16 +47,22 @@ def reduce(
     sampled: Bool[Tensor, "B T"],
     *,
     aggregation: Aggregation,
-    owner: Int[Tensor, "B T"],
+    lengths: Int[Tensor, "B T"],
     totals: Totals,
-    max_new_tokens: int,
+    max_tokens: int,
 ) -> Float[Tensor, ""]:
-    """The contribution of this micro-batch to the loss of the optimizer step; `aggregation` is `algo.loss_agg`."""
+    """The contribution of this micro-batch to the loss of the optimizer step.
+
+    Args:
+        aggregation: `algo.loss_agg`.
+        lengths: see `sequence_mean`.
+        max_tokens: longest possible response, in sampled tokens.
+    """
     if aggregation == "token":
         return token_mean(losses, sampled, num_tokens=totals.num_tokens)
     if aggregation == "sequence":
-        return sequence_mean(losses, sampled, owner, num_samples=totals.num_samples)
-    return constant_mean(losses, sampled, num_samples=totals.num_samples, max_new_tokens=max_new_tokens)
+        return sequence_mean(losses, sampled, lengths, num_responses=totals.num_responses)
+    return constant_mean(losses, sampled, num_responses=totals.num_responses, max_tokens=max_tokens)
 
 
 def response_mean(
@@ -67,7 +70,7 @@ def response_mean(
 ) -> Float[Tensor, "B T"]:
     """At each sampled token the mean over the sampled tokens of its response; 0 elsewhere.
 
-    `owner` is the response of each position (any numbers from 0 up). A response is never split over packs.
+    `owner` is the response of each position (any numbers from 0 up). All of a response is in one pack.
     """
     owners = owner[sampled]
     if not len(owners):

@@ -32,8 +32,8 @@ class PolicyLoss:
     """Settings of the policy's loss."""
 
     aggregation: Aggregation
-    max_new_tokens: int
-    """Longest response; read only by `constant` aggregation."""
+    max_tokens: int
+    """Longest possible response, in sampled tokens; read only by `constant` aggregation."""
     kind: str | UserFunction = "ppo"
     """The name of a function in `policy_losses.py`, or a user's function. The learning process resolves `path.py:name`
     itself, because functions of a user's file cannot be pickled."""

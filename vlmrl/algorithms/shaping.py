@@ -18,13 +18,13 @@ REWARD_ROUNDING = 1e-6
 
 
 def overlong_penalty(
-    num_sampled: Int[Tensor, " B"], *, max_new_tokens: int, buffer: int, factor: float
+    num_sampled: Int[Tensor, " B"], *, max_tokens: int, buffer: int, factor: float
 ) -> Float[Tensor, " B"]:
     """DAPO's soft penalty (arXiv:2503.14476), at least 0: it rises over the last `buffer` tokens before the limit.
 
     `factor * clip((n - (L - buffer)) / buffer, 0, 1)` for a response of n tokens and a limit of L.
     """
-    return factor * ((num_sampled - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    return factor * ((num_sampled - (max_tokens - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 def punish_truncation(
@@ -44,7 +44,7 @@ def shape(
     *,
     num_sampled: Int[Tensor, " B"],
     is_truncated: Bool[Tensor, " B"],
-    max_new_tokens: int,
+    max_tokens: int,
     overlong_buffer: int | None,
     overlong_factor: float,
     truncated_coefficient: float | None,
@@ -53,7 +53,7 @@ def shape(
     """Shape rewards in all three steps; `overlong_buffer` or `truncated_coefficient` None skips that step."""
     if overlong_buffer is not None:
         rewards = rewards - overlong_penalty(
-            num_sampled, max_new_tokens=max_new_tokens, buffer=overlong_buffer, factor=overlong_factor
+            num_sampled, max_tokens=max_tokens, buffer=overlong_buffer, factor=overlong_factor
         )
     if truncated_coefficient is not None:
         rewards = punish_truncation(rewards, is_truncated, coefficient=truncated_coefficient)

@@ -14,7 +14,7 @@ import numpy as np
 
 from vlmrl.cluster.worker_group import Role_co, WorkerGroup
 from vlmrl.data.balance import spread
-from vlmrl.data.packing import FILLER, ImageCost, Pack
+from vlmrl.data.packing import FILLER, ImageCost, Pack, by_response
 from vlmrl.observe.metrics import Metric, merge, reduce
 from vlmrl.types import Experience, Floats, Layout, Metrics, Sample, Totals
 
@@ -50,6 +50,7 @@ class PackingPlan:
         *,
         max_tokens: int | None = None,
         layout: Layout | None = None,
+        whole_responses: bool = False,
     ) -> list[list[Pack]]:
         """Return the packs of each rank."""
         return spread(
@@ -60,6 +61,7 @@ class PackingPlan:
             max_samples=self.max_samples,
             image_cost=self.image_cost,
             filler=self.filler,
+            whole_responses=whole_responses,
         )
 
 
@@ -123,12 +125,22 @@ class Ranks(Generic[Role_co]):
             self.pass_metrics.add(counts)
         return [by_sample[number] for number in range(len(samples))]
 
-    def update(self, call: Callable[[Role_co, Work], list[Counts]], steps: Sequence[Experience]) -> list[Counts]:
+    def update(
+        self,
+        call: Callable[[Role_co, Work], list[Counts]],
+        steps: Sequence[Experience],
+        *,
+        whole_responses: bool = False,
+    ) -> list[Counts]:
         """Divide each optimizer step among the ranks. Returns the metrics of each rank and step, except those of
-        passes, which are kept until the step is reported."""
+        passes, which are kept until the step is reported.
+
+        `whole_responses`: the loss of a token depends on all of its response, whose samples stay in one pack.
+        """
         work: list[Work] = [[] for _ in range(len(self.group))]
         for part in steps:
-            for rank, packs in enumerate(self.packing.spread(part.samples, len(self.group))):
+            shares = self.packing.spread(part.samples, len(self.group), whole_responses=whole_responses)
+            for rank, packs in enumerate(shares):
                 work[rank].append([(pack, pack_experience(pack, part)) for pack in packs])
         of_steps = [metrics for of_rank in self.group.each(call, work) for metrics in of_rank]
         for metrics in of_steps:
@@ -143,7 +155,7 @@ class StepPlan:
     """The division of an experience into optimizer steps, the same for policy and critic."""
 
     batch_size: int
-    """Samples per optimizer step."""
+    """Responses per optimizer step."""
     epochs: int
     """Passes over each experience."""
     seed: int
@@ -167,10 +179,12 @@ class StepPlan:
 class RemotePolicy:
     """The trained model over ranks."""
 
-    def __init__(self, ranks: Ranks[Policy], step_plan: StepPlan) -> None:
+    def __init__(self, ranks: Ranks[Policy], step_plan: StepPlan, *, whole_responses: bool = False) -> None:
+        """`whole_responses`: see `Ranks.update`."""
         self.ranks = ranks
         self._group = ranks.group
         self._step_plan = step_plan
+        self._whole_responses = whole_responses
 
     def logprobs(
         self,
@@ -193,7 +207,10 @@ class RemotePolicy:
     def update(self, experience: Experience, *, step: int) -> Metrics:
         steps = self._step_plan.split(experience, step)
         totals = [loss_totals(part.samples) for part in steps]
-        return reduce(self.ranks.update(lambda policy, work: policy.update(work, totals), steps))
+        of_steps = self.ranks.update(
+            lambda policy, work: policy.update(work, totals), steps, whole_responses=self._whole_responses
+        )
+        return reduce(of_steps)
 
     def fit(self, samples: Sequence[Sample]) -> Metrics:
         """Take one optimizer step of supervised training; return its metrics."""
@@ -317,27 +334,28 @@ class RemoteCritic:
 
 
 def minibatches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Split a batch into optimizer steps of about `batch_size` samples, without splitting a group.
+    """Split a batch into optimizer steps of about `batch_size` responses, without splitting a group.
 
     The groups are shuffled. The last step gets the rest.
     """
-    members: dict[int, list[int]] = {}
-    for number, sample in enumerate(samples):
-        members.setdefault(sample.group, []).append(number)
+    members: dict[int, list[list[int]]] = {}
+    for response in by_response(samples):
+        members.setdefault(samples[response[0]].group, []).append(response)
     order = rng.permutation(list(members))
-    batches: list[list[int]] = [[]]
+    batches: list[list[list[int]]] = [[]]
     for group in order:
         if batches[-1] and len(batches[-1]) + len(members[int(group)]) > batch_size:
             batches.append([])
         batches[-1].extend(members[int(group)])
-    return [sorted(batch) for batch in batches]
+    return [sorted(number for response in batch for number in response) for batch in batches]
 
 
 def loss_totals(samples: Sequence[Sample]) -> Totals:
-    """Return the denominators of the loss of these samples: samples that are left out do not count, and the minimum is
+    """Return the denominators of the loss of these samples: those that are left out do not count, and the minimum is
     1."""
     tokens = [int(sample.sampled.sum()) for sample in samples]
-    return Totals(num_tokens=max(sum(tokens), 1), num_samples=max(sum(number > 0 for number in tokens), 1))
+    num_responses = sum(any(tokens[i] for i in members) for members in by_response(samples))
+    return Totals(num_tokens=max(sum(tokens), 1), num_responses=max(num_responses, 1))
 
 
 def pack_experience(pack: Pack, experience: Experience) -> Experience:

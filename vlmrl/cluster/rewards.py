@@ -15,6 +15,7 @@ import ray
 from vlmrl.cluster.models import Ranks
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.reward import Scoring
+from vlmrl.data.packing import by_response
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError
 from vlmrl.rewards.failures import FirstFailures
@@ -105,6 +106,14 @@ class RemoteRewardModel:
         scores = self.score(samples, as_odds=True)
         return [np.full(len(s.tokens), np.sum(score), np.float32) for s, score in zip(samples, scores, strict=True)]
 
+    def score_responses(self, groups: Sequence[Group]) -> list[float | Floats]:
+        """Return the score of each response: that of its last segment, which ends with all of its conversation; for a
+        process reward model the scores of its steps over all segments end to end."""
+        samples = to_samples(groups)
+        scores = self.score(samples)
+        of_responses = [[scores[i] for i in members] for members in by_response(samples)]
+        return [np.concatenate(parts) if self.is_process else parts[-1] for parts in of_responses]
+
 
 class RewardSources:
     """All reward sources of a run: functions and servers score during the rollout, models after it."""
@@ -133,10 +142,10 @@ class RewardSources:
             scores = [score for group in by_group for score in group]
         else:
             scores = [Score(0.0) for group in groups for _ in group.rollouts]
-        samples = to_samples(groups)
+        prompts = [group.prompt.source for group in groups for _ in group.rollouts]
         for source in self.models:
-            rows = zip(scores, source.score(samples), samples, strict=True)
-            scores = [_with(score, source, value, sample.source) for score, value, sample in rows]
+            rows = zip(scores, source.score_responses(groups), prompts, strict=True)
+            scores = [_with(score, source, value, prompt) for score, value, prompt in rows]
         remaining = iter(scores)
         return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
 

@@ -147,7 +147,7 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
         entropy_coef=actor.entropy_coef,
         correction=correction if advantage.is_correction_enable else None,
         aggregation=config.aggregation,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_tokens=config.max_response_tokens,
     )
 
 

@@ -139,14 +139,8 @@ async def _scores(rewarder: Rewarder, group: Group) -> list[Score] | RewardError
 def _response(prompt: Prompt, text: str) -> Rollout:
     """Return a rollout of this text that was not sampled: its tokens are only the prompt's."""
     zeros = np.zeros(len(prompt.tokens))
-    return Rollout(
-        tokens=prompt.tokens,
-        sampled=zeros.astype(np.bool_),
-        logprobs=zeros.astype(np.float32),
-        text=text,
-        finish_reason="stop",
-        version=0,
-    )
+    sampled, logprobs = zeros.astype(np.bool_), zeros.astype(np.float32)
+    return Rollout.of_response(prompt.tokens, sampled, logprobs, text, "stop", version=0)
 
 
 def _format_text(text: str) -> str:

@@ -130,6 +130,11 @@ class RlConfig(TrainingConfig):
         )
 
     @property
+    def max_response_tokens(self) -> int:
+        """Longest possible response, in sampled tokens."""
+        return self.rollout.max_new_tokens
+
+    @property
     def evaluates(self) -> bool:
         """The run has held-out prompts."""
         return self.eval.dataset is not None or self.data.eval_fraction > 0

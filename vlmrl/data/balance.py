@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlmrl.data.packing import FILLER, ImageCost, Pack, make_pack, make_packs, pack_cost, units
+from vlmrl.data.packing import FILLER, ImageCost, Pack, cuts, make_pack, make_packs, pack_cost, units
 from vlmrl.types import Layout, Sample
 
 TOLERANCE = 1.1
@@ -26,6 +26,7 @@ def spread(
     max_samples: int | None,
     image_cost: ImageCost,
     filler: Sample | None,
+    whole_responses: bool = False,
 ) -> list[list[Pack]]:
     """Give every rank the same number of packs and about the same cost; `result[rank]` holds that rank's packs.
 
@@ -37,6 +38,7 @@ def spread(
 
     Args:
         filler: the smallest sample with an image (`processor.dummy_sample()`); None for text models.
+        whole_responses: all samples of a response stay in one pack.
 
     Raises:
         ValueError: `samples` is empty.
@@ -55,23 +57,28 @@ def spread(
             max_tokens=max_tokens,
             max_samples=max_samples,
             image_cost=image_cost,
+            whole_responses=whole_responses,
         )
-        for share in _assign(samples, num_ranks, cost)
+        for share in _assign(samples, num_ranks, cost, whole_responses=whole_responses)
     ]
     blank = filler if filler is not None else _blank(samples[0])
     num_packs = max(len(packs) for packs in ranks)
-    ranks = [_pad_to(packs, num_packs, blank, layout, cost) for packs in ranks]
+    ranks = [_pad_to(packs, num_packs, blank, layout, cost, whole_responses=whole_responses) for packs in ranks]
     if num_ranks == 1 or filler is None or not any(pack.media for packs in ranks for pack in packs):
         return ranks
     return [[pack if pack.media else _with_filler(pack, filler, layout) for pack in packs] for packs in ranks]
 
 
-def _assign(samples: Sequence[Sample], num_ranks: int, cost: PackCost) -> list[list[int]]:
+def _assign(samples: Sequence[Sample], num_ranks: int, cost: PackCost, *, whole_responses: bool) -> list[list[int]]:
     """Return the ascending sample indices of each rank.
 
     While the busiest rank is above the tolerance, its costliest unit is split in two; the assignment with the lowest
     maximum cost of all that were tried is returned.
     """
+
+    def cuts_of(unit: list[int]) -> list[int]:
+        return cuts([samples[i] for i in unit], whole_responses=whole_responses)
+
     entries = [(cost([samples[i] for i in unit]), unit) for unit in units(samples, "image")]
     best: tuple[float, list[list[int]]] | None = None
     while True:
@@ -79,12 +86,12 @@ def _assign(samples: Sequence[Sample], num_ranks: int, cost: PackCost) -> list[l
         if best is None or max(loads) < best[0]:
             best = max(loads), [sorted(i for unit in share for i in unit) for share in shares]
         busiest = shares[loads.index(max(loads))]
-        divisible = [entry for entry in entries if len(entry[1]) > 1 and entry[1] in busiest]
+        divisible = [entry for entry in entries if entry[1] in busiest and cuts_of(entry[1])]
         if max(loads) <= TOLERANCE * sum(loads) / num_ranks or not divisible:
             return best[1]
         largest = max(divisible, key=lambda entry: entry[0])
         entries.remove(largest)
-        middle = _middle([samples[i] for i in largest[1]], cost)
+        middle = _middle([samples[i] for i in largest[1]], cuts_of(largest[1]), cost)
         parts = (largest[1][:middle], largest[1][middle:])
         entries += [(cost([samples[i] for i in part]), part) for part in parts]
 
@@ -100,21 +107,24 @@ def _longest_first(entries: list[tuple[float, list[int]]], num_ranks: int) -> tu
     return [load for load, _ in sorted(heap, key=lambda entry: entry[1])], shares
 
 
-def _middle(samples: Sequence[Sample], cost: PackCost) -> int:
-    """Return the split position that minimises the cost of the costlier half."""
-    return min(range(1, len(samples)), key=lambda k: max(cost(samples[:k]), cost(samples[k:])))
+def _middle(samples: Sequence[Sample], positions: Sequence[int], cost: PackCost) -> int:
+    """Return the position that minimises the cost of the costlier half."""
+    return min(positions, key=lambda k: max(cost(samples[:k]), cost(samples[k:])))
 
 
-def _pad_to(packs: list[Pack], count: int, blank: Sample, layout: Layout, cost: PackCost) -> list[Pack]:
+def _pad_to(
+    packs: list[Pack], count: int, blank: Sample, layout: Layout, cost: PackCost, *, whole_responses: bool
+) -> list[Pack]:
     """Split the costliest packs until there are `count`; once none can be split, add fillers."""
     packs = list(packs)
     while len(packs) < count:
-        divisible = [k for k, pack in enumerate(packs) if len(pack.samples) > 1]
+        positions = [cuts(pack.samples, whole_responses=whole_responses) for pack in packs]
+        divisible = [k for k, of_pack in enumerate(positions) if of_pack]
         if not divisible:
             packs += [make_pack([blank], [FILLER], layout)] * (count - len(packs))
             break
         k = max(divisible, key=lambda k: cost(packs[k].samples))
-        middle = _middle(packs[k].samples, cost)
+        middle = _middle(packs[k].samples, positions[k], cost)
         parts = (slice(None, middle), slice(middle, None))
         packs[k : k + 1] = [make_pack(packs[k].samples[part], packs[k].ids[part], layout) for part in parts]
     return packs

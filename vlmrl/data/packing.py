@@ -37,7 +37,7 @@ class Branch(NamedTuple):
     """Length of the common prefix; 0 for a single sample."""
 
 
-class Segment(NamedTuple):
+class Piece(NamedTuple):
     """Contiguous tokens: tokens `first` to `last` (exclusive) of a sample, at position `start` of a row."""
 
     row: int
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     first: int
     last: int
     parent: int | None
-    """Index of the segment that it continues; None when it starts a sample."""
+    """Index of the piece that it continues; None when it starts a sample."""
 
     @property
     def place(self) -> tuple[int, slice]:
@@ -72,33 +72,33 @@ class Pack:
             raise ValueError(f"the rows of a pack must hold each of its {len(self.samples)} samples once: {self.rows}")
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """All non-empty segments, row by row, in the order of their positions."""
-        segments: list[Segment] = []
+    def pieces(self) -> tuple[Piece, ...]:
+        """All non-empty pieces, row by row, in the order of their positions."""
+        pieces: list[Piece] = []
         for row, branches in enumerate(self.rows):
             start = 0
             for members, prefix in branches:
                 parent = None
                 if prefix:
-                    parent = len(segments)
-                    segments.append(Segment(row, start, members[0], 0, prefix, None))
+                    parent = len(pieces)
+                    pieces.append(Piece(row, start, members[0], 0, prefix, None))
                     start += prefix
                 for i in members:
                     length = len(self.samples[i].tokens) - prefix
                     if length:
-                        segments.append(Segment(row, start, i, prefix, prefix + length, parent))
+                        pieces.append(Piece(row, start, i, prefix, prefix + length, parent))
                     start += length
-        return tuple(segments)
+        return tuple(pieces)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, T): number of rows, and tokens of the longest row."""
-        return len(self.rows), max(s.start + s.last - s.first for s in self.segments)
+        return len(self.rows), max(p.start + p.last - p.first for p in self.pieces)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the pass computes, without padding."""
-        return sum(s.last - s.first for s in self.segments)
+        return sum(p.last - p.first for p in self.pieces)
 
     @property
     def num_useful(self) -> int:
@@ -109,6 +109,12 @@ class Pack:
     def is_one_per_row(self) -> bool:
         """Whether each row holds one sample."""
         return all(len(row) == 1 and len(row[0].members) == 1 for row in self.rows)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Number of each sample's response in the pack."""
+        numbers = {i: number for number, members in enumerate(by_response(self.samples)) for i in members}
+        return tuple(numbers[i] for i in range(len(self.samples)))
 
     @cached_property
     def media(self) -> dict[str, Media]:
@@ -133,11 +139,17 @@ def make_pack(samples: Sequence[Sample], ids: Sequence[int], layout: Layout) -> 
 
 
 def _branches(samples: Sequence[Sample], ids: Sequence[int]) -> list[Branch]:
-    """Put adjacent samples of the same group into one branch; fillers belong to no group."""
+    """Put adjacent samples that begin with the same prompt into one branch; fillers begin with none."""
     branches: list[Branch] = []
     for i, sample in enumerate(samples):
         last = branches[-1].members[0] if branches else None
-        if last is not None and FILLER not in (ids[i], ids[last]) and samples[last].group == sample.group:
+        if (
+            last is not None
+            and FILLER not in (ids[i], ids[last])
+            and sample.shares_prompt
+            and samples[last].shares_prompt
+            and samples[last].group == sample.group
+        ):
             branches[-1] = Branch((*branches[-1].members, i), 0)
         else:
             branches.append(Branch((i,), 0))
@@ -158,7 +170,7 @@ def _common_prefix(members: Sequence[Sample]) -> int:
                 f"the responses to {_name(first)} do not share its prompt: at token {place} of {length}, one has "
                 f"{first.tokens[place]} and another {other.tokens[place]}; different prompts need different groups"
             )
-        if [item.hash for item in first.media] != [item.hash for item in other.media]:
+        if [item.hash for item in first.prompt_media] != [item.hash for item in other.prompt_media]:
             raise DataError(
                 f"the responses to {_name(first)} do not share its images: different images need different groups"
             )
@@ -182,8 +194,8 @@ def place(pack: Pack, columns: Sequence[NDArray[Any]], fill: float) -> Tensor:
     if [len(column) for column in columns] != [len(sample.tokens) for sample in pack.samples]:
         raise ValueError("the lengths of the arrays to place differ from those of the samples of the pack")
     out = np.full(pack.shape, fill, dtype=columns[0].dtype)
-    for segment in pack.segments:
-        out[segment.place] = columns[segment.sample][segment.first : segment.last]
+    for piece in pack.pieces:
+        out[piece.place] = columns[piece.sample][piece.first : piece.last]
     return torch.from_numpy(out)
 
 
@@ -191,8 +203,8 @@ def collect(pack: Pack, values: Tensor) -> list[NDArray[Any]]:
     """Split [B, T] into one array per sample, in the order of `pack.samples`; the inverse of `place`."""
     array = values.detach().cpu().numpy()
     columns = [np.zeros(len(sample.tokens), dtype=array.dtype) for sample in pack.samples]
-    for segment in pack.segments:
-        columns[segment.sample][segment.first : segment.last] = array[segment.place]
+    for piece in pack.pieces:
+        columns[piece.sample][piece.first : piece.last] = array[piece.place]
     for row in pack.rows:
         for members, prefix in row:
             for i in members[1:]:
@@ -220,28 +232,54 @@ def pack_cost(samples: Sequence[Sample], layout: Layout, image_cost: ImageCost) 
 def _num_shared(samples: Sequence[Sample]) -> int:
     """Count the tokens that sharing prompts saves."""
     saved = 0
-    for _, run in groupby(samples, key=lambda sample: sample.group):
+    with_prompt = [sample for sample in samples if sample.shares_prompt]
+    for _, run in groupby(with_prompt, key=lambda sample: sample.group):
         members = list(run)
         saved += (len(members) - 1) * min(sample.prompt_length for sample in members)
     return saved
 
 
-def units(samples: Sequence[Sample], finest: Literal["image", "group", "sample"]) -> list[list[int]]:
+Unit = Literal["image", "group", "response", "sample"]
+
+
+def units(samples: Sequence[Sample], finest: Unit) -> list[list[int]]:
     """Return the indices of samples to keep in one pack, ordered by the first sample of each unit.
 
-    `image`: samples with the same images, or without images and with the same prompt; `group`: with the same prompt;
-    `sample`: single samples.
+    `image`: samples with the same images in their prompt, or without images and with the same prompt; `group`: with the
+    same prompt; `response`: of the same response; `sample`: single samples.
     """
+    if finest == "response":
+        return by_response(samples)
+    images: dict[int, tuple[str, ...]] = {}
+    for sample in samples:
+        if sample.shares_prompt:
+            images.setdefault(sample.group, tuple(item.hash for item in sample.prompt_media))
     members_by_key: dict[object, list[int]] = {}
     for i, sample in enumerate(samples):
         if finest == "sample":
             key: object = i
-        elif finest == "image" and sample.media:
-            key = tuple(item.hash for item in sample.media)
         else:
-            key = sample.group
+            key = (images.get(sample.group) or sample.group) if finest == "image" else sample.group
         members_by_key.setdefault(key, []).append(i)
     return [sorted(members, key=lambda i: (samples[i].group, i)) for members in members_by_key.values()]
+
+
+def by_response(samples: Sequence[Sample]) -> list[list[int]]:
+    """Return the indices of the samples of each response, in the order of their first samples."""
+    members: dict[tuple[bool, int], list[int]] = {}
+    for i, sample in enumerate(samples):
+        key = (False, i) if sample.response is None else (True, sample.response)
+        members.setdefault(key, []).append(i)
+    return list(members.values())
+
+
+def cuts(samples: Sequence[Sample], *, whole_responses: bool) -> list[int]:
+    """Return the positions at which a pack of these samples can be cut in two."""
+    return [
+        k
+        for k in range(1, len(samples))
+        if not whole_responses or samples[k].response is None or samples[k].response != samples[k - 1].response
+    ]
 
 
 def make_packs(
@@ -252,27 +290,29 @@ def make_packs(
     max_tokens: int,
     max_samples: int | None,
     image_cost: ImageCost,
+    whole_responses: bool = False,
 ) -> list[Pack]:
     """Split samples into packs of at most `max_tokens` cost and `max_samples` samples.
 
     Samples with the same images stay together, else those of a group, as far as the budget allows. A sample above the
-    budget gets a separate pack.
+    budget gets a separate pack; with `whole_responses`, all samples of a response above the budget do.
     """
     packs: list[list[int]] = [[]]
+    finer: tuple[Unit, ...] = ("group", "response") if whole_responses else ("group", "sample")
 
     def fits(members: list[int]) -> bool:
         within_samples = max_samples is None or len(members) <= max_samples
         return within_samples and pack_cost([samples[i] for i in members], layout, image_cost) <= max_tokens
 
-    def add(unit: list[int], finer: tuple[Literal["group", "sample"], ...]) -> None:
+    def add(unit: list[int], finer: tuple[Unit, ...]) -> None:
         if fits(packs[-1] + unit):
             packs[-1] = packs[-1] + unit
-        elif fits(unit) or len(unit) == 1:
+        elif fits(unit) or not finer or not cuts([samples[i] for i in unit], whole_responses=whole_responses):
             packs.append(unit)
         else:
             for part in units([samples[i] for i in unit], finer[0]):
                 add([unit[k] for k in part], finer[1:])
 
     for unit in units(samples, "image"):
-        add(unit, ("group", "sample"))
+        add(unit, finer)
     return [make_pack([samples[i] for i in pack], [ids[i] for i in pack], layout) for pack in packs if pack]

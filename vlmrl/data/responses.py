@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from vlmrl.data.packing import by_response
 from vlmrl.plugins import Processor
-from vlmrl.types import Group, Prompt, Rollout, Sample
+from vlmrl.types import Group, Prompt, Rollout, Sample, Segment, Turn
 
 
 def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
@@ -29,26 +32,77 @@ def sft_sample(prompt: Prompt, answer: str, processor: Processor) -> Sample:
     )
 
 
-def truncate(rollout: Rollout, limit: int) -> Rollout:
-    """Keep up to `limit` sampled tokens, and at least one fewer than there are, unless there is only one.
+def truncate(segment: Segment, limit: int) -> Segment:
+    """Cut the last turn to `limit` sampled tokens, and to at least one fewer than there are, unless there is only one.
 
     An engine that scores the result has to generate one more token within the same context length.
     """
-    positions = np.flatnonzero(rollout.sampled)
-    end = int(positions[: max(1, min(limit, len(positions) - 1))][-1]) + 1
-    return replace(rollout, tokens=rollout.tokens[:end], sampled=rollout.sampled[:end], logprobs=rollout.logprobs[:end])
+    *turns, last = segment.turns
+    end = last.start + max(1, min(limit, last.end - last.start - 1))
+    return replace(
+        segment,
+        tokens=segment.tokens[:end],
+        sampled=segment.sampled[:end],
+        logprobs=segment.logprobs[:end],
+        versions=segment.versions[:end],
+        turns=(*turns, Turn(last.start, end, last.reward)),
+    )
+
+
+def shortened(rollout: Rollout, limit: int) -> Rollout:
+    """Cut the last segment of a response that has sampled tokens, and drop those behind it; see `truncate`."""
+    last = max(place for place, segment in enumerate(rollout.segments) if segment.turns)
+    return replace(rollout, segments=(*rollout.segments[:last], truncate(rollout.segments[last], limit)))
 
 
 def to_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Convert every response to a sample, group by group."""
-    return [
-        Sample(
-            tokens=rollout.tokens,
-            sampled=rollout.sampled,
-            media=group.prompt.media,
-            group=number,
-            source=group.prompt.source,
-        )
-        for number, group in enumerate(groups)
-        for rollout in group.rollouts
-    ]
+    """Convert every segment of every response to a sample, group by group."""
+    samples: list[Sample] = []
+    num_responses = 0
+    for number, group in enumerate(groups):
+        for rollout in group.rollouts:
+            samples += [
+                Sample(
+                    tokens=segment.tokens,
+                    sampled=segment.sampled,
+                    media=segment.media,
+                    group=number,
+                    source=group.prompt.source,
+                    response=num_responses,
+                    response_tokens=rollout.num_sampled,
+                    shares_prompt=place == 0,
+                    num_prompt_images=len(group.prompt.media) if place == 0 else None,
+                )
+                for place, segment in enumerate(rollout.segments)
+            ]
+            num_responses += 1
+    return samples
+
+
+class EndToEnd:
+    """Per-token rows of samples as rows of their responses, whose segments lie end to end; and back.
+
+    Example: segments of 3 and 2 tokens make one row of 5.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._members = by_response(samples)
+        self._lengths = [len(sample.tokens) for sample in samples]
+
+    def join(self, rows: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """One row per response, from one per sample."""
+        joined = []
+        for members in self._members:
+            of_response = [rows[i] for i in members]
+            joined.append(of_response[0] if len(members) == 1 else np.concatenate(of_response))
+        return joined
+
+    def split(self, rows: Iterable[NDArray[Any]]) -> list[NDArray[Any]]:
+        """One row per sample, from one per response, which may be padded behind its tokens."""
+        split: dict[int, NDArray[Any]] = {}
+        for members, row in zip(self._members, rows, strict=True):
+            start = 0
+            for i in members:
+                split[i] = row[start : start + self._lengths[i]]
+                start += self._lengths[i]
+        return [split[i] for i in range(len(self._lengths))]

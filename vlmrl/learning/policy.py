@@ -29,7 +29,7 @@ from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.system.user_function import name_or_function
-from vlmrl.types import Bools, Experience, Floats, Layout, Sample, Totals
+from vlmrl.types import Bools, Experience, Floats, Ints, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 
@@ -198,7 +198,8 @@ class Policy(TrainableModel, WeightSender):
         settings = self._loss
         output = self._forward(pack)
         sampled = self._place(pack, [s.sampled for s in pack.samples], fill=False)
-        owner = self._place(pack, [np.full(len(s.tokens), i) for i, s in enumerate(pack.samples)], fill=0)
+        owner = self._place(pack, _repeated(pack, pack.owners), fill=0)
+        lengths = self._place(pack, _repeated(pack, [sample.length_of_response for sample in pack.samples]), fill=0)
         logprobs = output.logprobs.float()
         if experience.old_logprobs is None:
             old = logprobs.detach()
@@ -223,9 +224,9 @@ class Policy(TrainableModel, WeightSender):
             terms.losses,
             sampled,
             aggregation=settings.aggregation,
-            owner=owner,
+            lengths=lengths,
             totals=total,
-            max_new_tokens=settings.max_new_tokens,
+            max_tokens=settings.max_tokens,
         )
         with torch.no_grad():
             gap = log_ratio(logprobs, old, sampled)
@@ -280,6 +281,11 @@ class Policy(TrainableModel, WeightSender):
                 "policy/ratio_max": Max(sums["ratio_max"]),
             }
         return metrics
+
+
+def _repeated(pack: Pack, numbers: Sequence[int]) -> list[Ints]:
+    """One number per sample, repeated for each of its tokens."""
+    return [np.full(len(sample.tokens), number) for sample, number in zip(pack.samples, numbers, strict=True)]
 
 
 def _load_user_loss(loss: PolicyLoss) -> PolicyLoss:

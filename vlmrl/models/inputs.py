@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vlmrl.data.packing import Pack, Segment, place
-from vlmrl.errors import ConfigError, DataError
+from vlmrl.data.image_tokens import last_image_tokens
+from vlmrl.data.packing import Pack, Piece, place
+from vlmrl.errors import ConfigError
 from vlmrl.models.attention import check_layers, isolates_samples
 from vlmrl.models.attention_plan import AttentionPlan, Span, plan_attention
 from vlmrl.types import Bools, Ints, Sample
@@ -81,14 +82,14 @@ def attention_plan(pack: Pack) -> AttentionPlan:
     _, width = pack.shape
     spans: list[Span] = []
     numbers: list[int] = []
-    for i, segment in enumerate(pack.segments):
+    for i, piece in enumerate(pack.pieces):
         numbers.append(len(spans))
-        parent = None if segment.parent is None else numbers[segment.parent]
-        end = segment.start + segment.last - segment.first
-        spans.append(Span(segment.row * width + segment.start, segment.last - segment.first, parent))
-        is_last = i + 1 == len(pack.segments) or pack.segments[i + 1].row != segment.row
+        parent = None if piece.parent is None else numbers[piece.parent]
+        end = piece.start + piece.last - piece.first
+        spans.append(Span(piece.row * width + piece.start, piece.last - piece.first, parent))
+        is_last = i + 1 == len(pack.pieces) or pack.pieces[i + 1].row != piece.row
         if is_last and end < width:
-            spans.append(Span(segment.row * width + end, width - end))
+            spans.append(Span(piece.row * width + end, width - end))
     return plan_attention(tuple(spans), causal=True)
 
 
@@ -105,29 +106,29 @@ def _position_ids(net: PreTrainedModel, processor: Processor, pack: Pack) -> Ten
     if getattr(net.base_model, "get_rope_index", None) is None:
         return text
     rows = np.zeros((3, *pack.shape), dtype=np.int64)
-    by_segment: list[Ints] = []
-    for segment in pack.segments:
-        positions = _positions(net, processor, pack, segment, by_segment)
-        row, columns = segment.place
+    by_piece: list[Ints] = []
+    for piece in pack.pieces:
+        positions = _positions(net, processor, pack, piece, by_piece)
+        row, columns = piece.place
         rows[:, row, columns] = positions
-        by_segment.append(positions)
+        by_piece.append(positions)
     return torch.cat([text[None], torch.from_numpy(rows)])
 
 
-def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, segment: Segment, previous: list[Ints]) -> Ints:
-    """[3, length] M-RoPE positions in time, height and width of a segment; `previous` are those of earlier segments."""
-    sample = pack.samples[segment.sample]
-    segment_tokens = sample.tokens[segment.first : segment.last]
-    if segment.parent is not None and not processor.token_types(segment_tokens).any():
+def _positions(net: PreTrainedModel, processor: Processor, pack: Pack, piece: Piece, previous: list[Ints]) -> Ints:
+    """[3, length] M-RoPE positions in time, height and width of a piece; `previous` are those of earlier pieces."""
+    sample = pack.samples[piece.sample]
+    piece_tokens = sample.tokens[piece.first : piece.last]
+    if piece.parent is not None and not processor.token_types(piece_tokens).any():
         # Text continues from the largest position before it, equally on all three axes.
-        following: Ints = previous[segment.parent].max() + 1 + np.arange(len(segment_tokens))
-        return np.broadcast_to(following, (3, len(segment_tokens)))
+        following: Ints = previous[piece.parent].max() + 1 + np.arange(len(piece_tokens))
+        return np.broadcast_to(following, (3, len(piece_tokens)))
     tokens = torch.from_numpy(sample.tokens)[None]
     types = torch.from_numpy(processor.token_types(sample.tokens))[None]
     grids = torch.tensor([processor.grid(item.size) for item in sample.media]) if sample.media else None
     positions, _ = net.base_model.get_rope_index(tokens, types, image_grid_thw=grids)
     of_sample: Ints = positions[:, 0].numpy()
-    return of_sample[:, segment.first : segment.last]
+    return of_sample[:, piece.first : piece.last]
 
 
 def _scored(sample: Sample) -> Bools:
@@ -143,12 +144,12 @@ def _states_before(pack: Pack) -> dict[str, Tensor]:
     scored = place(pack, [_scored(sample) for sample in pack.samples], fill=False)
     _, width = pack.shape
     previous = []
-    for segment in pack.segments:
-        index = segment.row * width + segment.start + np.arange(-1, segment.last - segment.first - 1)
-        if segment.parent is not None:
-            prompt = pack.segments[segment.parent]
+    for piece in pack.pieces:
+        index = piece.row * width + piece.start + np.arange(-1, piece.last - piece.first - 1)
+        if piece.parent is not None:
+            prompt = pack.pieces[piece.parent]
             index[0] = prompt.row * width + prompt.start + prompt.last - 1
-        previous.append(index[_scored(pack.samples[segment.sample])[segment.first : segment.last]])
+        previous.append(index[_scored(pack.samples[piece.sample])[piece.first : piece.last]])
     return {"scored": scored, "previous": torch.from_numpy(np.concatenate(previous))}
 
 
@@ -156,22 +157,15 @@ def _images(processor: Processor, pack: Pack, cached: Container[str]) -> dict[st
     if not pack.media:
         return {}
     new = [item for name, item in pack.media.items() if name not in cached]
-    places = tuple(name for segment in pack.segments for name in _image_names(processor, pack, segment))
+    places = tuple(name for piece in pack.pieces for name in _image_names(processor, pack, piece))
     return {**processor.pixel_inputs(new), "images": tuple(item.hash for item in new), "image_places": places}
 
 
-def _image_names(processor: Processor, pack: Pack, segment: Segment) -> list[str]:
-    """Content hashes of the images whose tokens are in a segment."""
-    sample = pack.samples[segment.sample]
+def _image_names(processor: Processor, pack: Pack, piece: Piece) -> list[str]:
+    """Content hashes of the images whose tokens are in a piece."""
+    sample = pack.samples[piece.sample]
     if not sample.media:
         return []
-    is_image = processor.token_types(sample.tokens) > 0
-    ends = np.cumsum([processor.num_tokens(item.size) for item in sample.media])
-    if is_image.sum() != ends[-1]:
-        raise DataError(
-            f"{sample.source or 'a sample'} has {is_image.sum()} image tokens, but its {len(sample.media)} images take "
-            f"{ends[-1]}: the model would see none of them, or wrong ones"
-        )
-    places = np.flatnonzero(is_image)[ends - 1]
-    inside = (places >= segment.first) & (places < segment.last)
+    places = last_image_tokens(sample.tokens, sample.media, processor, source=sample.source)
+    inside = (places >= piece.first) & (places < piece.last)
     return [item.hash for item, is_inside in zip(sample.media, inside, strict=True) if is_inside]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from vlmrl.system.storage import writing
 from vlmrl.types import Floats, Group, Media, Rollout, Score
 
@@ -42,14 +44,15 @@ class Transcripts:
             groups: N prompts and their responses.
             scores: the score of each response, group by group.
             rewards: N arrays of [G], after shaping; NaN for a response without a reward, which is written as null.
-            advantages: one array of [T] per response, over all groups. The mean over the sampled tokens is written.
+            advantages: one array of [T] per segment of each response, over all groups. The mean over the sampled tokens
+                of a response is written.
             left_out: groups that dynamic filtering excluded, with their scores and rewards. They come last, without
                 advantages, and with `left_out` true.
         """
-        response_advantages = iter(advantages)
+        of_segments = iter(advantages)
         results = [
             [
-                {"reward": _number(reward), "advantage": _mean(next(response_advantages), rollout)}
+                {"reward": _number(reward), "advantage": _mean([next(of_segments) for _ in rollout.segments], rollout)}
                 for rollout, reward in zip(group.rollouts, group_rewards, strict=True)
             ]
             for group, group_rewards in zip(groups, rewards, strict=True)
@@ -82,7 +85,7 @@ class Transcripts:
         partial = target.with_suffix(".tmp")
         with writing(f"rollouts of step {step}", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._save_new_media([media for group in groups for media in group.prompt.media])
+            self._save_new_media([media for group in groups for media in _media(group)])
             # A response may hold a lone surrogate, which UTF-8 cannot encode; its backslash escape is valid JSON.
             with partial.open("w", encoding="utf-8", errors="backslashreplace") as lines:
                 for record in _records(step, groups, scores, results, flags):
@@ -124,15 +127,34 @@ def _records(
                     **numbers,
                     "tokens": rollout.num_sampled,
                     "finish_reason": rollout.finish_reason,
-                    "version": rollout.version,
+                    "version": min(rollout.versions, default=None),
+                    **_conversation(rollout),
                 }
                 for rollout, score, numbers in zip(group.rollouts, group_scores, group_results, strict=True)
             ],
         }
 
 
-def _mean(advantages: Floats, rollout: Rollout) -> float:
-    return float(advantages[rollout.sampled].mean()) if rollout.num_sampled else 0.0
+def _media(group: Group) -> list[Media]:
+    return [*group.prompt.media, *(media for segment in group.segments for media in segment.media)]
+
+
+def _conversation(rollout: Rollout) -> dict[str, Any]:
+    """The turns of a conversation with an environment."""
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    messages = [
+        {"role": message.role, "text": message.text, "images": list(message.images), "reward": message.reward}
+        for message in episode.messages
+    ]
+    return {"stop": episode.stop, "messages": messages, "versions": list(rollout.versions)}
+
+
+def _mean(advantages: Sequence[Floats], rollout: Rollout) -> float:
+    """The mean over all sampled tokens of a response, from one row per segment."""
+    sampled = [row[segment.sampled] for row, segment in zip(advantages, rollout.segments, strict=True)]
+    return float(np.concatenate(sampled).mean()) if rollout.num_sampled else 0.0
 
 
 def _number(reward: float) -> float | None:

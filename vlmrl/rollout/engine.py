@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlmrl import plugins, startup
+from vlmrl.data.image_tokens import collapse
 from vlmrl.errors import ClusterError, DataError, DiedError, SyncError
 from vlmrl.models.adapter_plan import AdapterPlan, adapter_fingerprint
 from vlmrl.models.weight_buckets import fingerprint
@@ -29,7 +30,7 @@ from vlmrl.rollout.reports import (
     find_problem,
 )
 from vlmrl.rollout.settings import EngineSettings
-from vlmrl.types import Floats, Group, Prompt, Rollout, Sampling
+from vlmrl.types import Floats, Group, Prompt, Sampling, Segment
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -49,8 +50,8 @@ class RolloutEngine(Inbox):
     cannot reproduce the nucleus.
 
     Weights change between `begin_update` and `finish_update`. Requests in flight pause there and resume afterwards;
-    their KV cache is recomputed, and a group whose responses saw two versions carries the older one. After a failed
-    update the engine refuses to generate, with the reason, until an update succeeds; its `version` does not change.
+    their KV cache is recomputed, and each token carries the version that sampled it. After a failed update the engine
+    refuses to generate, with the reason, until an update succeeds; its `version` does not change.
 
     An engine with an adapter generates with base and adapter or with the base only, as each request specifies. After an
     update of the base it has no adapter until the next one is synced.
@@ -181,19 +182,19 @@ class RolloutEngine(Inbox):
         return group
 
     async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
-        """Return log-probs of existing responses: one [T] per rollout, 0 on the prompt.
+        """Return log-probs of existing responses: one [T] per segment, 0 where not sampled.
 
         They are of the distribution that is sampled from at the engine's `temperature`, or without one the model's own
         (no bans, temperature 1), and nothing of them comes from the prefix cache. vLLM scores a response only if it
         leaves room for one more token. Raises the errors of `generate`.
         """
-        rows = (self._score(group.prompt, rollout, adapter=adapter) for rollout in group.rollouts)
+        rows = (self._score(group.prompt, segment, adapter=adapter) for segment in group.segments)
         return list(await asyncio.gather(*rows))
 
-    async def _score(self, prompt: Prompt, rollout: Rollout, *, adapter: bool) -> Floats:
-        extended = requests.with_response(prompt, rollout)
+    async def _score(self, prompt: Prompt, segment: Segment, *, adapter: bool) -> Floats:
+        extended = requests.as_prompt(prompt, segment, collapse(segment.tokens, segment.media, self._processor))
         output = await self._request(extended, requests.scoring_parameters(), adapter=adapter)
-        return requests.prompt_logprobs(extended, output, first=len(prompt.tokens))
+        return requests.prompt_logprobs(extended, output, sampled=segment.sampled)
 
     async def _request(self, prompt: Prompt, parameters: dict[str, Any], *, adapter: bool) -> RequestOutput:
         """Send one request and return vLLM's final output. Raises the errors of `generate`."""

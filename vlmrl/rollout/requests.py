@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vlmrl.errors import SyncError
-from vlmrl.types import FinishReason, Floats, Group, Ints, Prompt, Rollout, Sampling
+from vlmrl.types import Bools, FinishReason, Floats, Group, Ints, Prompt, Rollout, Sampling, Segment, Turn
 
 ADAPTER_ID = 1
 """vLLM's id of the one adapter that an engine may have."""
@@ -21,6 +21,10 @@ class Span(Protocol):
     """Tokens of a response that one version of the weights produced (vLLM's WeightVersionSpan)."""
 
     version: str
+    start: int
+    """Index of its first token in the response."""
+    end: int
+    """Index behind its last token."""
 
 
 class Completion(Protocol):
@@ -73,10 +77,12 @@ def sampling_parameters(
     }
 
 
-def with_response(prompt: Prompt, rollout: Rollout) -> Prompt:
-    """Return the prompt extended by the response, for scoring tokens that exist already."""
-    response = rollout.tokens[len(prompt.tokens) :]
-    return replace(prompt, tokens=rollout.tokens, request=np.concatenate([prompt.request, response]))
+def as_prompt(prompt: Prompt, segment: Segment, request: Ints) -> Prompt:
+    """Return a segment of a response as a prompt, for scoring tokens that exist already.
+
+    `request` are its tokens with one placeholder per image.
+    """
+    return replace(prompt, tokens=segment.tokens, request=request, media=segment.media)
 
 
 def scoring_parameters() -> dict[str, Any]:
@@ -85,8 +91,8 @@ def scoring_parameters() -> dict[str, Any]:
     return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
 
 
-def prompt_logprobs(prompt: Prompt, output: Output, *, first: int) -> Floats:
-    """Return log-probs of the prompt's tokens from `first` on, [T]; 0 before.
+def prompt_logprobs(prompt: Prompt, output: Output, *, sampled: Bools) -> Floats:
+    """Return log-probs of the `sampled` tokens of a prompt, [T]; 0 elsewhere.
 
     Raises:
         SyncError: vLLM read another prompt than ours, or did not score it.
@@ -96,7 +102,8 @@ def prompt_logprobs(prompt: Prompt, output: Output, *, first: int) -> Floats:
     scores = output.prompt_logprobs or ()
     if len(scores) != len(logprobs):
         raise SyncError(f"{prompt.source}: vLLM scored {len(scores)} of the {len(logprobs)} requested tokens")
-    logprobs[first:] = [scores[t][int(prompt.tokens[t])].logprob for t in range(first, len(logprobs))]
+    positions = np.flatnonzero(sampled)
+    logprobs[positions] = [scores[t][int(prompt.tokens[t])].logprob for t in positions.tolist()]
     return logprobs
 
 
@@ -124,14 +131,23 @@ def check_prompt(prompt: Prompt, token_ids: Sequence[int] | None) -> None:
 def to_group(prompt: Prompt, output: Output, *, decode: Callable[[Ints], str]) -> Group:
     """Convert finished responses to rollouts, in the order of their seeds.
 
-    The version of a rollout is the oldest that produced any of its tokens.
-
     Raises:
         SyncError: vLLM read another prompt than ours, or aborted a response.
     """
     check_prompt(prompt, output.prompt_token_ids)
     completions = sorted(output.outputs, key=lambda completion: completion.index)
     return Group(prompt, tuple(_rollout(prompt, completion, decode) for completion in completions))
+
+
+def _versions(prompt: Prompt, completion: Completion) -> Ints:
+    """Return the version of each token of prompt and response, [T]; -1 on the prompt."""
+    start = len(prompt.tokens)
+    versions = np.full(start + len(completion.token_ids), -1, dtype=np.int64)
+    for span in completion.weight_versions or ():
+        versions[start + span.start : start + span.end] = int(span.version)
+    if (versions[start:] < 0).any():
+        raise SyncError(f"{prompt.source}: vLLM does not say which weights sampled every token of a response")
+    return versions
 
 
 def is_mixed(output: Output) -> bool:
@@ -152,11 +168,8 @@ def _rollout(prompt: Prompt, completion: Completion, decode: Callable[[Ints], st
     logprobs: Floats = np.zeros(len(sampled), dtype=np.float32)
     by_position = zip(completion.token_ids, completion.logprobs, strict=True)
     logprobs[length:] = [scores[token].logprob for token, scores in by_position]
-    return Rollout(
-        tokens=np.concatenate([prompt.tokens, response]),
-        sampled=sampled,
-        logprobs=logprobs,
-        text=decode(response),
-        finish_reason=reason,
-        version=min(int(span.version) for span in completion.weight_versions),
-    )
+    turns = (Turn(length, length + len(response)),) if len(response) else ()
+    tokens = np.concatenate([prompt.tokens, response])
+    versions = _versions(prompt, completion)
+    segment = Segment(tokens, sampled, logprobs, versions, turns, prompt.media)
+    return Rollout((segment,), decode(response), reason)

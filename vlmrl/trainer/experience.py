@@ -14,6 +14,7 @@ from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import has_signal, shape
 from vlmrl.config.verbs import RlConfig
+from vlmrl.data.responses import EndToEnd
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
@@ -85,8 +86,11 @@ def make_experience(
     algo = config.algo
     all_scores = [score for group in scores for score in group]
     shaped = shaped_rewards(config, groups, scores)
-    sampled = pad([sample.sampled for sample in outputs.samples])
-    kl = reference_kl(outputs, sampled, estimator=algo.kl.estimator)
+    responses = EndToEnd(outputs.samples)
+    rows = [sample.sampled for sample in outputs.samples]
+    sampled = pad(responses.join(rows))
+    values = None if outputs.values is None else pad(responses.join(outputs.values))
+    kl = reference_kl(outputs, responses, sampled, estimator=algo.kl.estimator)
     estimate = advantages(
         shaped.rewards,
         sampled,
@@ -95,26 +99,35 @@ def make_experience(
         lambd=algo.advantage.lambd,
         no_std_norm=algo.advantage.no_std_norm,
         kl_penalty=None if kl is None or algo.kl.use_loss else kl_coef * kl,
-        token_rewards=token_rewards(all_scores, outputs.samples),
-        values=None if outputs.values is None else pad(outputs.values),
+        token_rewards=token_rewards(all_scores, responses.join(rows)),
+        values=values,
         scored=shaped.has_reward,
     )
+    segment_scores = [
+        score
+        for group, group_scores in zip(groups, scores, strict=True)
+        for rollout, score in zip(group.rollouts, group_scores, strict=True)
+        for _ in rollout.segments
+    ]
     experience = Experience(
-        samples=[s if score.has_reward else s.left_out() for s, score in zip(outputs.samples, all_scores, strict=True)],
-        advantages=unpad(estimate.advantages, outputs.samples),
+        samples=[
+            sample if score.has_reward else sample.left_out()
+            for sample, score in zip(outputs.samples, segment_scores, strict=True)
+        ],
+        advantages=responses.split(estimate.advantages.numpy()),
         old_logprobs=outputs.old,
-        rollout_logprobs=[rollout.logprobs for group in groups for rollout in group.rollouts],
+        rollout_logprobs=[segment.logprobs for group in groups for segment in group.segments],
         ref_logprobs=outputs.ref if algo.kl.use_loss else None,
         values=outputs.values,
-        returns=None if estimate.returns is None else unpad(estimate.returns, outputs.samples),
+        returns=None if estimate.returns is None else responses.split(estimate.returns.numpy()),
         kl_coef=kl_coef if algo.kl.use_loss else 0.0,
         span=span,
     )
     metrics: Metrics = {"batch/tokens": float(sum(len(sample.tokens) for sample in outputs.samples))}
     if kl is not None:
         metrics |= {"kl/reference": float(kl[sampled].mean()), "kl/coef": kl_coef}
-    if outputs.values is not None:
-        metrics["value/mean"] = float(pad(outputs.values)[sampled].mean())
+    if values is not None:
+        metrics["value/mean"] = float(values[sampled].mean())
     if outputs.old is not None:
         agreement = compare_engine(replace(experience, samples=outputs.samples), outputs.old)
         check_agreement(config, agreement)
@@ -132,7 +145,7 @@ def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[S
         torch.tensor([score.total for score in all_scores], dtype=torch.float32),
         num_sampled=torch.tensor([rollout.num_sampled for rollout in rollouts]),
         is_truncated=torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]),
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_tokens=config.max_response_tokens,
         overlong_buffer=config.reward.overlong_buffer_len,
         overlong_factor=config.reward.overlong_penalty_factor,
         truncated_coefficient=config.reward.stop_properly_penalty_coef,
@@ -146,11 +159,11 @@ def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[S
     )
 
 
-def token_rewards(scores: Sequence[Score], samples: Sequence[Sample]) -> Tensor | None:
-    """Rewards of single tokens, [B, T]; None when no score has any."""
+def token_rewards(scores: Sequence[Score], rows: Sequence[np.ndarray]) -> Tensor | None:
+    """Rewards of single tokens, [B, T]; None when no score has any. `rows` holds one row per response."""
     if all(score.token_rewards is None for score in scores):
         return None
-    zeros = [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
+    zeros = [np.zeros(len(row), dtype=np.float32) for row in rows]
     return pad([row if s.token_rewards is None else s.token_rewards for s, row in zip(scores, zeros, strict=True)])
 
 
@@ -186,19 +199,15 @@ def length_metrics(groups: Sequence[Group]) -> Metrics:
     }
 
 
-def reference_kl(outputs: ModelOutputs, sampled: Tensor, *, estimator: str) -> Tensor | None:
+def reference_kl(outputs: ModelOutputs, responses: EndToEnd, sampled: Tensor, *, estimator: str) -> Tensor | None:
     """Estimate the KL between policy and reference, [B, T], 0 where not sampled; None without log-probs of both."""
     if outputs.old is None or outputs.ref is None:
         return None
-    kl = kl_to_reference(pad(outputs.old), pad(outputs.ref), estimator=estimator)  # type: ignore[arg-type]
+    old, ref = pad(responses.join(outputs.old)), pad(responses.join(outputs.ref))
+    kl = kl_to_reference(old, ref, estimator=estimator)  # type: ignore[arg-type]
     return torch.where(sampled, kl, 0.0)
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:
     """Stack B rows of different lengths into [B, T], padded with zeros."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-
-def unpad(rows: Tensor, samples: Sequence[Sample]) -> list[Floats]:
-    """Split [B, T] into B arrays as long as their samples."""
-    return [row[: len(sample.tokens)].numpy() for row, sample in zip(rows.float(), samples, strict=True)]

@@ -118,7 +118,7 @@ def train(
                 check_agreement(config, update_metrics)
             if trains_policy:  # while it is frozen it cannot drift, which is no reason to lower the coefficient
                 kl_controller = kl_controller.updated(
-                    metrics.get("kl/reference", 0.0), num_samples=len(outputs.samples)
+                    metrics.get("kl/reference", 0.0), num_samples=sum(len(group.rollouts) for group in groups)
                 )
             with report.phase("sync"):
                 sync_metrics = weight_sync.sync(step)

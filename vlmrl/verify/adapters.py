@@ -186,17 +186,17 @@ class AdapterCheck:
         groups = [*adapted, *bases]
         # One group, so that a layout that shares prompts computes the prompt once. Engines that hold the same model
         # sample equal responses, which are computed once too.
-        samples = {sample.tokens.tobytes(): replace(sample, group=0) for sample in to_samples(groups)}
+        samples = {sample.tokens.tobytes(): replace(sample, group=0, response=None) for sample in to_samples(groups)}
         distinct = list(samples.values())
         on = dict(zip(samples, self._learner.logprobs(distinct), strict=True))
         off = dict(zip(samples, self._learner.logprobs(distinct, adapter=False), strict=True))
         compared = []
         for group in groups:
             columns = [
-                np.concatenate([row[rollout.sampled] for row, rollout in zip(rows, group.rollouts, strict=True)])
+                np.concatenate([row[segment.sampled] for row, segment in zip(rows, group.segments, strict=True)])
                 for rows in (
-                    [rollout.logprobs for rollout in group.rollouts],
-                    *([values[rollout.tokens.tobytes()] for rollout in group.rollouts] for values in (on, off)),
+                    [segment.logprobs for segment in group.segments],
+                    *([values[segment.tokens.tobytes()] for segment in group.segments] for values in (on, off)),
                 )
             ]
             compared.append(LogProbs(*(column.astype(np.float64) for column in columns)))
@@ -330,5 +330,5 @@ def _gap(first: Vector, second: Vector) -> float:
 
 def _is_repeated(current: Group, previous: Group) -> bool:
     """Whether an engine repeats its previous responses token for token."""
-    pairs = zip(current.rollouts, previous.rollouts, strict=True)
+    pairs = zip(current.segments, previous.segments, strict=True)
     return all(np.array_equal(response.tokens, before.tokens) for response, before in pairs)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlmrl.data.media import Blank, Noise, Resized
-from vlmrl.data.responses import truncate
+from vlmrl.data.responses import shortened
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Media, Metrics
 
@@ -84,7 +84,7 @@ def check(
 
 def _check_path(name: str, path: Path, groups: Sequence[Group], *, bound: float, is_foreign: bool) -> Metrics:
     outputs = _compute(name, path, groups)
-    rollouts = _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
+    rollouts = _sampled(groups, [segment.logprobs for group in groups for segment in group.segments])
     if not is_foreign:
         # First, because swapped images look like other faults too: in another order, other images are swapped.
         _check_each(name, outputs, rollouts, groups, slack=_SLACK * bound)
@@ -172,7 +172,7 @@ def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
         reordered=_sampled(reverse, path(reverse))[::-1],
         wrong={
             "other": _sampled(groups, path(_with_others(groups))),
-            "blank": _sampled(groups, path([_with_media(group, _blanks(group)) for group in groups])),
+            "blank": _sampled(groups, path([_with_media(group, _blank) for group in groups])),
         },
     )
     variants = (outputs.true, outputs.reordered, *outputs.wrong.values())
@@ -182,10 +182,10 @@ def _compute(name: str, path: Path, groups: Sequence[Group]) -> _Outputs:
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> Values:
-    """Return the values at sampled tokens, one array per group; `rows` holds one [T] per response, group by group."""
-    flags = [rollout.sampled for group in groups for rollout in group.rollouts]
+    """Return the values at sampled tokens, one array per group; `rows` holds one [T] per segment, group by group."""
+    flags = [segment.sampled for group in groups for segment in group.segments]
     kept = [row[flag].astype(np.float64) for row, flag in zip(rows, flags, strict=True)]
-    ends = np.cumsum([len(group.rollouts) for group in groups]).tolist()
+    ends = np.cumsum([len(group.segments) for group in groups]).tolist()
     return [np.concatenate(kept[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -199,30 +199,43 @@ def _choose(groups: Sequence[Group]) -> list[Group]:
     distinct: dict[tuple[str, ...], Group] = {}
     repeated: list[Group] = []
     for group in groups:
-        rollouts = [rollout for rollout in group.rollouts if rollout.num_sampled] if group.prompt.media else []
+        rollouts = [rollout for rollout in group.rollouts if rollout.num_sampled] if group.has_images else []
         if not rollouts:
             continue
-        hashes = tuple(media.hash for media in group.prompt.media)
-        short = Group(group.prompt, tuple(truncate(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
+        hashes = tuple(media.hash for media in _images(group))
+        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
         if distinct.setdefault(hashes, short) is not short:
             repeated.append(short)
     return [*distinct.values(), *repeated][:_NUM_PROMPTS]
 
 
-def _with_media(group: Group, media: Sequence[Media]) -> Group:
-    return replace(group, prompt=replace(group.prompt, media=tuple(media)))
+def _images(group: Group) -> list[Media]:
+    """The distinct images of a group's prompt and feedback, in the order of their first tokens."""
+    return list({item.hash: item for segment in group.segments for item in segment.media}.values())
+
+
+def _with_media(group: Group, replacement: Callable[[Media, int], Media]) -> Group:
+    """Replace each image of each segment, given the image and its number in the segment."""
+
+    def replaced(media: Sequence[Media]) -> tuple[Media, ...]:
+        return tuple(replacement(item, number) for number, item in enumerate(media))
+
+    rollouts = tuple(
+        replace(rollout, segments=tuple(replace(part, media=replaced(part.media)) for part in rollout.segments))
+        for rollout in group.rollouts
+    )
+    return Group(replace(group.prompt, media=replaced(group.prompt.media)), rollouts)
 
 
 def _with_others(groups: Sequence[Group]) -> list[Group]:
     """Swap the images of neighbouring groups, so that a path that swaps them too is detected."""
     partners = [i ^ 1 if i ^ 1 < len(groups) else 0 for i in range(len(groups))]
-    media = [group.prompt.media for group in groups]
-    return [
-        _with_media(
-            group, [_replacement(image, media[partner][j % len(media[partner])]) for j, image in enumerate(media[i])]
-        )
-        for i, (group, partner) in enumerate(zip(groups, partners, strict=True))
-    ]
+    images = [_images(group) for group in groups]
+
+    def swapped(group: Group, others: Sequence[Media]) -> Group:
+        return _with_media(group, lambda image, number: _replacement(image, others[number % len(others)]))
+
+    return [swapped(group, images[partner]) for group, partner in zip(groups, partners, strict=True)]
 
 
 def _replacement(image: Media, other: Media) -> Media:
@@ -233,5 +246,7 @@ def _replacement(image: Media, other: Media) -> Media:
     return other if other.size == image.size else Resized(f"{other.hash}:{width}x{height}", image.size, other)
 
 
-def _blanks(group: Group) -> list[Media]:
-    return [Blank(f"blank:{width}x{height}", (width, height)) for width, height in (m.size for m in group.prompt.media)]
+def _blank(image: Media, number: int) -> Media:
+    del number
+    width, height = image.size
+    return Blank(f"blank:{width}x{height}", image.size)

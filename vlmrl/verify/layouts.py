@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from vlmrl.data.responses import to_samples, truncate
+from vlmrl.data.responses import shortened, to_samples
 from vlmrl.errors import SyncError
 from vlmrl.types import Group, Layout, Metrics, Sample
 
@@ -44,11 +44,11 @@ def check_layouts(groups: Sequence[Group], compare: Compare) -> Metrics:
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
     """Return the first groups, those with images before those without, with a few responses each."""
-    order = sorted(range(len(groups)), key=lambda number: not groups[number].prompt.media)
+    order = sorted(range(len(groups)), key=lambda number: not groups[number].has_images)
     chosen = []
     for number in order:
         group = groups[number]
-        rollouts = [truncate(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
+        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
         if rollouts:
             chosen.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
     return chosen[:_NUM_GROUPS]

@@ -19,7 +19,7 @@ def check_versions(groups: Sequence[Group], *, version: int) -> None:
         SyncError: one was not.
     """
     for group in groups:
-        stale = {rollout.version for rollout in group.rollouts} - {version}
+        stale = {held for rollout in group.rollouts for held in rollout.versions} - {version}
         if stale:
             raise SyncError(
                 f"a response to {group.prompt.source} comes from weights of version {sorted(stale)[0]}, the trainer is "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vlmrl.data.responses import truncate
+from vlmrl.data.responses import shortened
 from vlmrl.errors import SyncError
 from vlmrl.parallel import run_parallel
 from vlmrl.types import Floats, Group, Metrics
@@ -252,7 +252,7 @@ def _shuffled(groups: Sequence[Group], rng: np.random.Generator) -> Iterator[Gro
         group = groups[int(place)]
         order = [group.rollouts[int(i)] for i in rng.permutation(len(group.rollouts))]
         # A single token cannot be shortened, and after a prompt of the greatest length the engine has no room for one.
-        rollouts = tuple(truncate(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1)
+        rollouts = tuple(shortened(rollout, _NUM_TOKENS) for rollout in order if rollout.num_sampled > 1)
         if rollouts:
             yield Group(group.prompt, rollouts)
 
@@ -263,12 +263,12 @@ def _shortened(group: Group) -> Group:
 
 def _decoded(groups: Sequence[Group]) -> _Values:
     """Return the engine's log-probs of the tokens when it sampled them, concatenated."""
-    return _sampled(groups, [rollout.logprobs for group in groups for rollout in group.rollouts])
+    return _sampled(groups, [segment.logprobs for group in groups for segment in group.segments])
 
 
 def _sampled(groups: Sequence[Group], rows: Sequence[Floats]) -> _Values:
-    """Return the values at sampled tokens, concatenated; `rows` holds one [T] per response."""
-    flags = [rollout.sampled for group in groups for rollout in group.rollouts]
+    """Return the values at sampled tokens, concatenated; `rows` holds one [T] per segment."""
+    flags = [segment.sampled for group in groups for segment in group.segments]
     values: _Values = np.concatenate([row[flag] for row, flag in zip(rows, flags, strict=True)]).astype(np.float64)
     return values
 

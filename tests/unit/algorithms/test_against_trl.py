@@ -99,7 +99,7 @@ def of_trl(batch: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
 
 def of_ours(batch: Batch, *, kl_coef: float = 0.0, **knobs: Any) -> tuple[Tensor, Tensor]:
     logprobs = batch.logprobs.clone().requires_grad_()
-    loss = PolicyLoss(**({"max_new_tokens": LONGEST, "kl_estimator": "k3"} | knobs))
+    loss = PolicyLoss(**({"max_tokens": LONGEST, "kl_estimator": "k3"} | knobs))
     owner = torch.arange(ANSWERS)[:, None].expand(-1, TOKENS)
     terms = policy_loss(
         loss,
@@ -117,9 +117,9 @@ def of_ours(batch: Batch, *, kl_coef: float = 0.0, **knobs: Any) -> tuple[Tensor
         terms.losses,
         batch.sampled,
         aggregation=loss.aggregation,
-        owner=owner,
-        totals=Totals(num_tokens=int(batch.sampled.sum()), num_samples=ANSWERS),
-        max_new_tokens=LONGEST,
+        lengths=batch.sampled.sum(dim=1, keepdim=True).expand(-1, TOKENS),
+        totals=Totals(num_tokens=int(batch.sampled.sum()), num_responses=ANSWERS),
+        max_tokens=LONGEST,
     )
     share.backward()
     assert logprobs.grad is not None

@@ -9,8 +9,9 @@ INF, NAN = float("inf"), float("nan")
 # Three responses: 0 and 1 packed into the first row with a gap between them, 2 alone in the second.
 LOSSES = torch.tensor([[INF, 1.0, 3.0, NAN, 8.0], [NAN, 2.0, INF, 4.0, 6.0]])
 SAMPLED = torch.tensor([[F, T, T, F, T], [F, T, F, T, T]])
-TOTALS = Totals(num_tokens=6, num_samples=3)
-OWNER = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]])
+TOTALS = Totals(num_tokens=6, num_responses=3)
+LENGTHS = torch.tensor([[2, 2, 2, 1, 1], [3, 3, 3, 3, 3]])
+"""Sampled tokens of the response at each position."""
 
 
 def test_token_mean_weights_tokens_equally() -> None:
@@ -18,21 +19,28 @@ def test_token_mean_weights_tokens_equally() -> None:
 
 
 def test_sequence_mean_weights_responses_equally() -> None:
-    assert sequence_mean(LOSSES, SAMPLED, OWNER, num_samples=3).item() == pytest.approx((2 + 8 + 4) / 3)
+    assert sequence_mean(LOSSES, SAMPLED, LENGTHS, num_responses=3).item() == pytest.approx((2 + 8 + 4) / 3)
+
+
+def test_a_response_may_lie_in_several_micro_batches() -> None:
+    places = [(row, columns) for row in (0, 1) for columns in (slice(0, 2), slice(2, 5))]
+    parts = [(slice(row, row + 1), columns) for row, columns in places]
+    shares = [sequence_mean(LOSSES[p], SAMPLED[p], LENGTHS[p], num_responses=3).item() for p in parts]
+    assert sum(shares) == pytest.approx((2 + 8 + 4) / 3)
 
 
 def test_constant_mean_divides_by_the_longest_response() -> None:
-    assert constant_mean(LOSSES, SAMPLED, num_samples=3, max_new_tokens=10).item() == pytest.approx(24 / 30)
+    assert constant_mean(LOSSES, SAMPLED, num_responses=3, max_tokens=10).item() == pytest.approx(24 / 30)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_losses_of_micro_batches_add_up_to_the_step(aggregation) -> None:  # type: ignore[no-untyped-def]
-    totals = {"totals": TOTALS, "max_new_tokens": 10, "aggregation": aggregation}
-    whole = reduce(LOSSES, SAMPLED, owner=OWNER, **totals)
+    totals = {"totals": TOTALS, "max_tokens": 10, "aggregation": aggregation}
+    whole = reduce(LOSSES, SAMPLED, lengths=LENGTHS, **totals)
     shares = [
-        reduce(LOSSES[:1, :3], SAMPLED[:1, :3], owner=OWNER[:1, :3], **totals),
-        reduce(LOSSES[:1, 3:], SAMPLED[:1, 3:], owner=OWNER[:1, 3:], **totals),
-        reduce(LOSSES[1:], SAMPLED[1:], owner=OWNER[1:], **totals),
+        reduce(LOSSES[:1, :3], SAMPLED[:1, :3], lengths=LENGTHS[:1, :3], **totals),
+        reduce(LOSSES[:1, 3:], SAMPLED[:1, 3:], lengths=LENGTHS[:1, 3:], **totals),
+        reduce(LOSSES[1:], SAMPLED[1:], lengths=LENGTHS[1:], **totals),
     ]
     assert sum(s.item() for s in shares) == pytest.approx(whole.item())
 
@@ -40,7 +48,7 @@ def test_losses_of_micro_batches_add_up_to_the_step(aggregation) -> None:  # typ
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_the_gradient_is_zero_outside_and_finite_inside(aggregation) -> None:  # type: ignore[no-untyped-def]
     losses = LOSSES.clone().requires_grad_()
-    reduce(losses, SAMPLED, owner=OWNER, totals=TOTALS, max_new_tokens=10, aggregation=aggregation).backward()
+    reduce(losses, SAMPLED, lengths=LENGTHS, totals=TOTALS, max_tokens=10, aggregation=aggregation).backward()
     assert losses.grad is not None
     assert losses.grad[~SAMPLED].tolist() == [0.0] * 4
     assert losses.grad[SAMPLED].sum().item() == pytest.approx(
@@ -52,8 +60,8 @@ def test_the_gradient_is_zero_outside_and_finite_inside(aggregation) -> None:  #
 def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggregation) -> None:  # type: ignore[no-untyped-def]
     losses = torch.full((1, 4), NAN, requires_grad=True)
     nothing = torch.zeros(1, 4, dtype=torch.bool)
-    owner = torch.zeros(1, 4, dtype=torch.long)
-    loss = reduce(losses, nothing, owner=owner, totals=TOTALS, max_new_tokens=10, aggregation=aggregation)
+    lengths = torch.zeros(1, 4, dtype=torch.long)
+    loss = reduce(losses, nothing, lengths=lengths, totals=TOTALS, max_tokens=10, aggregation=aggregation)
     loss.backward()
     assert loss.item() == 0.0
     assert losses.grad is not None
@@ -62,8 +70,8 @@ def test_a_micro_batch_without_sampled_tokens_is_zero_and_has_a_backward(aggrega
 
 @pytest.mark.parametrize(("aggregation", "expected"), [("token", 24 / 6), ("sequence", 14 / 4), ("constant", 24 / 40)])
 def test_a_response_without_tokens_counts_as_a_response(aggregation, expected) -> None:  # type: ignore[no-untyped-def]
-    totals = Totals(num_tokens=6, num_samples=4)
-    result = reduce(LOSSES, SAMPLED, owner=OWNER, totals=totals, max_new_tokens=10, aggregation=aggregation)
+    totals = Totals(num_tokens=6, num_responses=4)
+    result = reduce(LOSSES, SAMPLED, lengths=LENGTHS, totals=totals, max_tokens=10, aggregation=aggregation)
     assert result.item() == pytest.approx(expected)
 
 

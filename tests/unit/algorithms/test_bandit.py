@@ -42,14 +42,14 @@ def learnt(
     optimizer = torch.optim.Adam([logits, expected], lr=0.15)
     low, high = CLIPS.get(str(kind), (0.2, 0.2))
     aggregation = DEFAULT_AGGREGATION.get(str(kind)) or DEFAULT_AGGREGATION.get(str(estimator), "token")
-    settings = {"aggregation": aggregation, "max_new_tokens": PLACES, "clip_low": low, "clip_high": high}
+    settings = {"aggregation": aggregation, "max_tokens": PLACES, "clip_low": low, "clip_high": high}
     loss = PolicyLoss(kind=kind, **(settings | knobs))
     responses = PROMPTS * GROUP
     owner = torch.arange(responses)[:, None].expand(-1, PLACES + 1)
     for _ in range(steps):
         lengths = torch.randint(1, PLACES + 1, (responses, 1))
         sampled = (torch.arange(PLACES + 1) > 0) & (torch.arange(PLACES + 1) <= lengths)
-        totals = Totals(num_tokens=int(sampled.sum()), num_samples=responses)
+        totals = Totals(num_tokens=int(sampled.sum()), num_responses=responses)
         with torch.no_grad():
             tokens = torch.multinomial(logits.softmax(1).repeat(responses, 1), 1).reshape(responses, PLACES)
             old, _ = scored(logits, tokens)
@@ -82,9 +82,9 @@ def learnt(
                 terms.losses,
                 sampled,
                 aggregation=loss.aggregation,
-                owner=owner,
+                lengths=sampled.sum(dim=1, keepdim=True).expand_as(sampled),
                 totals=totals,
-                max_new_tokens=PLACES,
+                max_tokens=PLACES,
             )
             if result.returns is not None:
                 now = shifted(expected.expand(responses, -1))

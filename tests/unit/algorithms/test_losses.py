@@ -12,17 +12,18 @@ from vlmrl.types import Totals
 
 F, T = False, True
 NAN, INF = float("nan"), float("inf")
-TOTALS = Totals(num_tokens=6, num_samples=3)
+TOTALS = Totals(num_tokens=6, num_responses=3)
 
 
 # Two packs' worth: responses 0 and 1 in the first row with a gap inside 0, response 2 behind its prompt in the second.
 SAMPLED = torch.tensor([[T, F, T, T, T], [F, T, T, F, F]])
 OWNER = torch.tensor([[0, 0, 0, 1, 1], [2, 2, 2, 0, 0]])
+LENGTHS = torch.tensor([[2, 2, 2, 2, 2], [2, 2, 2, 2, 2]])
 OLD = torch.tensor([[-1.0, NAN, -2.0, -0.5, -3.0], [NAN, -1.5, -2.5, INF, -INF]])
 # Log-ratios: log 2 and log 8 (mean log 4), 0 and -log 4 (mean -log 2), log 3 and -log 3 (mean 0).
 LOG_RATIOS = torch.tensor([[2.0, 1, 8.0, 1.0, 0.25], [1, 3.0, 1 / 3, 1, 1]]).log()
 SIGNS = torch.tensor([[1.0, NAN, 1.0, -2.0, -2.0], [NAN, 0.5, 0.5, INF, NAN]])
-KNOBS = {"aggregation": "token", "max_new_tokens": 8, "clip_low": 0.2, "clip_high": 0.3}
+KNOBS = {"aggregation": "token", "max_tokens": 8, "clip_low": 0.2, "clip_high": 0.3}
 
 
 def terms(knobs: dict[str, Any], *, logprobs: Tensor | None = None, **given: Any) -> PolicyTerms:
@@ -60,7 +61,7 @@ def test_gspo_has_the_gradient_of_the_response_ratio() -> None:
     shift = torch.zeros(2, 5, requires_grad=True)
     logprobs = torch.where(SAMPLED, OLD + LOG_RATIOS, 0.0) + shift
     result = terms({"kind": "gspo", "clip_low": 0.9, "clip_high": 9.0}, logprobs=logprobs)
-    reduce(result.losses, SAMPLED, aggregation="sequence", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    reduce(result.losses, SAMPLED, aggregation="sequence", lengths=LENGTHS, totals=TOTALS, max_tokens=8).backward()
     assert shift.grad is not None
     # d/dx of -s A with s = exp(mean): -s A / 2 for each of a response's two tokens, a third of it in the mean of three.
     expected = [-4 / 6, -4 / 6, 2 * 0.5 / 6, 2 * 0.5 / 6, -0.5 / 6, -0.5 / 6]
@@ -71,7 +72,7 @@ def test_gspo_has_the_gradient_of_the_response_ratio() -> None:
 def test_gspo_lets_each_token_learn_from_its_own_advantage() -> None:
     shift = torch.zeros(1, 2, requires_grad=True)
     result = policy_loss(
-        PolicyLoss(aggregation="sequence", max_new_tokens=8, kind="gspo"),
+        PolicyLoss(aggregation="sequence", max_tokens=8, kind="gspo"),
         logprobs=torch.tensor([[-1.0, -2.0]]) + shift,
         old=torch.tensor([[-1.0, -2.0]]),
         rollout=None,
@@ -91,7 +92,7 @@ def test_cispo_weights_log_probs_and_keeps_every_gradient() -> None:
     expected = -weights * SIGNS[SAMPLED] * (OLD + LOG_RATIOS)[SAMPLED]
     torch.testing.assert_close(result.losses[SAMPLED], expected)
     assert kept(result.clipped) == [T, T, F, F, T, F]
-    reduce(result.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    reduce(result.losses, SAMPLED, aggregation="token", lengths=LENGTHS, totals=TOTALS, max_tokens=8).backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad[SAMPLED], -weights * SIGNS[SAMPLED] / 6)
     assert logprobs.grad[~SAMPLED].tolist() == [0.0] * 4
@@ -120,7 +121,7 @@ def test_the_entropy_is_subtracted_with_its_gradient() -> None:
     expected = [p - 0.5 * h for p, h in zip(kept(terms({}).losses), [1, 2, 3, 4, 5, 6], strict=True)]
     assert kept(result.losses.detach()) == pytest.approx(expected)
     assert result.losses[~SAMPLED].tolist() == [0.0] * 4
-    reduce(result.losses, SAMPLED, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    reduce(result.losses, SAMPLED, aggregation="token", lengths=LENGTHS, totals=TOTALS, max_tokens=8).backward()
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, -0.5 / 6 * SAMPLED)
 
@@ -156,7 +157,7 @@ def test_a_pack_without_sampled_tokens_has_zero_loss_and_a_backward(kind: str) -
     nothing = torch.zeros(2, 5, dtype=torch.bool)
     correction = Correction("seq-mask-tis", 0.5, 5.0)
     result = terms({"kind": kind, "correction": correction}, logprobs=logprobs, sampled=nothing, rollout=OLD)
-    reduce(result.losses, nothing, aggregation="token", owner=OWNER, totals=TOTALS, max_new_tokens=8).backward()
+    reduce(result.losses, nothing, aggregation="token", lengths=LENGTHS, totals=TOTALS, max_tokens=8).backward()
     assert result.losses.tolist() == [[0.0] * 5] * 2
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[0.0] * 5] * 2

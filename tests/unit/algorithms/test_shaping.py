@@ -6,7 +6,7 @@ from vlmrl.algorithms.shaping import has_signal, is_within, overlong_penalty, pu
 
 def test_the_overlong_penalty_rises_over_the_buffer_before_the_limit() -> None:
     lengths = torch.tensor([10, 80, 85, 100, 120])
-    result = overlong_penalty(lengths, max_new_tokens=100, buffer=20, factor=2.0)
+    result = overlong_penalty(lengths, max_tokens=100, buffer=20, factor=2.0)
     assert result.tolist() == [0.0, 0.0, 0.5, 2.0, 2.0]
 
 
@@ -26,7 +26,7 @@ def test_the_order_is_overlong_then_truncated_then_clip() -> None:
         torch.tensor([4.0, 4.0, 0.0, 9.0]),
         num_sampled=torch.tensor([100, 90, 100, 5]),
         is_truncated=torch.tensor([True, False, True, False]),
-        max_new_tokens=100,
+        max_tokens=100,
         overlong_buffer=20,
         overlong_factor=1.0,
         truncated_coefficient=0.5,
@@ -46,7 +46,7 @@ def test_truncation_never_raises_a_reward(coefficient: float, buffer: int | None
             rewards,
             num_sampled=torch.full((5,), num_sampled),
             is_truncated=torch.full((5,), truncated),
-            max_new_tokens=1000,
+            max_tokens=1000,
             overlong_buffer=buffer,
             overlong_factor=1.0,
             truncated_coefficient=coefficient,
@@ -67,7 +67,7 @@ def test_unset_shaping_steps_are_skipped() -> None:
         rewards,
         num_sampled=torch.tensor([100, 100]),
         is_truncated=torch.tensor([True, True]),
-        max_new_tokens=100,
+        max_tokens=100,
         overlong_buffer=None,
         overlong_factor=1.0,
         truncated_coefficient=None,

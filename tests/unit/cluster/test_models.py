@@ -215,7 +215,7 @@ def test_a_group_larger_than_a_batch_is_a_separate_step() -> None:
 
 def test_the_loss_is_divided_by_the_sampled_tokens() -> None:
     totals = loss_totals([sample(0, length=5, sampled=2), sample(0, length=4, sampled=3)])
-    assert (totals.num_tokens, totals.num_samples) == (5, 2)
+    assert (totals.num_tokens, totals.num_responses) == (5, 2)
 
 
 def test_fillers_get_zeros_and_samples_their_own_columns() -> None:
@@ -248,8 +248,8 @@ def test_the_optimizer_steps_of_an_experience_share_its_span() -> None:
 
 def test_a_left_out_sample_does_not_count_and_stays_in_its_group() -> None:
     samples = [sample(0), sample(0).left_out(), sample(1).left_out(), sample(1).left_out()]
-    assert loss_totals(samples) == Totals(num_tokens=2, num_samples=1)
-    assert loss_totals(samples[2:]) == Totals(num_tokens=1, num_samples=1), "a loss is never divided by 0"
+    assert loss_totals(samples) == Totals(num_tokens=2, num_responses=1)
+    assert loss_totals(samples[2:]) == Totals(num_tokens=1, num_responses=1), "a loss is never divided by 0"
     rng = np.random.default_rng(0)
     assert sorted(minibatches(samples, 2, rng)) == [[0, 1], [2, 3]], "the number of optimizer steps does not change"
     responses = [replace(sample(1), tokens=np.array([0, a, a])).left_out() for a in (5, 6)]
@@ -260,7 +260,7 @@ def test_a_left_out_sample_does_not_count_and_stays_in_its_group() -> None:
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 def test_the_loss_is_that_of_a_batch_without_the_left_out_samples(aggregation: Any, kind: str) -> None:
     correction = Correction("seq-mask-tis" if kind == "gspo" else "tis", 0.5, 2.0)
-    knobs = PolicyLoss(aggregation=aggregation, max_new_tokens=3, kind=kind, correction=correction, entropy_coef=0.1)
+    knobs = PolicyLoss(aggregation=aggregation, max_tokens=3, kind=kind, correction=correction, entropy_coef=0.1)
     samples = [sample(0), sample(0, length=4, sampled=3), sample(1, length=4, sampled=2), sample(1, length=4)]
 
     def gradient(samples: list[Sample]) -> Tensor:
@@ -270,6 +270,7 @@ def test_the_loss_is_that_of_a_batch_without_the_left_out_samples(aggregation: A
         size = sampled.shape
         logprobs = torch.full(size, -1.0, requires_grad=True)
         owner = torch.arange(len(samples))[:, None].expand(size)
+        lengths = sampled.sum(dim=1, keepdim=True).expand(size)
         terms = policy_loss(
             knobs,
             logprobs=logprobs,
@@ -281,7 +282,7 @@ def test_the_loss_is_that_of_a_batch_without_the_left_out_samples(aggregation: A
             entropy=-logprobs,
         )
         totals = loss_totals(samples)
-        reduce(terms.losses, sampled, aggregation=aggregation, owner=owner, totals=totals, max_new_tokens=3).backward()
+        reduce(terms.losses, sampled, aggregation=aggregation, lengths=lengths, totals=totals, max_tokens=3).backward()
         assert logprobs.grad is not None
         return logprobs.grad
 

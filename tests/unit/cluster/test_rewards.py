@@ -172,7 +172,7 @@ def test_the_image_check_gets_scores_on_all_tokens_and_steps_as_log_odds() -> No
     rows = {number: np.array([0.0, 1.0, 2.0 * number], np.float32) for number in range(4)}
     model = source({number: float(number) for number in range(4)}, weight=0.5)
     steps = source(rows, weight=0.5, is_process=True)
-    lengths = [len(rollout.tokens) for group in groups() for rollout in group.rollouts]
+    lengths = [len(segment.tokens) for group in groups() for segment in group.segments]
     assert [row.tolist() for row in model.score_by_token(groups())] == [[float(n)] * t for n, t in enumerate(lengths)]
     assert [row.tolist() for row in steps.score_by_token(groups())] == [
         [1.0 + 2 * n] * t for n, t in enumerate(lengths)

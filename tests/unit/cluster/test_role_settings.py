@@ -60,7 +60,7 @@ def test_all_knobs_of_the_loss_come_from_their_settings() -> None:
     )
     assert (knobs.clip_low, knobs.clip_high, knobs.dual_clip, knobs.entropy_coef) == (0.1, 0.3, 3.0, 0.01)
     assert knobs.correction == Correction("icepop", 0.4, 2.0)
-    assert (knobs.kl_early_stop, knobs.aggregation, knobs.max_new_tokens) == (0.05, "constant", 4)
+    assert (knobs.kl_early_stop, knobs.aggregation, knobs.max_tokens) == (0.05, "constant", 4)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_the_row_of_a_policy_loss_matches_its_arguments(name: str) -> None:
 
     def loss(dual_clip: float | None = None) -> PolicyTerms:
         return policy_loss(
-            PolicyLoss(aggregation="token", max_new_tokens=2, kind=name, dual_clip=dual_clip),
+            PolicyLoss(aggregation="token", max_tokens=2, kind=name, dual_clip=dual_clip),
             logprobs=torch.tensor([[-1.0, -3.0]]),
             old=torch.tensor([[-3.0, -3.0]]),
             rollout=None,

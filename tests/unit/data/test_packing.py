@@ -85,7 +85,7 @@ def test_a_shared_prompt_is_stored_once_before_its_responses() -> None:
     laid = place(pack, [sample.tokens for sample in pack.samples], fill=0)
     assert laid.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 12]]
     # row, start, sample, first, last, parent
-    assert [tuple(segment) for segment in pack.segments] == [
+    assert [tuple(piece) for piece in pack.pieces] == [
         (0, 0, 0, 0, 3, None),
         (0, 3, 0, 3, 5, 0),
         (0, 5, 1, 3, 4, 0),
@@ -160,14 +160,14 @@ def test_fillers_share_no_prefix() -> None:
 
 def test_an_empty_response_is_only_its_prompt() -> None:
     pack = make_pack([response([1, 2], []), response([1, 2], [3]), response([1, 2], [])], range(3), "shared")
-    assert [tuple(segment) for segment in pack.segments] == [(0, 0, 0, 0, 2, None), (0, 2, 1, 2, 3, 0)]
+    assert [tuple(piece) for piece in pack.pieces] == [(0, 0, 0, 0, 2, None), (0, 2, 1, 2, 3, 0)]
     assert pack.shape == (1, 3)
     assert [row.tolist() for row in collect(pack, torch.tensor([[5, 6, 7]]))] == [[5, 6], [5, 6, 7], [5, 6]]
 
 
 def test_samples_without_a_prompt_share_nothing() -> None:
     pack = make_pack([text(3), text(2)], range(2), "shared")
-    assert pack.segments == make_pack([text(3), text(2)], range(2), "packed").segments
+    assert pack.pieces == make_pack([text(3), text(2)], range(2), "packed").pieces
     assert pack.num_tokens == 5
 
 

@@ -12,7 +12,7 @@ from vlmrl.learning.policy import _load_user_loss
 
 
 def loss(kind: str) -> PolicyLoss:
-    return PolicyLoss(aggregation="token", max_new_tokens=8, kind=kind)
+    return PolicyLoss(aggregation="token", max_tokens=8, kind=kind)
 
 
 @pytest.fixture

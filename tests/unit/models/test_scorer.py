@@ -217,9 +217,7 @@ def test_rows_may_mix_groups_and_samples_of_any_length(net: Make, reader: Make, 
 
 
 @pytest.mark.parametrize("family", [*VISION, "qwen3"])
-def test_a_segment_affects_only_segments_that_attend_to_it(
-    net: Make, reader: Make, group: Make, family: Family
-) -> None:
+def test_a_piece_affects_only_pieces_that_attend_to_it(net: Make, reader: Make, group: Make, family: Family) -> None:
     pictures = (1, 2) if family in VISION else (0, 0)
     model = net(family, attention=OURS)
     samples = [
@@ -229,13 +227,13 @@ def test_a_segment_affects_only_segments_that_attend_to_it(
     ]
     pack = make_pack(samples, range(6), "shared")
     before = run_of(model, reader, family, pack)
-    assert len(pack.segments) == 4 + 1 + 3
-    for segment in pack.segments:
-        members = {segment.sample}
-        if segment.parent is None:
-            members = next({*b.members} for b in pack.rows[0] if segment.sample in b.members)
+    assert len(pack.pieces) == 4 + 1 + 3
+    for piece in pack.pieces:
+        members = {piece.sample}
+        if piece.parent is None:
+            members = next({*b.members} for b in pack.rows[0] if piece.sample in b.members)
         changed = list(samples)
-        place = segment.first if segment.parent is not None else 2
+        place = piece.first if piece.parent is not None else 2
         for i in members:
             tokens = samples[i].tokens.copy()
             assert tokens[place] < 256

@@ -35,7 +35,7 @@ def group(index: int, texts: Sequence[str], *, media: tuple[Media, ...] = ()) ->
 
 
 def response(text: str) -> Rollout:
-    return Rollout(
+    return Rollout.of_response(
         tokens=np.array([5, 6, 7, 2], np.int64),
         sampled=np.array([False, False, True, True]),
         logprobs=np.zeros(4, np.float32),

@@ -27,7 +27,7 @@ def group(
 
 
 def _rollout(text: str) -> Rollout:
-    return Rollout(
+    return Rollout.of_response(
         tokens=np.zeros(1, np.int64),
         sampled=np.ones(1, np.bool_),
         logprobs=np.zeros(1, np.float32),

@@ -12,7 +12,7 @@ import pytest
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.rollout import requests
-from vlmrl.types import Ints, Prompt, Rollout, Sampling
+from vlmrl.types import Ints, Prompt, Rollout, Sampling, Turn
 
 IMAGE = InlineMedia("cafe", (3, 2), np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
 PIXELS = {"images_kwargs": {"size": {"shortest_edge": 1, "longest_edge": 9}}}
@@ -25,6 +25,8 @@ def prompt(tokens: Sequence[int] = (5, 9, 9, 6), request: Sequence[int] = (5, 9,
 @dataclass
 class Span:
     version: str
+    start: int
+    end: int
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.logprobs = [{token: Logprob(-float(token)), 999: Logprob(0.0)} for token in self.token_ids]
-        self.weight_versions = [Span(str(version)) for version in self.versions]
+        edges = [*range(len(self.versions)), len(self.token_ids)]
+        self.weight_versions = [Span(str(v), *edges[i : i + 2]) for i, v in enumerate(self.versions)]
 
 
 @dataclass
@@ -91,17 +94,28 @@ def test_sampling_settings_get_vllms_names() -> None:
 def test_responses_become_rollouts_in_the_order_of_their_seeds() -> None:
     output = Output([Completion(1, [4], "length", (3,)), Completion(0, [7, 2], "stop", (3, 4))])
     first, second = requests.to_group(prompt(), output, decode=decode).rollouts
-    assert first.tokens.tolist() == [5, 9, 9, 6, 7, 2]
-    assert first.sampled.tolist() == [False, False, False, False, True, True]
-    assert first.logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
-    assert (first.tokens.dtype, first.sampled.dtype, first.logprobs.dtype) == (np.int64, np.bool_, np.float32)
-    assert (first.text, first.finish_reason, first.version) == ("7-2", "stop", 3)
-    assert (second.text, second.finish_reason, second.version) == ("4", "length", 3)
+    (segment,) = first.segments
+    assert segment.tokens.tolist() == [5, 9, 9, 6, 7, 2]
+    assert segment.sampled.tolist() == [False, False, False, False, True, True]
+    assert segment.logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
+    assert segment.versions.tolist() == [-1, -1, -1, -1, 3, 4], "each token has the version that sampled it"
+    assert segment.turns == (Turn(4, 6),)
+    assert segment.media == prompt().media
+    assert (segment.tokens.dtype, segment.sampled.dtype, segment.logprobs.dtype) == (np.int64, np.bool_, np.float32)
+    assert (first.text, first.finish_reason, first.versions) == ("7-2", "stop", (3, 4))
+    assert (second.text, second.finish_reason, second.versions) == ("4", "length", (3,))
 
 
-def test_a_response_of_two_versions_carries_the_older_and_is_reported_as_mixed() -> None:
-    mixed, pure = Output([Completion(0, [7], versions=(4, 3))]), Output([Completion(0, [7], versions=(4,))])
-    assert requests.to_group(prompt(), mixed, decode=decode).rollouts[0].version == 3
+def test_a_token_without_a_version_is_an_error() -> None:
+    output = Output([Completion(0, [7, 2], "stop", (3,))])
+    assert output.outputs[0].weight_versions is not None
+    output.outputs[0].weight_versions[0].end = 1
+    with pytest.raises(SyncError, match="does not say which weights sampled every token"):
+        requests.to_group(prompt(), output, decode=decode)
+
+
+def test_a_response_of_two_versions_is_reported_as_mixed() -> None:
+    mixed, pure = Output([Completion(0, [7, 2], versions=(3, 4))]), Output([Completion(0, [7], versions=(4,))])
     assert (requests.is_mixed(mixed), requests.is_mixed(pure)) == (True, False)
 
 
@@ -125,8 +139,9 @@ def test_an_aborted_response_is_an_error() -> None:
 
 def extended(*response: int) -> Prompt:
     tokens = np.array([5, 9, 9, 6, *response])
-    rollout = Rollout(tokens, np.arange(len(tokens)) >= 4, np.zeros(len(tokens), np.float32), "", "stop", 3)
-    return requests.with_response(prompt(), rollout)
+    logprobs = np.zeros(len(tokens), np.float32)
+    rollout = Rollout.of_response(tokens, np.arange(len(tokens)) >= 4, logprobs, "", "stop", 3, media=(IMAGE,))
+    return requests.as_prompt(prompt(), rollout.segments[0], np.array([5, 9, 6, *response]))
 
 
 def scored(*tokens: int) -> Output:
@@ -140,14 +155,14 @@ def test_a_response_is_scored_as_the_end_of_a_prompt() -> None:
     assert requests.engine_prompt(longer, PIXELS)["prompt_token_ids"] == [5, 9, 6, 7, 2]
     assert len(longer.media) == 1
     assert requests.scoring_parameters()["prompt_logprobs"] == 0
-    logprobs = requests.prompt_logprobs(longer, scored(5, 9, 9, 6, 7, 2), first=4)
+    logprobs = requests.prompt_logprobs(longer, scored(5, 9, 9, 6, 7, 2), sampled=np.arange(6) >= 4)
     assert logprobs.tolist() == [0.0, 0.0, 0.0, 0.0, -7.0, -2.0]
     assert logprobs.dtype == np.float32
 
 
 def test_a_response_that_was_misread_or_not_scored_is_an_error() -> None:
     with pytest.raises(SyncError, match="dice:7: vLLM read 5 tokens where the trainer reads 6"):
-        requests.prompt_logprobs(extended(7, 2), scored(5, 9, 6, 7, 2), first=4)
+        requests.prompt_logprobs(extended(7, 2), scored(5, 9, 6, 7, 2), sampled=np.arange(6) >= 4)
     unscored = Output([Completion(0, [1])], (5, 9, 9, 6, 7))
     with pytest.raises(SyncError, match="dice:7: vLLM scored 0 of the 5 requested tokens"):
-        requests.prompt_logprobs(extended(7), unscored, first=4)
+        requests.prompt_logprobs(extended(7), unscored, sampled=np.arange(6) >= 4)

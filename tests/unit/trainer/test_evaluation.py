@@ -18,7 +18,7 @@ from vlmrl.types import Group, Prompt, Rollout, Sampling, Score
 
 def answer(finish: str = "stop") -> Rollout:
     tokens = np.array([1, 2])
-    return Rollout(tokens, np.array([False, True]), np.zeros(2, np.float32), "a", finish, 0)  # type: ignore[arg-type]
+    return Rollout.of_response(tokens, np.array([False, True]), np.zeros(2, np.float32), "a", finish, 0)  # type: ignore[arg-type]
 
 
 def group(size: int) -> Group:

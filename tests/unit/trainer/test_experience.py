@@ -20,7 +20,7 @@ def test_kl_in_the_reward_penalizes_tokens() -> None:
         Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0, length=2)))
     ]
     samples = to_samples(groups)
-    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    old = [segment.logprobs for segment in groups[0].segments]
     ref = [np.where(s.sampled, row - 0.2, 0).astype(np.float32) for s, row in zip(samples, old, strict=True)]
     batch, metrics = make_experience(
         settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, ref), kl_coef=0.5
@@ -39,7 +39,7 @@ def test_kl_in_the_loss_passes_the_reference_on_and_keeps_advantages() -> None:
     prompt = make_prompt(0)
     groups = [Group(prompt, (make_rollout(prompt, "wrong", version=0), make_rollout(prompt, "right", version=0)))]
     samples = to_samples(groups)
-    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    old = [segment.logprobs for segment in groups[0].segments]
     batch, _ = make_experience(
         settings, groups, [[Score(0.0), Score(1.0)]], ModelOutputs(samples, old, old), kl_coef=0.5
     )
@@ -53,7 +53,7 @@ def test_a_constant_group_is_counted_and_has_no_advantages() -> None:
     pair = (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0))
     groups = [Group(prompt, pair), Group(prompt, pair)]
     samples = to_samples(groups)
-    old = [r.logprobs for g in groups for r in g.rollouts]
+    old = [r.logprobs for g in groups for r in g.segments]
     scores = [[Score(1.0), Score(1.0)], [Score(0.0), Score(1.0)]]
     batch, _ = make_experience(config(), groups, scores, ModelOutputs(samples, old), kl_coef=0.0)
     assert batch_metrics(groups, scores, shaped_rewards(config(), groups, scores))["group/constant_fraction"] == 0.5
@@ -66,7 +66,7 @@ def test_token_rewards_and_values_reach_the_estimator() -> None:
     prompt = make_prompt(0)
     groups = [Group(prompt, (make_rollout(prompt, "a", version=0, length=2), make_rollout(prompt, "b", version=0)))]
     samples = to_samples(groups)
-    old = [rollout.logprobs for rollout in groups[0].rollouts]
+    old = [segment.logprobs for segment in groups[0].segments]
     values = [np.array([0, 0, 0.5, 0.25], np.float32), np.array([0, 0, 0.5], np.float32)]
     paid = np.array([0, 0, 0.5, 0], np.float32)
     scores = [[Score(1.0, token_rewards=paid), Score(0.0)]]
@@ -114,14 +114,14 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
     rollouts = [make_rollout(prompt, text, version=0, length=length) for text, length in (("a", 1), ("b", 2), ("c", 3))]
     group = Group(prompt, tuple(rollouts))
     samples = to_samples([group])
-    old = [rollout.logprobs for rollout in rollouts]
+    old = [segment.logprobs for segment in group.segments]
     scores = [[Score(1.0), Score(0.0), Score(-5.0, {"mine": 0.5}, failure="infrastructure")]]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
     batch, metrics = make_experience(settings, [group], scores, ModelOutputs(samples, old), kl_coef=0.0)
     assert [row.tolist() for row in batch.experience.advantages] == [[0, 0, 0.5], [0, 0, -0.5, -0.5], [0] * 5]
     assert [int(sample.sampled.sum()) for sample in batch.experience.samples] == [1, 2, 0]
     assert [sample.prompt_length for sample in batch.experience.samples] == [2, 2, 2], "the prompt is still shared"
-    assert loss_totals(batch.experience.samples) == Totals(num_tokens=3, num_samples=2)
+    assert loss_totals(batch.experience.samples) == Totals(num_tokens=3, num_responses=2)
     assert batch.rewards[0][:2].tolist() == [1.0, 0.0]
     assert np.isnan(batch.rewards[0][2])
     assert metrics["sync/logprob_diff_max"] == 0.0
@@ -134,7 +134,7 @@ def test_a_response_without_a_reward_is_in_no_baseline_and_in_no_loss() -> None:
 def test_engine_and_trainer_are_compared_on_unscored_responses_too() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
-    old = [group.rollouts[0].logprobs, group.rollouts[1].logprobs - np.float32(0.5)]
+    old = [group.segments[0].logprobs, group.segments[1].logprobs - np.float32(0.5)]
     scores = [[Score(1.0), Score(0.0, failure="infrastructure")]]
     with pytest.raises(SyncError, match="engine and trainer disagree"):
         make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
@@ -143,7 +143,7 @@ def test_engine_and_trainer_are_compared_on_unscored_responses_too() -> None:
 def test_a_failure_of_the_response_itself_has_a_reward() -> None:
     prompt = make_prompt(0)
     group = Group(prompt, (make_rollout(prompt, "a", version=0), make_rollout(prompt, "b", version=0)))
-    old = [rollout.logprobs for rollout in group.rollouts]
+    old = [segment.logprobs for segment in group.segments]
     settings = config(algo={"advantage": {"estimator": "dr_grpo"}})
     scores = [[Score(1.0), Score(0.0, failure="response")]]
     batch, _ = make_experience(settings, [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
@@ -157,6 +157,6 @@ def test_a_batch_without_scores_has_no_reward_metrics() -> None:
     shown = batch_metrics([group], scores, shaped_rewards(config(), [group], scores))
     assert "reward/mean" not in shown
     assert shown["group/constant_fraction"] == 1.0
-    old = [rollout.logprobs for rollout in group.rollouts]
+    old = [segment.logprobs for segment in group.segments]
     batch, _ = make_experience(config(), [group], scores, ModelOutputs(to_samples([group]), old), kl_coef=0.0)
-    assert loss_totals(batch.experience.samples) == Totals(num_tokens=1, num_samples=1), "nothing is divided by 0"
+    assert loss_totals(batch.experience.samples) == Totals(num_tokens=1, num_responses=1), "nothing is divided by 0"

@@ -105,7 +105,7 @@ def test_the_hooks_get_responses_versions_and_the_scored_batch() -> None:
         return {"eval/toy/pass@1": 1.0}
 
     def look(step: int, groups: Sequence[Group]) -> Metrics:
-        assert {rollout.version for group in groups for rollout in group.rollouts} == {step - 1}
+        assert {v for group in groups for rollout in group.rollouts for v in rollout.versions} == {step - 1}
         assert not policy.taught, "the images are checked before the update"
         return {"verify/images/old_effect": 0.5}
 

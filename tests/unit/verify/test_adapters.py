@@ -152,7 +152,7 @@ class Engine:
 
 def rollout(prompt: Prompt, tokens: Sequence[int], values: Sequence[float], version: int) -> Rollout:
     length = len(prompt.tokens)
-    return Rollout(
+    return Rollout.of_response(
         tokens=np.append(prompt.tokens, tokens),
         sampled=np.arange(length + len(tokens)) >= length,
         logprobs=np.append(np.zeros(length), values).astype(np.float32),

@@ -78,7 +78,7 @@ class HalfPrecision:
             self.said[whole.tobytes()] = base[row], effect[row], noise
             logprobs = np.concatenate([np.zeros(len(PROMPT)), engine[row]]).astype(np.float32)
             sampled = np.arange(len(whole)) >= len(PROMPT)
-            rollouts.append(Rollout(whole, sampled, logprobs, "", "length", self.version))
+            rollouts.append(Rollout.of_response(whole, sampled, logprobs, "", "length", self.version))
         return Group(prompt, tuple(rollouts))
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:

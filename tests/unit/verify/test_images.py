@@ -39,13 +39,14 @@ def group_of(index: int, media: Sequence[Media], lengths: Sequence[int] = (2, 4)
     for length in lengths:
         sampled = np.arange(3 + length) >= 3
         logprobs = np.where(sampled, value, 0.0).astype(np.float32)
-        rollouts.append(Rollout(np.append(tokens, [7] * length), sampled, logprobs, "", "stop", 0))
+        whole = np.append(tokens, [7] * length)
+        rollouts.append(Rollout.of_response(whole, sampled, logprobs, "", "stop", 0, group.prompt.media))
     return replace(group, rollouts=tuple(rollouts))
 
 
 def path(value: Callable[[Group], float]) -> Path:
     """Give every token of a response the value of its group."""
-    return lambda groups: [np.full(len(r.tokens), value(g), dtype=np.float32) for g in groups for r in g.rollouts]
+    return lambda groups: [np.full(len(s.tokens), value(g), dtype=np.float32) for g in groups for s in g.segments]
 
 
 def seeing(group: Group) -> float:
@@ -123,7 +124,7 @@ def swapped(groups: Sequence[Group]) -> list[Floats]:
     """The first two prompts get each other's pixels."""
     first, second, *rest = groups
     values = [seeing(second), seeing(first), *map(seeing, rest)]
-    return [np.full(len(r.tokens), v, np.float32) for g, v in zip(groups, values, strict=True) for r in g.rollouts]
+    return [np.full(len(r.tokens), v, np.float32) for g, v in zip(groups, values, strict=True) for r in g.segments]
 
 
 def test_swapped_images_are_detected_far_below_the_bound() -> None:
@@ -172,7 +173,7 @@ def test_a_few_responses_to_prompts_with_different_images_are_chosen() -> None:
     asked = witness.asked[0]
     assert [group.prompt.source for group in asked] == ["toy:0", "toy:2", "toy:4", "toy:1"]
     # Neither a response without tokens, nor the last of several tokens.
-    assert [[len(r.tokens) for r in group.rollouts] for group in asked] == [[4, 6]] * 4
+    assert [[len(r.tokens) for r in group.segments] for group in asked] == [[4, 6]] * 4
     long = Witness()
     check([group_of(0, [flat(10)], lengths=(300,))], paths={"old": long}, bound=BOUND)
     assert long.asked[0][0].rollouts[0].num_sampled == 256

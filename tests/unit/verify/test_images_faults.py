@@ -33,6 +33,10 @@ BOUND = 1e-3
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
+def _with_logprobs(rollout: Rollout, logprobs: Floats) -> Rollout:
+    return replace(rollout, segments=(replace(rollout.segments[0], logprobs=logprobs),))
+
+
 class Model:
     """A micro model, and responses to three prompts with the log-probs of one padded pass per response."""
 
@@ -48,7 +52,7 @@ class Model:
         bare = [self._group(index, images) for index, images in enumerate((1, 1, 2))]
         values = iter(self.path("padded")(bare))
         self.groups = [
-            replace(group, rollouts=tuple(replace(rollout, logprobs=next(values)) for rollout in group.rollouts))
+            replace(group, rollouts=tuple(_with_logprobs(rollout, next(values)) for rollout in group.rollouts))
             for group in bare
         ]
 
@@ -63,7 +67,8 @@ class Model:
         for length in (5, 9):
             sampled = np.arange(len(tokens) + length) >= len(tokens)
             sequence = np.append(tokens, rng.integers(0, 256, length))
-            rollouts.append(Rollout(sequence, sampled, np.zeros(len(sequence), np.float32), "", "stop", 0))
+            zeros = np.zeros(len(sequence), np.float32)
+            rollouts.append(Rollout.of_response(sequence, sampled, zeros, "", "stop", 0, media))
         return Group(Prompt(index, f"test:{index}", text, tokens, request, None, media), tuple(rollouts))
 
     def path(self, layout: Layout, *, gradient: bool = False) -> Path:

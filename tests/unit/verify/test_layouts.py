@@ -17,12 +17,11 @@ from vlmrl.verify.layouts import check_layouts
 
 def groups() -> list[Group]:
     """Three of four responses, the last with an image."""
-    variants = [
-        Group(make_prompt(index), tuple(make_rollout(make_prompt(index), "?", version=0, length=100) for _ in range(4)))
-        for index in range(3)
+    prompts = [make_prompt(index) for index in range(3)]
+    prompts[2] = replace(prompts[2], media=(Blank("grey", (28, 28)),))
+    return [
+        Group(prompt, tuple(make_rollout(prompt, "?", version=0, length=100) for _ in range(4))) for prompt in prompts
     ]
-    variants[2] = replace(variants[2], prompt=replace(variants[2].prompt, media=(Blank("grey", (28, 28)),)))
-    return variants
 
 
 def test_two_short_responses_of_two_groups_are_compared_images_first() -> None:

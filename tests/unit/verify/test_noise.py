@@ -50,10 +50,10 @@ class Sides:
         self.check = NoiseCheck(paths, floor=floor, stops=stops, in_turn=True, seed=0, say=self.said.append).check
 
     def say(self, groups: Sequence[Group], name: str) -> list[Floats]:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        segments = [segment for group in groups for segment in group.segments]
         if name == "padded":
-            self.asked.append(sum(rollout.num_sampled for rollout in rollouts))
-        return [rollout.logprobs + np.float32(self.off.get(name, 0.0)) for rollout in rollouts]
+            self.asked.append(sum(segment.num_sampled for segment in segments))
+        return [segment.logprobs + np.float32(self.off.get(name, 0.0)) for segment in segments]
 
 
 def test_the_figures_by_hand() -> None:
@@ -152,7 +152,8 @@ def test_a_fault_of_all_groups_is_measured_again_on_other_prompts_where_each_has
 def test_without_long_enough_responses_there_is_no_metric() -> None:
     prompt = make_prompt(0)
     short = make_rollout(prompt, "?", version=0, length=1)
-    empty = replace(short, sampled=np.zeros(3, dtype=np.bool_))
+    nothing = np.zeros(3, dtype=np.bool_)
+    empty = Rollout.of_response(short.segments[0].tokens, nothing, short.segments[0].logprobs, "", "stop", 0)
     assert Sides().check(1, [Group(prompt, (empty, short))]) == {}
 
 
@@ -176,7 +177,7 @@ class Rounding:
         self.spread = spread
         self.groups = responses(*[length] * num_groups, number=number)
         self.passes: dict[tuple[str, tuple[int, ...]], Values] = {}
-        self.names = {id(r.sampled): i for i, r in enumerate(r for group in self.groups for r in group.rollouts)}
+        self.names = {id(r.sampled): i for i, r in enumerate(r for group in self.groups for r in group.segments)}
         self.exact = self.factor = np.zeros((len(self.names), 64))
         self.scale = self.engine = 0.0
         paths = Paths(
@@ -203,15 +204,17 @@ class Rounding:
 
     def named(self, rollout: Rollout, row: Values) -> Rollout:
         """The response with these log-probs, and with its number for a first token."""
-        tokens = rollout.tokens.copy()
-        tokens[0] = self.names[id(rollout.sampled)]
-        return replace(rollout, tokens=tokens, logprobs=row[: len(tokens)].astype(np.float32))
+        (segment,) = rollout.segments
+        tokens = segment.tokens.copy()
+        tokens[0] = self.names[id(segment.sampled)]
+        named = replace(segment, tokens=tokens, logprobs=row[: len(tokens)].astype(np.float32))
+        return replace(rollout, segments=(named,))
 
     def say(self, groups: Sequence[Group], name: str, times: float) -> list[Floats]:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        numbers = [int(rollout.tokens[0]) for rollout in rollouts]
+        segments = [segment for group in groups for segment in group.segments]
+        numbers = [int(segment.tokens[0]) for segment in segments]
         rows = self.passes.setdefault((name, tuple(numbers)), self.rounded(numbers, times))
-        return [row[: len(r.tokens)].astype(np.float32) for row, r in zip(rows, rollouts, strict=True)]
+        return [row[: len(s.tokens)].astype(np.float32) for row, s in zip(rows, segments, strict=True)]
 
     def rounded(self, numbers: list[int], times: float) -> Values:
         values = self.exact[numbers]
@@ -277,7 +280,7 @@ def test_rounding_is_measured_where_a_wider_type_exists(dtype: str, on_gpu: bool
         asked.append(options)
         return [np.zeros(len(sample.tokens), dtype=np.float32) for sample in samples]
 
-    engines = SimpleNamespace(score=lambda groups: [r.logprobs for group in groups for r in group.rollouts])
+    engines = SimpleNamespace(score=lambda groups: [r.logprobs for group in groups for r in group.segments])
     policy = SimpleNamespace(layout="shared", logprobs=logprobs)
     messages: list[str] = []
     check = noise_check(config(ds={"param_dtype": dtype}), engines, policy, on_gpu=on_gpu, say=messages.append)  # type: ignore[arg-type]

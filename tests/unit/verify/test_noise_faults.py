@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,14 +61,14 @@ class Both:
             tokens = sample.tokens[: sample.prompt_length]
             prompts[sample.group] = Prompt(sample.group, sample.source, "", tokens, tokens, None, sample.media)
             blank = sample.sampled.astype("float32")
-            rollout = Rollout(sample.tokens, sample.sampled, blank, "", "stop", 0)
+            rollout = Rollout.of_response(sample.tokens, sample.sampled, blank, "", "stop", 0, sample.media)
             members.setdefault(sample.group, []).append(rollout)
         groups = [Group(prompts[i], tuple(members[i])) for i in prompts]
         rows = iter(self.path(self.engine, "packed")(groups))
         return [
             Group(
                 group.prompt,
-                tuple(Rollout(r.tokens, r.sampled, next(rows), "", "stop", 0) for r in group.rollouts),
+                tuple(replace(r, segments=(replace(r.segments[0], logprobs=next(rows)),)) for r in group.rollouts),
             )
             for group in groups
         ]

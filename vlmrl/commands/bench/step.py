@@ -143,7 +143,7 @@ class _TimedPolicy(Policy):
             # No cache: every pass runs the vision tower.
             vision=Vision(cache_gib=0.0),
             total_steps=len(config.bench.layouts) * (config.bench.repeats + 2) + 1,
-            loss=PolicyLoss(aggregation="token", max_new_tokens=max(config.bench.response_tokens)),
+            loss=PolicyLoss(aggregation="token", max_tokens=max(config.bench.response_tokens)),
             temperature=1.0,
             bans=True,
             adapter=plan_adapter(config.actor, config.ds.lora, processor),

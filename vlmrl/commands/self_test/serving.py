@@ -104,7 +104,7 @@ class Pair:
     def gap(self, groups: Sequence[Group], *, adapter: bool = True) -> float:
         """Return the mean difference between the log-probs of engine and policy. Raises Broken when it is above the
         bound."""
-        of_engine = [rollout.logprobs[rollout.sampled] for group in groups for rollout in group.rollouts]
+        of_engine = [part.logprobs[part.sampled] for group in groups for part in group.segments]
         gap = _mean_gap(of_engine, self.policy_logprobs(groups, adapter=adapter))
         if not gap <= self.bound:
             raise Broken(f"engine and trainer differ by {gap:.2g}, the bound is {self.bound:g}")
@@ -221,9 +221,9 @@ def generates(pair: Pair) -> str:
     tokens = sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
     gap = pair.gap(groups)
     rows = pair.engines.score(groups)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    scored = [row[rollout.sampled] for row, rollout in zip(rows, rollouts, strict=True)]
-    decode_gap = _mean_gap(scored, [rollout.logprobs[rollout.sampled] for rollout in rollouts])
+    segments = [segment for group in groups for segment in group.segments]
+    scored = [row[segment.sampled] for row, segment in zip(rows, segments, strict=True)]
+    decode_gap = _mean_gap(scored, [segment.logprobs[segment.sampled] for segment in segments])
     if not decode_gap <= pair.bound:
         raise Broken(f"the engine's decode and prefill differ by {decode_gap:.2g}, the bound is {pair.bound:g}")
     return (
@@ -363,7 +363,7 @@ def _fingerprint(pair: Pair) -> str:
 
 
 def _sampled_tokens(groups: Sequence[Group]) -> list[list[int]]:
-    return [rollout.tokens[rollout.sampled].tolist() for group in groups for rollout in group.rollouts]
+    return [segment.tokens[segment.sampled].tolist() for group in groups for segment in group.segments]
 
 
 def _mean_gap(one: Sequence[Floats], two: Sequence[Floats]) -> float:

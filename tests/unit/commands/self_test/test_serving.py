@@ -50,11 +50,11 @@ class EngineAndPolicy:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Any) -> list[Group]:
         tokens = np.append(TOKENS, int(10 * self.served))
-        rollout = Rollout(tokens, tokens > 6, np.where(tokens > 6, -self.served, 0.0), "", "stop", 0)
+        rollout = Rollout.of_response(tokens, tokens > 6, np.where(tokens > 6, -self.served, 0.0), "", "stop", 0)
         return [Group(Prompt(0, "fake", "", TOKENS, TOKENS, label=None), (rollout,))]
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
-        return [rollout.logprobs - (self.fault == "scores otherwise") for group in groups for rollout in group.rollouts]
+        return [segment.logprobs - (self.fault == "scores otherwise") for group in groups for segment in group.segments]
 
     def logprobs(self, samples: Sequence[Sample], *, adapter: bool = True) -> list[Floats]:
         off = 0.01 if self.fault == "computes otherwise" else 0.0
