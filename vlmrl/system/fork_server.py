@@ -145,6 +145,7 @@ class _Request(NamedTuple):
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import `modules`, then fork a process for each client, until standard input ends."""
+    die_with(os.getppid())  # also while it imports, when it does not look at standard input
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     before = dict(os.environ)
     # The fork of a process that has imported Ray cannot connect to anything. vLLM imports it where it can.

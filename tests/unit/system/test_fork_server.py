@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import spawn
@@ -272,22 +273,26 @@ def test_forks_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(python, "-c", "print('without a server')").stdout == "without a server\n"
 
 
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "import time; time.sleep(60)"])
+def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(text)
     code = (
         "import time\n"
         "from pathlib import Path\n"
         "from vlmrl.system.fork_server import fork_server\n"
-        f"with fork_server(Path({str(tmp_path)!r}), []):\n"
+        f"with fork_server(Path({str(tmp_path)!r}), ['slow']):\n"
         "    print('started', flush=True)\n"
         "    time.sleep(60)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = str(tmp_path)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"started\n"
         (server,) = psutil.Process(owner.pid).children()
+        time.sleep(1.0)  # it imports
         owner.kill()
-    assert not psutil.wait_procs([server], timeout=30)[1]
+    assert not psutil.wait_procs([server], timeout=10)[1]
 
 
 @pytest.mark.parametrize(
