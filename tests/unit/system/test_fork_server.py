@@ -312,6 +312,23 @@ def test_where_the_server_cannot_fork_its_command_is_plain_python(
     ).read_text()
 
 
+def test_the_end_of_a_server_that_was_killed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with fork_server(tmp_path, []):
+        assert run(os.environ[VARIABLE], "-c", "pass").returncode == 0
+        (server,) = servers()
+        server.kill()
+        end = time.monotonic() + 10
+        while server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+            time.sleep(0.01)
+    assert caplog.messages == [
+        "the fork server was killed by signal 9 (SIGKILL) (it wrote no reason): its workers ended with it, and others "
+        "started slowly"
+    ]
+
+
 @pytest.mark.parametrize("flags", [["-O"], ["-m", "json.tool", "--help"], ["--version"]])
 def test_other_calls_of_python_are_left_to_it(python: str, flags: list[str]) -> None:
     words = flags if len(flags) > 1 or flags == ["--version"] else [*flags, "-c", "print(__debug__)"]
