@@ -27,7 +27,7 @@ from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 _COMMON = ("seed", "timeout_s", "stop_grace_s")
-_SYNC = ("bucket_mib", "sync_backend")
+_SYNC = ("bucket_mib", "sync_backend", "readback_steps")
 _WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
 
@@ -256,7 +256,8 @@ class SyncBench(VerbConfig):
     verb: ClassVar[str] = "bench sync"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
-        | frozenset(f"vllm.{name}" for name in _WITH_TRAINER)
+        | frozenset(f"vllm.{name}" for name in (*_WITH_TRAINER, "generate_timeout_s"))
+        | frozenset({"ds.lora.dropout"})
         | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
     )
 

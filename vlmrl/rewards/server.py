@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, Self
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
@@ -278,7 +279,7 @@ def _for_clients(result: RewardResult) -> RewardResult:
 async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
     """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests in progress."""
     config = uvicorn.Config(
-        make_app(scorer, serve, token),
+        _reply_when_stopped(make_app(scorer, serve, token)),
         http=protocol(serve.body_timeout_s),
         lifespan="on",
         log_level="warning",
@@ -287,6 +288,22 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
         timeout_graceful_shutdown=math.ceil(serve.stop_grace_s),
     )
     await _Server(config, limit_s=serve.stop_grace_s + _CLEAR_UP_S).serve(sockets=[listener])
+
+
+def _reply_when_stopped(app: ASGIApp) -> ASGIApp:
+    """Wrap the application: requests that uvicorn cancels after `serve.stop_grace_s` get a reply, in place of a
+    traceback in the log."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            with suppress(RuntimeError):  # the reply has begun
+                await PlainTextResponse("the server is stopping", 503)(scope, receive, send)
+
+    return wrapped
 
 
 class _Server(uvicorn.Server):

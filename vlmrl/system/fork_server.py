@@ -41,7 +41,7 @@ import psutil
 from vlmrl import startup
 from vlmrl.startup.driver import has_gpu
 from vlmrl.system import stops
-from vlmrl.system.exits import log_tail
+from vlmrl.system.exits import format_exit, log_tail
 from vlmrl.system.lifeline import die_with
 
 VARIABLE = "VLMRL_FORK_SERVER"
@@ -84,8 +84,11 @@ def fork_server(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[None
     finally:
         os.environ.pop(VARIABLE, None)
         if server.poll() is not None:
-            reason = log_tail(folder / "fork_server.log").strip().rpartition("\n")[2]
-            logging.getLogger(__name__).warning("the fork server ended early, workers started slowly: %s", reason)
+            ended = format_exit(server.returncode, is_out_of_memory=False)
+            reason = log_tail(folder / "fork_server.log").strip().rpartition("\n")[2] or "it wrote no reason"
+            logging.getLogger(__name__).warning(
+                "the fork server %s (%s): its workers ended with it, and others started slowly", ended, reason
+            )
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(server.pid).children(recursive=True)
             server.kill()
@@ -145,6 +148,7 @@ class _Request(NamedTuple):
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import `modules`, then fork a process for each client, until standard input ends."""
+    die_with(os.getppid())  # also while it imports, when it does not look at standard input
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     before = dict(os.environ)
     # The fork of a process that has imported Ray cannot connect to anything. vLLM imports it where it can.

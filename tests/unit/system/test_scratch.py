@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -180,6 +181,22 @@ def test_a_path_in_which_ray_does_not_start_is_left(monkeypatch: pytest.MonkeyPa
             assert folder.parent == Path("/tmp")
     finally:
         parent.rmdir()
+
+
+def test_a_folder_whose_lock_cannot_be_opened_counts_as_used(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = parent / "vlmrl-run-other"
+    folder.mkdir(mode=0o700)
+    (folder / "lock").touch()
+    os.utime(folder, (0, 0))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "open", fail)
+        assert module._is_used(folder)
+    sweep(parent)
+    assert not folder.exists()
 
 
 def test_folders_of_killed_runs_on_other_machines_are_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
