@@ -35,9 +35,7 @@ __all__ = ["Policy", "PolicyLoss"]
 
 
 class Policy(TrainableModel, WeightSender):
-    """The trained model, one per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in
-    the same order.
-    """
+    """The trained model. Its methods are collectives but `table` and `memory`."""
 
     _area = "policy"
     _section = "actor"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,9 @@ def test_a_run_that_is_killed_while_it_is_checked_leaves_only_its_scratch_folder
                 time.sleep(0.1)
             family = psutil.Process(run.pid).children(recursive=True)
             run.kill()
+        for process in family:  # some end only once they have imported their libraries, or the function
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(family, timeout=10)
         assert (tmp_path / "imported").exists()
         (left,) = Path(temporary).iterdir()
