@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Annotated, Protocol, Self
