@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,9 @@ def test_the_last_plot_is_drawn_while_roles_and_ray_stop(
 
     monkeypatch.setattr(run_module, "session", machines)
     monkeypatch.setattr(report_module, "draw_curves", draw)
-    expected = nullcontext() if error is None else pytest.raises(DataError, match="a row has no image")
+    expected: AbstractContextManager[Any] = nullcontext()
+    if error is not None:
+        expected = pytest.raises(DataError, match="a row has no image")
     with expected, run_module.run_session(config(), RunFolder(tmp_path), []) as (_, report):
         report.begin(total_steps=1, done=0)
         report.step(1, {"reward/mean": 0.5})
