@@ -18,7 +18,7 @@ from typing import NamedTuple
 import httpx
 
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import SETTING, RewardResult, one_line
+from vlmrl.rewards.function_worker import SETTING, RewardResult, one_line
 from vlmrl.rewards.protocol import Images, RewardRequest, read_results, write_request
 
 TOKEN = "VLMRL_RM_TOKEN"
