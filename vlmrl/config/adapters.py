@@ -1,4 +1,4 @@
-"""Checks of adapters and 4-bit weights against the other settings, and what follows for a run."""
+"""Checks of adapters and 4-bit weights against the other settings, and which parts of the model adapters change."""
 
 from vlmrl.config.actor import Model
 from vlmrl.config.base import Unread
