@@ -182,6 +182,11 @@ class RlConfig(TrainingConfig):
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     @property
+    def needs_one_pass(self) -> bool:
+        """The update computes the old log-probs, so they need no pass of their own."""
+        return algo.needs_one_pass(self.rollout, self.train, self.algo)
+
+    @property
     def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
         """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
         stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
@@ -205,7 +210,7 @@ class RlConfig(TrainingConfig):
             *roles.conflicts_of_sleep(self.ds, self.train, self._zero_stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
             *(roles.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
-            *adapters.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
+            *adapters.conflicts_of_dropout(self.ds.lora, needs_one_pass=self.needs_one_pass),
             *super().conflicts(),
         ]
 

@@ -289,6 +289,7 @@ def _load_user_loss(loss: PolicyLoss) -> PolicyLoss:
 
 
 def _engine_gap(difference: Tensor) -> dict[str, Tensor]:
-    """Maximum and sums over a pack for the metrics of `compare_engine`, from trainer minus engine log-probs."""
+    """Maximum and sums over a pack for the metrics of `verify.logprobs.compare_engine`, from trainer minus engine
+    log-probs."""
     size = difference.abs()
     return {"gap_max": size.max(), "gap": size.sum(), "gap_kl": (torch.expm1(difference) - difference).sum()}

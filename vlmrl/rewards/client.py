@@ -19,7 +19,7 @@ import httpx
 
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards.batch_queue import BatchQueue
-from vlmrl.rewards.local_worker import SETTING, RewardResult, one_line
+from vlmrl.rewards.function_worker import SETTING, RewardResult, one_line
 from vlmrl.rewards.protocol import Images, RewardRequest, read_results, write_request
 
 TOKEN = "VLMRL_RM_TOKEN"

@@ -30,8 +30,8 @@ from vlmrl.errors import ConfigError
 from vlmrl.rewards.batch_queue import BatchQueue
 from vlmrl.rewards.client import TOKEN
 from vlmrl.rewards.connections import protocol
-from vlmrl.rewards.local import Functions
-from vlmrl.rewards.local_worker import RewardResult, one_line
+from vlmrl.rewards.function_worker import RewardResult, one_line
+from vlmrl.rewards.functions import Functions
 from vlmrl.rewards.paths import without_paths
 from vlmrl.rewards.protocol import RewardRequest, TooManyPixelsError, read_request, write_results
 from vlmrl.rewards.rewarder import combined

@@ -23,7 +23,7 @@ from rewards.reward_server import serving
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.pool import stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.rewarder import Rewarder
