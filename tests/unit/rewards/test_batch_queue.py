@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from vlmrl.rewards.batch_queue import BatchQueue
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.protocol import RewardRequest
 
 pytestmark = pytest.mark.anyio
