@@ -11,6 +11,7 @@ from vlmrl import __version__, startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.errors import ConfigError
+from vlmrl.system.exits import end_process
 from vlmrl.system.fork_server import fork_server
 from vlmrl.system.scratch import scratch
 from vlmrl.system.stops import handle_signals
@@ -71,11 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns the exit code: 0 success, 1 `doctor` found a problem, 2 an error in settings, data or the machine,
-    130 interrupted, 143 ended by SIGTERM or SIGHUP.
+    130 interrupted, 143 ended by SIGTERM or SIGHUP. Without `argv` it is the program, which ends with that code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     verb = f"vlmrl {words[0]}" if words and words[0] in _VERBS else "vlmrl"
-    return exit_code(lambda: _run(words), verb)
+    code = exit_code(lambda: _run(words), verb)
+    if argv is None:
+        end_process(code)
+    return code
 
 
 def _run(words: list[str]) -> int:

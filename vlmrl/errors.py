@@ -36,7 +36,7 @@ class ClusterError(VlmrlError):
 
 
 class DiedError(ClusterError):
-    """A process that a role started ended unexpectedly. The caller of the role adds its name."""
+    """A process that a role started (vLLM's) ended unexpectedly. `cluster/worker_group.py` adds the role's name."""
 
 
 class SyncError(VlmrlError):

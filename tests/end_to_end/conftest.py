@@ -44,6 +44,13 @@ def ray_session() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def proves(request: pytest.FixtureRequest) -> bool:
+    """Whether long proofs of this file run, which need more than its other tests."""
+    items = (item for item in request.session.items if request.node in item.listchain())
+    return any(item.get_closest_marker("prove") for item in items)
+
+
 @pytest.fixture(scope="session")
 def digits_reward(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A reward that a random model can learn in seconds, as a value of `reward.remote_url`."""

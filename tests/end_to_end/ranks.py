@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,16 @@ def end_together() -> None:
 class Ranks:
     """Runs tasks on a number of ranks and reads their results."""
 
-    def __init__(self, folder: Path, script: Path = RANK) -> None:
+    def __init__(self, folder: Path, script: Path = RANK, *, skipped: Collection[str] = ()) -> None:
+        """`skipped` are names of tasks that are not run."""
         self.folder = folder
+        self._skipped = skipped
         self._script = script
         self._tasks: list[dict[str, Any]] = []
 
     def add(self, name: str, do: str, **arguments: Any) -> None:
-        self._tasks.append({"do": do, "out": str(self.folder / name), "arguments": arguments})
+        if name not in self._skipped:
+            self._tasks.append({"do": do, "out": str(self.folder / name), "arguments": arguments})
 
     def run(self, count: int) -> None:
         job = self.folder / "job.json"

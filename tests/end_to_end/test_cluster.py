@@ -20,8 +20,8 @@ import pytest
 import ray
 
 from vlmrl.cluster.data import SourceSettings, created_bytes, put
-from vlmrl.cluster.engines import RemotePrompts
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.session import session
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.data import Data

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from buffers_task import sharpened
 from learning_rank import PACKED, PADDED, SHARED
-from ranks import Ranks
+from ranks import Ranks, python
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 2, 3)
+PROVEN_AT_LENGTH = 1
+"""The stage of `make prove` only: it shards less than stage 2 does."""
 FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 
 
@@ -30,15 +32,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Results of all jobs: one launch with a single rank, one with two ranks, and one that resumes from checkpoints."""
     ranks = Ranks(tmp_path_factory.mktemp("runs"))
+    stages = (*STAGES, PROVEN_AT_LENGTH) if proves else STAGES
     vl = {"model": models["vl"], "old": str(ranks.folder / "vl.npz")}
     for name, model in models.items():
         ranks.add(name, "score", model=model)
         arguments = {"model": model, "old": str(ranks.folder / f"{name}.npz")}
         ranks.add(f"{name}_alone", "update", **arguments, cut=PADDED, save=str(ranks.folder / f"{name}_model"))
-    for stage in STAGES:
+    for stage in stages:
         ranks.add(f"alone_{stage}", "update", **vl, cut=SHARED, stage=stage)
         ranks.add(f"alone_many_{stage}", "update", **vl, cut=PADDED, stage=stage)
     for aggregation in ("sequence", "constant"):
@@ -67,10 +70,10 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
             ranks.add(
                 f"poisoned_{where}_{stage}", "fails", task="poisoned", model=models["vl"], where=where, stage=stage
             )
-    _add_buffers(ranks, models)
+    _add_buffers(ranks, models, stages)
     ranks.run(1)
 
-    for stage in STAGES:
+    for stage in stages:
         cut = PACKED if stage in (0, 3) else SHARED
         ranks.add(f"pair_{stage}", "update", **vl, cut=cut, stage=stage, save=str(ranks.folder / f"model_{stage}"))
         ranks.add(f"pair_bf16_{stage}", "update", **vl, cut=PADDED, stage=stage, dtype="bf16", prove=True)
@@ -91,13 +94,13 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
             f"{name}_pair", "update", **arguments, cut=SHARED, stage=3, save=str(ranks.folder / f"{name}_model_3")
         )
     ranks.add("taught_pair", "supervise", model=models["vl"], cut=SHARED, stage=3)
-    for stage in STAGES:
+    for stage in stages:
         ranks.add(f"unbroken_{stage}", "unbroken", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage)
     bf16 = {"folder": str(ranks.folder / "checkpoint_bf16"), "stage": 2, "dtype": "bf16"}
     ranks.add("unbroken_bf16", "unbroken", **vl, **bf16)
     ranks.run(2)
 
-    for stage in STAGES:
+    for stage in stages:
         ranks.add(
             f"continued_{stage}", "continued", **vl, folder=str(ranks.folder / f"checkpoint_{stage}"), stage=stage
         )
@@ -113,9 +116,9 @@ def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ra
     return ranks
 
 
-def _add_buffers(ranks: Ranks, models: dict[str, str]) -> None:
+def _add_buffers(ranks: Ranks, models: dict[str, str], stages: Sequence[int]) -> None:
     sharp = sharpened(Path(models["vl"]), ranks.folder / "sharp")
-    for stage in STAGES:
+    for stage in stages:
         ranks.add(f"built_{stage}", "built", models=models, stage=stage)
         for dtype in ("bf16", "fp32"):
             ranks.add(f"far_{dtype}_{stage}", "far", model=sharp, stage=stage, dtype=dtype)
@@ -132,7 +135,7 @@ def test_every_layout_and_the_reference_give_the_same_logprobs(runs: Ranks, mode
             assert np.array_equal(result[f"{name}.{i}"], result[f"shared.{i}"])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, pytest.param(PROVEN_AT_LENGTH, marks=pytest.mark.prove)])
 @pytest.mark.parametrize("cut", ["alone", "alone_many", "pair"])
 def test_a_step_does_not_depend_on_ranks_packs_or_stage(runs: Ranks, cut: str, stage: int) -> None:
     runs.assert_close(f"{cut}_{stage}", "vl_alone")
@@ -146,7 +149,7 @@ def test_any_layout_with_any_micro_batches_and_fillers_makes_the_same_step(runs:
     runs.assert_close(name, "vl_alone")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, pytest.param(PROVEN_AT_LENGTH, marks=pytest.mark.prove)])
 def test_every_buffer_is_that_of_a_model_built_without_zero(runs: Ranks, stage: int) -> None:
     plain = runs.tensors("built_0")
     # Vision tower and language model of two families, language model of a third, each with and without a value head.
@@ -159,7 +162,7 @@ def test_every_buffer_is_that_of_a_model_built_without_zero(runs: Ranks, stage: 
             assert np.array_equal(result[buffer], wanted[buffer]), buffer
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, pytest.param(PROVEN_AT_LENGTH, marks=pytest.mark.prove)])
 def test_tokens_two_thousand_apart_are_scored_alike_on_every_stage(runs: Ranks, stage: int) -> None:
     exact, rough = (runs.tensors(f"far_{dtype}_0")["logprobs"] for dtype in ("fp32", "bf16"))
     np.testing.assert_allclose(runs.tensors(f"far_fp32_{stage}")["logprobs"], exact, rtol=0, atol=1e-5)
@@ -258,7 +261,7 @@ def test_supervised_training_learns_alone_and_in_pairs_alike(runs: Ranks) -> Non
     runs.assert_close("taught_pair", "taught")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, pytest.param(PROVEN_AT_LENGTH, marks=pytest.mark.prove)])
 def test_bf16_with_fp32_master_weights_follows_fp32(runs: Ranks, stage: int) -> None:
     rough, exact = runs.json(f"pair_bf16_{stage}")["steps"], runs.json("vl_alone")["steps"]
     assert rough[1]["policy/loss"] == pytest.approx(exact[1]["policy/loss"], abs=0.05)
@@ -266,7 +269,7 @@ def test_bf16_with_fp32_master_weights_follows_fp32(runs: Ranks, stage: int) -> 
     runs.assert_close(f"pair_bf16_{stage}", "vl_alone", tolerance=5e-3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, pytest.param(PROVEN_AT_LENGTH, marks=pytest.mark.prove)])
 def test_bf16_on_any_stage_can_be_asked_in_fp32_and_its_layouts_are_equal(runs: Ranks, stage: int) -> None:
     result = runs.json(f"pair_bf16_{stage}_proof")
     assert 1e-4 < result["rounding"] < 0.03
@@ -274,7 +277,13 @@ def test_bf16_on_any_stage_can_be_asked_in_fp32_and_its_layouts_are_equal(runs: 
     assert max(gap for gaps in result["layouts"].values() for gap in gaps) < 5e-6
 
 
-@pytest.mark.parametrize("name", [f"unbroken_{s}" for s in (*STAGES, "bf16")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"unbroken_{s}" for s in (*STAGES, "bf16")),
+        pytest.param(f"unbroken_{PROVEN_AT_LENGTH}", marks=pytest.mark.prove),
+    ],
+)
 def test_a_continued_run_equals_an_unbroken_one_bit_for_bit(runs: Ranks, name: str) -> None:
     for rank in (0, 1):
         unbroken = runs.json(f"{name}.{rank}")
@@ -316,6 +325,7 @@ def test_a_loss_or_gradient_that_is_no_number_stops_the_run_and_names_the_step(
     [
         ("vl_model", "vl_alone"),
         *((f"model_{stage}", f"pair_{stage}") for stage in STAGES),
+        pytest.param(f"model_{PROVEN_AT_LENGTH}", f"pair_{PROVEN_AT_LENGTH}", marks=pytest.mark.prove),
         ("deep_model_3", "deep_pair"),
         ("text_model_3", "text_pair"),
     ],
@@ -369,7 +379,7 @@ def test_a_taken_port_and_a_rank_that_never_comes_are_one_line_each(is_taken: bo
             "MASTER_PORT": str(port),
         }
         done = subprocess.run(
-            [sys.executable, "-c", _JOIN],
+            [python(), "-c", _JOIN],
             env=os.environ | place,
             capture_output=True,
             text=True,

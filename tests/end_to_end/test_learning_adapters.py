@@ -17,6 +17,17 @@ FROZEN = {"freeze_visual_encoder": True, "freeze_projector": True}
 KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": {}}, "nf4": {"lora": {}, "four_bit": True}}
 MODELS = ("vl", "deep", "text")
 SCALING = 8.0 / 4
+PROVEN_AT_LENGTH = {
+    *("deep_lora", "text_nf4", "recomputed"),
+    *("lora_1", "nf4_0", "nf4_1", "deep_lora_3", "text_nf4_3", "dora_2", "bf16_2"),
+    *(f"{part}_{run}" for part in ("unbroken", "continued") for run in ("lora_0", "nf4_0", "nf4_2")),
+}
+"""Jobs of `make prove` only: further combinations of what the other jobs have."""
+
+
+def jobs(*names: str) -> list[Any]:
+    """Return parameters of a test, a job each."""
+    return [pytest.param(name, marks=pytest.mark.prove) if name in PROVEN_AT_LENGTH else name for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def runs(models: dict[str, str], proves: bool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Results of all jobs: one rank, two ranks, and two ranks that resume."""
-    ranks = Ranks(tmp_path_factory.mktemp("runs"))
+    ranks = Ranks(tmp_path_factory.mktemp("runs"), skipped=set() if proves else PROVEN_AT_LENGTH)
     arguments = {name: {"model": models[name], "old": str(ranks.folder / f"{name}.npz")} for name in MODELS}
     for name in MODELS:
         ranks.add(name, "score", model=models[name])
@@ -150,7 +161,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", jobs(*ALL))
 def test_with_its_adapter_off_a_policy_says_what_its_base_said_before(runs: Ranks, name: str) -> None:
     start, off, on = (logprobs_of(runs, name, kind) for kind in ("start", "off", "on"))
     assert_equal(logprobs_of(runs, name, "start_off"), start, 1e-6)
@@ -159,15 +170,18 @@ def test_with_its_adapter_off_a_policy_says_what_its_base_said_before(runs: Rank
     assert runs.json(name)["zero"] == [True, False]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", jobs(*(f"{name}_{kind}" for name in MODELS for kind in KINDS)))
 def test_the_base_under_an_adapter_is_the_model_itself(runs: Ranks, name: str) -> None:
-    alone = {key.removeprefix("padded."): row for key, row in runs.tensors(name).items() if key.startswith("padded.")}
-    assert_equal(logprobs_of(runs, f"{name}_lora", "off"), alone, 1e-6)
-    rounded = logprobs_of(runs, f"{name}_nf4", "off")
-    assert max(float(np.abs(rounded[i] - alone[i]).max()) for i in alone) > 1e-3
+    model, _, kind = name.partition("_")
+    alone = {key.removeprefix("padded."): row for key, row in runs.tensors(model).items() if key.startswith("padded.")}
+    base = logprobs_of(runs, name, "off")
+    if kind == "lora":
+        assert_equal(base, alone, 1e-6)
+    else:
+        assert max(float(np.abs(base[i] - alone[i]).max()) for i in alone) > 1e-3
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", jobs(*ALL))
 def test_no_bit_of_the_base_changes(runs: Ranks, models: dict[str, str], name: str) -> None:
     first, last = part(runs, name, "base_at_first"), part(runs, name, "base")
     assert_equal(first, last)
@@ -179,7 +193,7 @@ def test_no_bit_of_the_base_changes(runs: Ranks, models: dict[str, str], name: s
     assert differ == (linears if is_rounded else set())
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(("dora", "everything", "towerless"))])
+@pytest.mark.parametrize("name", jobs(*(n for n in ALL if not n.startswith(("dora", "everything", "towerless")))))
 def test_the_whole_model_is_the_base_and_what_the_adapter_adds(runs: Ranks, name: str) -> None:
     base, whole, adapter = (part(runs, name, what) for what in ("base", "whole", "adapter"))
     assert base.keys() == whole.keys()
@@ -200,33 +214,37 @@ def test_the_whole_model_is_the_base_and_what_the_adapter_adds(runs: Ranks, name
     assert_equal(part(runs, name, "whole_at_first"), base)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adapters_step_does_not_depend_on_ranks_packs_or_stage(runs: Ranks, kind: str, stage: int) -> None:
-    assert_equal(part(runs, f"{kind}_{stage}", "adapter"), part(runs, f"vl_{kind}", "adapter"), 1e-5)
-    loss = [runs.json(name)["passes"][1]["policy/loss"] for name in (f"{kind}_{stage}", f"vl_{kind}")]
+@pytest.mark.parametrize("name", jobs(*(f"{kind}_{stage}" for kind in KINDS for stage in STAGES)))
+def test_an_adapters_step_does_not_depend_on_ranks_packs_or_stage(runs: Ranks, name: str) -> None:
+    alone = f"vl_{name.partition('_')[0]}"
+    assert_equal(part(runs, name, "adapter"), part(runs, alone, "adapter"), 1e-5)
+    loss = [runs.json(job)["passes"][1]["policy/loss"] for job in (name, alone)]
     assert loss[0] == pytest.approx(loss[1], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "yardstick"),
-    [
-        *((f"{name}_{kind}_3", f"{name}_{kind}") for name in ("deep", "text") for kind in KINDS),
-        *((f"{name}_{stage}", name) for name in ("dora", "everything") for stage in (2, 3)),
-        ("dora_nf4_2", "dora_nf4"),
-        *(("recomputed", "vl_nf4"), ("recomputed_3", "vl_nf4"), ("recomputed_reentrant", "vl_lora")),
-    ],
-)
-def test_other_models_and_adapters_and_saved_memory_make_the_same_step(runs: Ranks, name: str, yardstick: str) -> None:
+YARDSTICKS = {
+    **{f"{name}_{kind}_3": f"{name}_{kind}" for name in ("deep", "text") for kind in KINDS},
+    **{f"{name}_{stage}": name for name in ("dora", "everything") for stage in (2, 3)},
+    "dora_nf4_2": "dora_nf4",
+    "recomputed": "vl_nf4",
+    "recomputed_3": "vl_nf4",
+    "recomputed_reentrant": "vl_lora",
+}
+"""The job whose step a job must take."""
+
+
+@pytest.mark.parametrize("name", jobs(*YARDSTICKS))
+def test_other_models_and_adapters_and_saved_memory_make_the_same_step(runs: Ranks, name: str) -> None:
+    yardstick = YARDSTICKS[name]
     assert_equal(part(runs, name, "adapter"), part(runs, yardstick, "adapter"), 1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_with_4_bits_follows_fp32(runs: Ranks, stage: int) -> None:
-    rough, exact = runs.json(f"bf16_{stage}")["passes"], runs.json("vl_nf4")["passes"]
+@pytest.mark.parametrize("name", jobs("bf16_2", "bf16_3"))
+def test_bf16_with_4_bits_follows_fp32(runs: Ranks, name: str) -> None:
+    rough, exact = runs.json(name)["passes"], runs.json("vl_nf4")["passes"]
     assert rough[1]["policy/loss"] == pytest.approx(exact[1]["policy/loss"], abs=0.05)
     assert rough[0]["policy/grad_norm"] == pytest.approx(exact[0]["policy/grad_norm"], rel=0.1)
-    assert_equal(part(runs, f"bf16_{stage}", "base_at_first"), part(runs, f"bf16_{stage}", "base"))
+    assert_equal(part(runs, name, "base_at_first"), part(runs, name, "base"))
 
 
 def test_all_targets_and_a_frozen_tower_leave_every_bit_of_the_tower_in_ten_steps(
@@ -258,7 +276,7 @@ def test_images_go_through_the_tower_once_with_adapters_on_and_off_unless_it_has
     assert all(step["vision/tower_calls"] > 0 for step in runs.json("everything_2")["passes"])
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", jobs(*ALL))
 def test_the_synced_adapter_is_reported_by_fingerprint_and_bytes(runs: Ranks, name: str) -> None:
     import torch
 
@@ -288,14 +306,14 @@ def test_the_folder_holds_what_is_synced_and_the_run_goes_on_from_it(runs: Ranks
         assert runs.json("went_on")["zero"] == [False, False]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", jobs(*(f"continued_{kind}_{stage}" for kind in KINDS for stage in (0, 2, 3))))
 def test_a_continued_adapter_equals_an_unbroken_one_bit_for_bit_and_its_base_is_not_written(
-    runs: Ranks, kind: str, stage: int
+    runs: Ranks, name: str
 ) -> None:
+    _, kind, stage = name.split("_")
     for rank in (0, 1):
         unbroken = runs.json(f"unbroken_{kind}_{stage}.{rank}")
-        continued = runs.json(f"continued_{kind}_{stage}.{rank}")
+        continued = runs.json(f"{name}.{rank}")
         assert continued.pop("extra") == {"step": 2, "note": "é"}
         unbroken.pop("extra")
         assert continued == unbroken

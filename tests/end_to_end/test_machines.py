@@ -21,7 +21,7 @@ from vlmrl.commands.rl import train_rl
 from vlmrl.config.load import load
 from vlmrl.config.verbs import RlConfig
 
-STEPS, KEPT = 4, 2
+STEPS, KEPT = 3, 2
 REASON = why_not()
 TOKEN = {"VLMRL_RM_TOKEN": "s3cret"}
 # A driver that runs several commands, so that the stack is imported once.

@@ -24,7 +24,7 @@ from vlmrl.system import fork_server
 from vlmrl.system.atomic_folders import checkpoints
 from vlmrl.system.storage import size_of
 
-STEPS, STOPPED_IN, KILLED_IN = 10, 3, 7
+STEPS, STOPPED_IN, KILLED_IN = 8, 3, 6
 GRACE_S = 60
 PER_STEP = 4
 MEASURED_AT_A_START = {"verify/noise/level", "verify/noise/decode_gap", "verify/noise/layout_gap"}
@@ -75,12 +75,16 @@ def marked_processes(mark: str) -> list[int]:
     return pids
 
 
-def assert_nothing_is_left(mark: str) -> None:
+def assert_nothing_is_left(mark: str, *, within_s: float = 5.0) -> None:
     """Check that all processes of an ended run exit within seconds: some exit only after their parent has."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + within_s
     while left := marked_processes(mark):
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
         time.sleep(0.05)
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
 
 
 def assert_same(one: Any, other: Any, where: str) -> None:
@@ -151,7 +155,7 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
 
-    in_shared_memory = set(Path("/dev/shm").iterdir())
+    in_shared_memory = shared_memory()
     log = tmp_path / "log"
     stopped, mark = begun([*command(model, broken), "--ckpt.save_steps", "100"], broken, log, until=STOPPED_IN - 1)
     check_stop(stopped, signal.SIGTERM, mark, broken, log)
@@ -162,13 +166,11 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     victim.wait()
     assert not (broken / "model").exists()
 
-    # Ray's agents end last: for up to a minute each tries to report the raylet's death to a driver that has ended.
-    deadline = time.monotonic() + 150
-    while (left := marked_processes(mark)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
-    left_behind = set(Path("/dev/shm").iterdir()) - in_shared_memory
-    assert not left_behind
+    # Large blocks go with the processes that held them. Semaphores are the trackers', which end later.
+    deadline = time.monotonic() + 20
+    while left := [path for path in shared_memory() - in_shared_memory if not path.name.startswith("sem.")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
     saved = checkpoints(broken / "checkpoints")
     harmed = next(
@@ -192,6 +194,9 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     assert "with other settings" not in output
     assert (broken / "checkpoints" / f"{saved[-1].name}.damaged").is_dir()
     first = int(saved[-1].name.removeprefix("step_"))
+    # Ray's agents end last: for up to a minute each tries to report the raylet's death to a driver that has ended.
+    assert_nothing_is_left(mark, within_s=150)
+    assert not shared_memory() - in_shared_memory
 
     drawn = [
         json.loads(line)["index"]

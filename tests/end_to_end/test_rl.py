@@ -18,6 +18,7 @@ from vlmrl.commands.rl import train_rl
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
 from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.types import Metrics
 
 PLAIN_ENGINE = Path(__file__).with_name("plain_engine.py")
 
@@ -51,6 +52,8 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
         "train.batch_size": 64,
         "train.max_steps": 8,
         "eval.max_samples": 8,
+        "algo.advantage.is_correction_enable": "true",
+        "algo.advantage.is_correction_type": "seq-mask-tis",
     }
     train_rl(load(RlConfig, recipe(example, tiny_model(family), out, **flags)))
     steps = steps_of(out)
@@ -61,6 +64,9 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
         assert set(NAMES.split()) <= line.keys()
         assert line["sync/logprob_diff_max"] < 1e-3
         assert line["group/constant_fraction"] < 1.0
+        # Engine and trainer agree, so the correction is computed but changes nothing.
+        assert line["policy/correction_weight"] == pytest.approx(1.0, abs=1e-3)
+        assert line["policy/correction_dropped"] == 0
     assert [line["sync/version"] for line in steps] == list(range(1, 9))
     has_images = family == "qwen3_vl"
     assert any(line["media/bytes_moved"] > 0 for line in steps) == has_images
@@ -72,19 +78,34 @@ def test_the_reward_rises_on_two_ranks_and_two_engines(
     assert (out / "model" / "config.json").exists()
 
 
-def test_the_quickstart_in_short(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
-    warm = tmp_path / "sft"
-    short = {"train.max_steps": 12, "train.batch_size": 16}
-    train_sft(load(SftConfig, recipe("quickstart_sft.yaml", tiny_model("qwen2_5_vl"), warm, **short)))
-    losses = [line["policy/loss"] for line in steps_of(warm)]
-    assert losses[-1] < losses[0] - 1.0, losses
+@pytest.fixture(scope="module")
+def warm_model(tiny_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> str:
+    """A model from some steps of supervised training, whose loss has fallen."""
+    return taught("quickstart_sft.yaml", tiny_model("qwen2_5_vl"), tmp_path_factory.mktemp("sft"), by=1.0)
+
+
+def taught(example: str, model: str, out: Path, *, by: float) -> str:
+    """Return the model after supervised training in short; check that the loss falls `by` that much."""
+    train_sft(load(SftConfig, recipe(example, model, out, **{"train.max_steps": 12, "train.batch_size": 16})))
+    losses = [line["policy/loss"] for line in steps_of(out)]
+    assert losses[-1] < losses[0] - by, losses
+    return str(out / "model")
+
+
+@pytest.mark.prove
+def test_supervised_training_on_three_kinds_of_questions(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    taught("sft_visual_math_tiny.yaml", tiny_model("qwen2_5_vl"), tmp_path / "sft", by=0.5)
+
+
+@pytest.mark.parametrize("example", ["quickstart", pytest.param("quickstart_qlora", marks=pytest.mark.prove)])
+def test_the_quickstart_in_short(example: str, warm_model: str, tmp_path: Path) -> None:
     flags = {"train.max_steps": 2, "train.batch_size": 16, "rollout.batch_size": 4, "eval.max_samples": 16}
-    for example in ("quickstart", "quickstart_qlora"):
-        out = tmp_path / example
-        train_rl(load(RlConfig, recipe(f"counting_tiny/{example}.yaml", str(warm / "model"), out, **flags)))
-        assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
-        assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
-    check_loads_in_plain_programs(tmp_path / "quickstart" / "model", tmp_path)
+    out = tmp_path / example
+    train_rl(load(RlConfig, recipe(f"counting_tiny/{example}.yaml", warm_model, out, **flags)))
+    assert [line["step"] for line in read_metrics(out) if "eval/visual_math/pass@1" in line] == [0, 2]
+    assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
+    if example == "quickstart":
+        check_loads_in_plain_programs(out / "model", tmp_path)
 
 
 def check_loads_in_plain_programs(model: Path, folder: Path) -> None:
@@ -105,14 +126,10 @@ def check_loads_in_plain_programs(model: Path, folder: Path) -> None:
 
 
 def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
-    tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str
+    warm_model: str, tmp_path: Path, digits_reward: str
 ) -> None:
-    warm = tmp_path / "sft"
-    short = {"train.max_steps": 4, "train.batch_size": 16}
-    train_sft(load(SftConfig, recipe("sft_visual_math_tiny.yaml", tiny_model("qwen2_5_vl"), warm, **short)))
-    model = str(warm / "model")
     evaluation = {
-        "actor": {"model_name_or_path": model},
+        "actor": {"model_name_or_path": warm_model},
         "eval": {"dataset": "visual_math?pixels=112&size=16", "n_samples_per_prompt": 2},
         "rollout": {"max_new_tokens": 6},
         "vllm": {"cpu_kv_cache_gib": 0.25},
@@ -127,6 +144,9 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
     flags = {
         "actor.adam.lr": 1e-3,
         "actor.lr_scheduler": "constant",
+        # Features of a frozen tower are cached: the second pass of the old log-probs uses those of the first.
+        "actor.freeze_visual_encoder": "true",
+        "actor.freeze_projector": "true",
         "train.colocate_all": "false",
         "train.colocate_actor_ref": "true",
         "algo.kl.init_coef": 0.01,
@@ -141,7 +161,7 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
         "train.max_steps": 2,
         "eval.max_samples": 8,
     }
-    train_rl(load(RlConfig, recipe("visual_math_tiny.yaml", model, out, **flags)))
+    train_rl(load(RlConfig, recipe("visual_math_tiny.yaml", warm_model, out, **flags)))
     steps = steps_of(out)
     assert steps[0]["kl/reference"] < 1e-6 < steps[1]["kl/reference"]
     assert {"reward/parts/exact", "reward/parts/digits"} <= steps[0].keys()
@@ -149,3 +169,22 @@ def test_sft_then_eval_then_rl_with_a_reference_and_engines_apart(
     assert {"eval/visual_math/pass@1", "eval/visual_math-2/pass@1"} <= read_metrics(out)[0].keys()
     # The temperature divides the logits on both sides.
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps)
+    check_first_step(*steps)
+
+
+def check_first_step(first: Metrics, second: Metrics) -> None:
+    """Check that a run compares all paths to log-probs once before its first update, with and without the images."""
+    # The engine scores existing tokens as it samples: at this temperature, without the banned tokens.
+    alike = ("engine", "old", "old_again", "padded", "update")
+    assert all(first[f"verify/images/{name}_effect"] > 0.01 for name in (*alike, "reference")), first
+    assert all(first[f"verify/images/{name}_gap"] < 1e-4 for name in alike), first
+    assert first["time/verify_images_s"] > 0
+    # Layouts are equal in fp32; the gaps between engine, layouts, and the engine's prefill and decode are rounding.
+    assert max(first["verify/layouts/values_gap"], first["verify/layouts/gradients_gap"]) < 5e-6, first
+    gaps = {
+        "first": max(first[f"verify/noise/{name}"] for name in ("gap", "layout_gap", "decode_gap")),
+        "second": second["verify/noise/gap"],
+    }
+    assert max(gaps.values()) < 5 * first["verify/noise/level"], gaps
+    assert "verify/noise/level" not in second, "measured again every tenth step"
+    assert not [name for name in second if name.startswith(("verify/images/", "verify/layouts/"))]

@@ -132,14 +132,13 @@ class TwoMachines:
         _ip("-n", self._names[machine], "link", "set", "eth0", "down")
 
     def stop(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            end = time.monotonic() + 5
-            while (pids := [*self.processes(0), *self.processes(1)]) and time.monotonic() < end:
-                for pid in pids:
-                    _signal(pid, number)
-                for node in self._nodes.values():
-                    node.poll()
-                time.sleep(0.2)
+        end = time.monotonic() + 10
+        while (pids := [*self.processes(0), *self.processes(1)]) and time.monotonic() < end:
+            for pid in pids:
+                _signal(pid, signal.SIGKILL)
+            for node in self._nodes.values():
+                node.poll()
+            time.sleep(0.1)
         for node in self._nodes.values():
             node.wait()
         for name in self._names:

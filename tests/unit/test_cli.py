@@ -207,6 +207,23 @@ def test_the_module_runs_and_gives_the_exit_code() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_program_ends_without_unloading_its_modules() -> None:
+    code = """
+import sys
+from vlmrl.cli import main
+
+class Unloaded:
+    def __del__(self):
+        print("unloaded")
+
+kept = Unloaded()
+sys.argv = ["vlmrl", "--version"]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{__version__}\n")
+
+
 def test_an_unknown_flag_is_reported_without_heavy_imports() -> None:
     code = """
 import sys

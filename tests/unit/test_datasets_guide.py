@@ -23,7 +23,7 @@ from vlmrl.config.verbs import VERBS, EvalConfig, RlConfig, SftConfig
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor
-from vlmrl.rewards.local_worker import declare
+from vlmrl.rewards.function_worker import declare
 from vlmrl.system.user_function import load_function
 
 GUIDE = Path(__file__).parents[2] / "datasets" / "README.md"

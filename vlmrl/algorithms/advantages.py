@@ -1,4 +1,4 @@
-"""Advantages of the sampled tokens of a step, from its rewards."""
+"""Advantages of the sampled tokens of a step, computed by a function of `estimators.py` or a user's function."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vlmrl.algorithms.shaping import has_signal
+from vlmrl.algorithms.signal import has_signal
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

@@ -10,7 +10,7 @@ from torch import Tensor
 from vlmrl.algorithms import returns
 from vlmrl.algorithms.baselines import normalize_by_group, step_advantages, subtract_group_mean, subtract_mean_of_others
 from vlmrl.algorithms.returns import AdvantageEstimate, time_first
-from vlmrl.algorithms.shaping import has_signal
+from vlmrl.algorithms.signal import has_signal
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float

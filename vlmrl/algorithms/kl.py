@@ -1,4 +1,8 @@
-"""Per-token estimates of the KL divergence between policies, and the controller of its coefficient."""
+"""Per-token estimates of the KL divergence between policies, and the controller of its coefficient.
+
+The KL to the reference is subtracted from the token rewards (`returns.reward_per_token`), or with `algo.kl.use_loss`
+added to the loss (`losses.policy_loss`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Per-token losses of policy and critic, before aggregation."""
+"""Per-token losses of policy and critic, before aggregation. The surrogate loss is a function of `policy_losses.py` or
+a user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Discounted returns, and generalised advantage estimation with a critic's values."""
+"""Rewards per token (score and token rewards minus the KL penalty), their discounted returns, and generalised advantage
+estimation with a critic's values."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from vlmrl.cluster.engines import RemoteEngines, RemotePrompts
+from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.machine_watch import Watch
 from vlmrl.cluster.models import (
     PackingPlan,
@@ -23,6 +23,7 @@ from vlmrl.cluster.models import (
     StepPlan,
 )
 from vlmrl.cluster.placement import Place
+from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
 from vlmrl.cluster.role_settings import (
     critic_settings,

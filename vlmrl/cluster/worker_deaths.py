@@ -1,7 +1,8 @@
 """Report in one line which worker has died, on which machine, how it ended, and which setting may help.
 
 The line replaces the errors that follow from the death: a broken collective in another rank, an image whose owner has
-died, or Ray's forty lines about a dead actor.
+died, or Ray's forty lines about a dead actor. `worker_group.py` raises it. The death of vLLM's own process, inside a
+worker that lives, is reported by `rollout/launch.py` (`DiedError`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     """Check the settings, start the engines, sample and score responses, and write metrics and transcripts."""
     folder, _, warnings = prepare(config, dry_run=dry_run)
     if dry_run:
-        return check_data(config)
+        return check_data(config, warnings)
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())

@@ -197,10 +197,12 @@ def check_hardware(
             raise ConfigError(f"{role}.optim {optim} is from bitsandbytes and needs CUDA: use adam")
 
 
-def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None = None) -> None:
+def check_data(
+    config: RlConfig | SftConfig | EvalConfig, warnings: Sequence[str], adapter: AdapterPlan | None = None
+) -> None:
     """Finish a dry run: check placement, reward functions, rows and images, and print the plan.
 
-    `adapter` is the actor's.
+    `warnings` are of `check_machine`, and `adapter` is the actor's.
 
     Raises:
         VlmrlError: an error that would stop the run, as far as it can be detected without starting it.
@@ -209,7 +211,7 @@ def check_data(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan |
     _place(config, adapter, console)
     if isinstance(config, EvalConfig):
         check_lengths(config)
-    for line in (*format_checkpoint_plan(config), *check_machine(config)):
+    for line in (*format_checkpoint_plan(config), *warnings):
         print_line(console, line)
     functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
     with closing(LabelCheck(functions)) as label_problems:

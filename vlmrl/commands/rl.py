@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vlmrl.cluster.build import Progress, RoleBuilder, Roles
-from vlmrl.cluster.engines import RemotePrompts
+from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adapter_plan
 from vlmrl.commands.rl_checks import make_checks, report_adapter_check
 from vlmrl.commands.run import begin_steps, prepare, run_session
@@ -31,7 +31,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
     adapter, critic_adapter = actor_adapter_plan(config, processor), critic_adapter_plan(config)
     has_adapter = adapter is not None
     if dry_run:
-        return check_data(config, adapter)
+        return check_data(config, warnings, adapter)
     with run_session(config, folder, warnings, adapter) as (builder, report):
         prompts, eval_sets, roles = start_roles(
             config, processor, builder, report, adapter=adapter, critic_adapter=critic_adapter

@@ -147,6 +147,9 @@ def run_session(
             log.move_to(folder.log)
         outer.enter_context(run_lock(folder.root, on_lost=lambda line: kill_and_exit(line, 2), notify=print))
         check_folder(config, folder)  # again: another run may have held the lock until now, and written there
+        settings = config.model_dump(mode="json")
+        report = RunReport(folder, logger=logger, config=settings, title=title, start_times=start_times)
+        outer.callback(report.finish_drawing)  # it goes on while the roles and Ray stop
         machines = outer.enter_context(session())
         check_hardware(config, machines, adapter)
         places = plan(**plan_arguments(config, machines))
@@ -157,13 +160,11 @@ def run_session(
         if isinstance(config, EvalConfig) or not config.ckpt.load_enable:  # else only once it has resumed
             _save_settings(config, folder)
         start_times.end("ray")
-        settings = config.model_dump(mode="json")
-        report = RunReport(folder, logger=logger, config=settings, title=title, start_times=start_times)
         with (
-            report,
             ExitStack() as stack,
             watch_machines(machines, places) as watch,
             report_deaths(machines.roster),
+            report,
         ):
             report.say(placement_table(places, machines))
             for line in (*format_checkpoint_plan(config), *warnings):

@@ -21,7 +21,7 @@ from vlmrl.data.responses import sft_sample
 from vlmrl.errors import DataError
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.rewards.client import read_token
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.server import FunctionScorer, Scorer, check_token, listen, run
 from vlmrl.types import Prompt, Sample

@@ -15,7 +15,7 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     folder, processor, warnings = prepare(config, dry_run=dry_run)
     adapter = actor_adapter_plan(config, processor)
     if dry_run:
-        return check_data(config)
+        return check_data(config, warnings)
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         check_steps(config, prompts.num_rows)

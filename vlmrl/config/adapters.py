@@ -1,13 +1,10 @@
-"""Checks of adapters and 4-bit weights against the other settings, and what follows for a run."""
+"""Checks of adapters and 4-bit weights against the other settings, and which parts of the model adapters change."""
 
 from vlmrl.config.actor import Model
-from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
 from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.lora import MAX_RANK, Lora
 from vlmrl.config.names import settings
-from vlmrl.config.rollout import Rollout
-from vlmrl.config.train import TrainRl
 from vlmrl.config.vllm import Vllm
 
 
@@ -70,25 +67,15 @@ def conflicts_of_storage(ds: Ds, *, flag: str, stage: int) -> list[str]:
     return conflicts
 
 
-def conflicts_of_dropout(lora: Lora, rollout: Rollout, train: TrainRl, algo: Algo) -> list[str]:
+def conflicts_of_dropout(lora: Lora, *, needs_one_pass: bool) -> list[str]:
     conflicts = []
-    if lora.rank > 0 and lora.dropout > 0 and needs_one_pass(rollout, train, algo):
+    if lora.rank > 0 and lora.dropout > 0 and needs_one_pass:
         conflicts.append(
             f"ds.lora.dropout {lora.dropout:g} makes the update's forward pass differ from the engines', and with one "
             "optimizer step per batch of responses its log-probs are the ones compared with the engines': "
             "set it to 0, or lower train.batch_size"
         )
     return conflicts
-
-
-def needs_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
-    """Whether a batch of responses takes a single optimizer step by the policy that sampled it.
-
-    Then the log-probs of the update are the old log-probs, and their own pass is saved. A reference is compared with
-    the old log-probs before the step, so with a reference two passes are needed.
-    """
-    responses = rollout.batch_size * rollout.n_samples_per_prompt
-    return train.max_epochs == 1 and train.batch_size == responses and algo.kl.init_coef == 0
 
 
 def reaches_vision(model: Model, lora: Lora) -> bool:

@@ -277,5 +277,15 @@ def steps_per_batch(rollout: Rollout, train: TrainRl) -> int:
     return train.max_epochs * -(-rollout.batch_size * rollout.n_samples_per_prompt // train.batch_size)
 
 
+def needs_one_pass(rollout: Rollout, train: TrainRl, algo: Algo) -> bool:
+    """Whether a batch of responses takes a single optimizer step by the policy that sampled it.
+
+    Then the log-probs of the update are the old log-probs, and their own pass is saved. A reference is compared with
+    the old log-probs before the step, so with a reference two passes are needed.
+    """
+    responses = rollout.batch_size * rollout.n_samples_per_prompt
+    return train.max_epochs == 1 and train.batch_size == responses and algo.kl.init_coef == 0
+
+
 def _read_only_with(setting: str, values: tuple[str, ...], given: str) -> str:
     return f"it is read only with {setting} {' or '.join(values)}, not with {given}"

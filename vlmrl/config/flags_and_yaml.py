@@ -123,7 +123,7 @@ def _from_words(words: list[str], kind: Any, *, optional: bool) -> Any:
     if get_origin(kind) is dict:
         try:
             return yaml.safe_load(" ".join(words))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # YAML's reader lets the errors of dates and numbers through
             return text
     if len(words) > 1:
         return words
@@ -223,7 +223,7 @@ class _Tree:
         self._lines[name] = key.start_mark.line + 1
         try:
             value = self._loader.construct_object(node, deep=True)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # the latter for a date such as 2026-02-30
             self._user_input.mistakes.append(f"{self._at(node)}: {name}: {getattr(error, 'problem', None) or error}")
             self._user_input.unreadable.add(name)
             return

@@ -1,4 +1,7 @@
-"""The help of a verb: each setting with its type, default and docstring."""
+"""The help of a verb: each setting with its type, default and help text.
+
+The help texts are the docstrings below the fields of the sections (`train.py`, `algo.py`, ...).
+"""
 
 import shutil
 import textwrap

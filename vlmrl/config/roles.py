@@ -1,4 +1,5 @@
-"""Checks across roles: critic, reward models, moving average, best model, and shared devices."""
+"""Sets of roles that share devices (`pools`, for `cluster/placement.py`), and checks across roles: critic, reward
+models, moving average, best model, and shared devices."""
 
 from collections.abc import Mapping
 

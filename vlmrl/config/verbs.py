@@ -27,7 +27,7 @@ from vlmrl.config.vllm import Vllm
 
 _CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 _COMMON = ("seed", "timeout_s", "stop_grace_s")
-_SYNC = ("bucket_mib", "sync_backend")
+_SYNC = ("bucket_mib", "sync_backend", "readback_steps")
 _WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
 _ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
 
@@ -187,6 +187,11 @@ class RlConfig(TrainingConfig):
         return self.algo.kl.init_coef > 0 and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
 
     @property
+    def needs_one_pass(self) -> bool:
+        """The update computes the old log-probs, so they need no pass of their own."""
+        return algo.needs_one_pass(self.rollout, self.train, self.algo)
+
+    @property
     def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
         """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
         stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}
@@ -210,7 +215,7 @@ class RlConfig(TrainingConfig):
             *roles.conflicts_of_sleep(self.ds, self.train, self._zero_stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),
             *(roles.conflicts_of_critic(self.critic, self.train, self.ds) if self.has_critic else ()),
-            *adapters.conflicts_of_dropout(self.ds.lora, self.rollout, self.train, self.algo),
+            *adapters.conflicts_of_dropout(self.ds.lora, needs_one_pass=self.needs_one_pass),
             *super().conflicts(),
         ]
 
@@ -261,7 +266,8 @@ class SyncBench(VerbConfig):
     verb: ClassVar[str] = "bench sync"
     omits: ClassVar[frozenset[str]] = (
         all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
-        | frozenset(f"vllm.{name}" for name in _WITH_TRAINER)
+        | frozenset(f"vllm.{name}" for name in (*_WITH_TRAINER, "generate_timeout_s"))
+        | frozenset({"ds.lora.dropout"})
         | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
     )
 

@@ -51,8 +51,9 @@ _SLEEPING = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
 
 
 class TrainableModel:
-    """A trainable model, one per rank. A subclass passes a loader, calls `_start_engine`, computes losses and
-    implements `_pack_metrics`.
+    """A trainable model, one per rank; call its collectives on all ranks, in the same order.
+
+    A subclass passes a loader, calls `_start_engine`, computes losses and implements `_pack_metrics`.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT identify the rank; without them it is the only one.
     """

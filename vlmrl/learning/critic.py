@@ -25,9 +25,7 @@ _MOMENTS = ("count", "returns", "returns_squared", "errors", "errors_squared")
 
 
 class Critic(TrainableModel):
-    """The value model, one per rank. Every method but `critic_table` and `memory` is a collective: call it on all
-    ranks, in the same order.
-    """
+    """The value model. Its methods are collectives but `critic_table` and `memory`."""
 
     _area = "value"
     _section = "critic"

@@ -35,9 +35,7 @@ __all__ = ["Policy", "PolicyLoss"]
 
 
 class Policy(TrainableModel, WeightSender):
-    """The trained model, one per rank. Every method but `table` and `memory` is a collective: call it on all ranks, in
-    the same order.
-    """
+    """The trained model. Its methods are collectives but `table` and `memory`."""
 
     _area = "policy"
     _section = "actor"
@@ -297,6 +295,7 @@ def _load_user_loss(loss: PolicyLoss) -> PolicyLoss:
 
 
 def _engine_gap(difference: Tensor) -> dict[str, Tensor]:
-    """Maximum and sums over a pack for the metrics of `trainer.compare_engine`, from trainer minus engine log-probs."""
+    """Maximum and sums over a pack for the metrics of `verify.logprobs.compare_engine`, from trainer minus engine
+    log-probs."""
     size = difference.abs()
     return {"gap_max": size.max(), "gap": size.sum(), "gap_kl": (torch.expm1(difference) - difference).sum()}

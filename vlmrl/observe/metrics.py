@@ -1,4 +1,7 @@
-"""Metrics that can be merged over ranks, micro-batches and steps."""
+"""Metrics that can be merged over ranks, micro-batches and steps, and the form of their names.
+
+The code that computes a metric returns it; README.md lists them all.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ _DRAW_EVERY = 10
 class RunReport:
     """Terminal output, metrics files and plot of a run. Use as a context manager around the run.
 
+    Its end only begins the last drawing of the plot: call `finish_drawing` when all else has ended.
+
     Args:
         start_times: those of the phases that have ended; the last one ends with `begin`.
     """
@@ -48,6 +51,8 @@ class RunReport:
         self._sinks: list[Sink] = []
         self._start_times = start_times or StartTimes()
         self._is_plot_current = True
+        self._drawing: Future[None] | None = None
+        """The last drawing of the plot, in a thread."""
         self._reported: set[str] = set()
         """Failures that were printed, each of which is printed once."""
         self._disk_failed = False
@@ -62,7 +67,15 @@ class RunReport:
         self._progress.__exit__(kind, error, tb)
         for sink in self._sinks:
             self._try(sink.close, f"{type(sink).__name__} did not close")
-        self._draw()
+        if not self._is_plot_current:
+            pool = ThreadPoolExecutor(max_workers=1)
+            self._drawing = pool.submit(draw_curves, self._folder.metrics, self._folder.curves)
+            pool.shutdown(wait=False)
+
+    def finish_drawing(self) -> None:
+        """Wait for the last drawing of the plot, which takes seconds where matplotlib is not imported yet."""
+        if self._drawing is not None:
+            self._is_plot_current = self._try(self._drawing.result, self._plot_failure)
 
     def say(self, message: RenderableType) -> None:
         """Print a message."""
@@ -120,9 +133,12 @@ class RunReport:
     def _draw(self) -> None:
         if not self._is_plot_current:
             self._is_plot_current = self._try(
-                lambda: draw_curves(self._folder.metrics, self._folder.curves),
-                f"{self._folder.curves.name} could not be drawn",
+                lambda: draw_curves(self._folder.metrics, self._folder.curves), self._plot_failure
             )
+
+    @property
+    def _plot_failure(self) -> str:
+        return f"{self._folder.curves.name} could not be drawn"
 
     def _try(self, action: Callable[[], object], failure: str) -> bool:
         """Run `action` and return whether it succeeded. An error is printed once after `failure`, not raised.

@@ -13,12 +13,13 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import httpx
 
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import SETTING, RewardResult, one_line
+from vlmrl.rewards.batch_queue import BatchQueue
+from vlmrl.rewards.function_worker import SETTING, RewardResult, one_line
 from vlmrl.rewards.protocol import Images, RewardRequest, read_results, write_request
 
 TOKEN = "VLMRL_RM_TOKEN"
@@ -39,13 +40,6 @@ _SECRET = re.compile(
 _REFUSED = (401, 403)
 _TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
-
-
-class _Pending(NamedTuple):
-    """A request that waits for its result."""
-
-    request: RewardRequest
-    result: asyncio.Future[RewardResult]
 
 
 class _RequestError(Exception):
@@ -118,7 +112,7 @@ class Servers:
         self._images = images
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client: httpx.AsyncClient | None = None
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._queue = BatchQueue()
         self._senders: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -129,16 +123,15 @@ class Servers:
         # A proxy from the environment is for other machines.
         direct: dict[str, None] = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
         self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits, mounts=direct)
-        self._senders = [asyncio.create_task(self._send_until_closed(self._client)) for _ in range(num_senders)]
+        results = partial(self._results, self._client)
+        self._senders = [
+            asyncio.create_task(self._queue.score_batches(results, self._max_size)) for _ in range(num_senders)
+        ]
         await self._check(self._client)
 
     def submit(self, requests: Sequence[RewardRequest]) -> list[asyncio.Future[RewardResult]]:
         """Queue the requests, and return a future per request."""
-        loop = asyncio.get_running_loop()
-        pending = [_Pending(request, loop.create_future()) for request in requests]
-        for item in pending:
-            self._queue.put_nowait(item)
-        return [item.result for item in pending]
+        return self._queue.submit(requests)
 
     async def close(self) -> None:
         """Close the connections; requests in progress fail. Idempotent."""
@@ -146,37 +139,14 @@ class Servers:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
         self._senders = []
-        while not self._queue.empty():
-            _fail([self._queue.get_nowait()], _closed())
+        self._queue.close(RewardError("the connection to the reward servers was closed while responses waited"))
         if self._client is not None:
             await self._client.aclose()
 
-    async def _send_until_closed(self, client: httpx.AsyncClient) -> None:
-        while True:
-            batch = await self._next_batch()
-            try:
-                results = await self._results(client, [item.request for item in batch])
-            except asyncio.CancelledError:
-                _fail(batch, _closed())
-                raise
-            except Exception as error:  # a bug in vlmrl, which must reach the caller of `submit`
-                _fail(batch, error)
-                continue
-            for item, result in zip(batch, results, strict=True):
-                if not item.result.done():  # else it was cancelled meanwhile
-                    item.result.set_result(result)
-
-    async def _next_batch(self) -> list[_Pending]:
-        """Take one server's share of the queue: requests do not wait for a full batch, and batches are full when all
-        servers are busy."""
-        batch: list[_Pending] = []
-        while not batch:
-            pending = [await self._queue.get()]
-            share = math.ceil((1 + self._queue.qsize()) / len(self._servers))
-            while len(pending) < min(share, self._batch_size):
-                pending.append(self._queue.get_nowait())
-            batch = [item for item in pending if not item.result.done()]
-        return batch
+    def _max_size(self, num_waiting: int) -> int:
+        """Return one server's share: requests do not wait for a full batch, and batches are full when all servers are
+        busy."""
+        return min(math.ceil(num_waiting / len(self._servers)), self._batch_size)
 
     async def _results(self, client: httpx.AsyncClient, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Return one result per request; a failure is a result with its reason."""
@@ -229,17 +199,6 @@ class Servers:
                 raise ConfigError(f"{SETTING}: {refusal}")
         if len(refusals) == len(self._servers):
             raise ConfigError(f"{SETTING}: {refusals[0]}: start it (vlmrl serve-rm), or correct the address")
-
-
-def _closed() -> RewardError:
-    return RewardError("the connection to the reward servers was closed while responses waited")
-
-
-def _fail(pending: Sequence[_Pending], error: Exception) -> None:
-    for item in pending:
-        if not item.result.done():
-            item.result.set_exception(error)
-            item.result.exception()  # asyncio would report an exception that nobody reads
 
 
 async def _refusal(client: httpx.AsyncClient, server: _Server) -> _RequestError | None:

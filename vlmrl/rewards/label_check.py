@@ -12,7 +12,7 @@ from pebble import ProcessFuture, ProcessPool
 
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.reward import Scoring
-from vlmrl.rewards import exact, local_worker
+from vlmrl.rewards import exact, function_worker
 from vlmrl.rewards.batch import LABELS, TRL_ONLY
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.spelling import needs_no_parser
@@ -139,7 +139,7 @@ class LabelCheck:
             self.close()
             self._pool = start_pool(("math",), None, num_workers=1)
         scheduled = [
-            (label, self._pool.schedule(local_worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
+            (label, self._pool.schedule(function_worker.unusable, args=("math", label), timeout=_TIME_LIMIT_S))
             for label in labels
         ]
         failed = []

@@ -1,4 +1,8 @@
-"""Pools of scoring processes: start, end, and the outcome of a call."""
+"""Pools of scoring processes: start, end, and the outcome of a call.
+
+The processes run `function_worker.py`. `functions.py` sets the time limit of a call, and pebble kills a process that
+exceeds it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from vlmrl.rewards import local_worker
+from vlmrl.rewards import function_worker
 from vlmrl.rewards.failures import TooHardError
 from vlmrl.types import Retry
 
@@ -59,12 +63,12 @@ def start_pool(
     # Forking this process would copy locks that its threads hold (Ray, gRPC, vLLM). The fork server is a clean
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vlmrl.rewards.local_worker", *(f"vlmrl.rewards.{name}" for name in names)])
+    context.set_forkserver_preload(["vlmrl.rewards.function_worker", *(f"vlmrl.rewards.{name}" for name in names)])
     return ProcessPool(
         max_workers=num_workers,
         max_tasks=max_tasks,
         context=context,
-        initializer=local_worker.start,
+        initializer=function_worker.start,
         initargs=(names, spec, pass_env, log),
     )
 

@@ -38,7 +38,7 @@ from vlmrl.config.serve import Serve
 from vlmrl.data.media import ImageLimits, InlineMedia, TotalPixelsError, open_images
 from vlmrl.data.unusable import check_depth
 from vlmrl.errors import DataError
-from vlmrl.rewards.local_worker import RewardResult, one_line, to_result
+from vlmrl.rewards.function_worker import RewardResult, one_line, to_result
 from vlmrl.types import Failure, Group, Media
 
 MAX_PIXELS = Serve().max_request_pixels

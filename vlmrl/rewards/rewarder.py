@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from vlmrl.errors import RewardError
 from vlmrl.rewards.client import Servers, checked, read_token
-from vlmrl.rewards.local import Calls, Functions
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
+from vlmrl.rewards.functions import Calls, Functions
 from vlmrl.rewards.protocol import reward_requests
 from vlmrl.types import Group, Score
 

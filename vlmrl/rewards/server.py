@@ -14,22 +14,24 @@ import math
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError
+from vlmrl.rewards.batch_queue import BatchQueue
 from vlmrl.rewards.client import TOKEN
 from vlmrl.rewards.connections import protocol
-from vlmrl.rewards.local import Functions
-from vlmrl.rewards.local_worker import RewardResult, one_line
+from vlmrl.rewards.function_worker import RewardResult, one_line
+from vlmrl.rewards.functions import Functions
 from vlmrl.rewards.paths import without_paths
 from vlmrl.rewards.protocol import RewardRequest, TooManyPixelsError, read_request, write_results
 from vlmrl.rewards.rewarder import combined
@@ -107,77 +109,19 @@ class FunctionScorer:
         await self._functions.close()
 
 
-class _Pending(NamedTuple):
-    request: RewardRequest
-    result: asyncio.Future[RewardResult]
-
-
-class _FullError(Exception):
-    """The queue is full."""
-
-
 class _DisconnectedError(Exception):
     """The client has disconnected."""
 
 
-class Batches:
-    """The queue of responses, and the task that has them scored in batches."""
-
-    def __init__(self, scorer: Scorer, serve: Serve) -> None:
-        self._scorer = scorer
-        self._serve = serve
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.qsize()
-
-    async def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """Return one result per request. Raises _FullError when they are more than may wait."""
-        if self.num_waiting + len(requests) > self._serve.max_queue:
-            raise _FullError
-        loop = asyncio.get_running_loop()
-        pending = [_Pending(request, loop.create_future()) for request in requests]
-        for item in pending:
-            self._queue.put_nowait(item)
-        return await asyncio.gather(*(item.result for item in pending))
-
-    async def score_batches(self) -> None:
-        """Score batch after batch, one at a time: a model must not be called twice at once."""
-        while True:
-            batch = await self._next_batch()
-            try:
-                results = await self._scorer.score([item.request for item in batch])
-            except Exception as error:  # the clients get any error of the scorer, and the server keeps running
-                for item in batch:
-                    if not item.result.done():
-                        item.result.set_exception(error)
-                continue
-            for item, result in zip(batch, results, strict=True):
-                if not item.result.done():  # else the client has disconnected
-                    item.result.set_result(result)
-
-    async def _next_batch(self) -> list[_Pending]:
-        """Responses that arrive within `serve.max_wait_ms` of the first, up to `serve.max_batch`, without those whose
-        client has disconnected."""
-        batch: list[_Pending] = []
-        while not batch:
-            pending = [await self._queue.get()]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._serve.max_wait_ms / 1000):
-                    while len(pending) < self._serve.max_batch:
-                        pending.append(await self._queue.get())
-            batch = [item for item in pending if not item.result.done()]
-        return batch
-
-
 def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
     """Return the server as an application. Clients need the `token`, if there is one."""
-    batches = Batches(scorer, serve)
+    queue = BatchQueue()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        scoring = asyncio.create_task(batches.score_batches())
+        # One batch at a time: a model must not be called twice at once.
+        batches = queue.score_batches(scorer.score, lambda _: serve.max_batch, max_wait_s=serve.max_wait_ms / 1000)
+        scoring = asyncio.create_task(batches)
         yield
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
@@ -192,7 +136,7 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        return {"status": "ok", "waiting": batches.num_waiting}
+        return {"status": "ok", "waiting": queue.num_waiting}
 
     @scores.get("/")
     @scores.get("/get_reward")
@@ -204,13 +148,13 @@ def make_app(scorer: Scorer, serve: Serve, token: str | None) -> FastAPI:
     @scores.post("/get_reward")
     async def score(request: Request) -> Response:
         requests = await _read(request, scorer, serve)
+        if queue.num_waiting + len(requests) > serve.max_queue:
+            problem = f"serve.max_queue {serve.max_queue} responses wait already: try again later"
+            raise HTTPException(503, problem, headers={"Retry-After": "1"})
         try:
-            results = await _until_disconnect(request, batches.score(requests))
+            results = await _until_disconnect(request, asyncio.gather(*queue.submit(requests)))
         except _DisconnectedError:
             return Response(status_code=499)
-        except _FullError:
-            problem = f"serve.max_queue {serve.max_queue} responses wait already: try again later"
-            raise HTTPException(503, problem, headers={"Retry-After": "1"}) from None
         except Exception as error:
             _log.error("%s: %s", type(error).__name__, one_line(error))
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
@@ -251,16 +195,15 @@ async def _content(request: Request) -> bytes:
     return bytes(content)
 
 
-async def _until_disconnect(request: Request, scoring: Coroutine[Any, Any, list[RewardResult]]) -> list[RewardResult]:
+async def _until_disconnect(request: Request, scoring: asyncio.Future[list[RewardResult]]) -> list[RewardResult]:
     """Return the result of `scoring`. When the client disconnects, cancel `scoring` and raise _DisconnectedError: the
     responses of a client that retries after a time-out must not be scored twice."""
-    task = asyncio.ensure_future(scoring)
     while True:
-        done, _ = await asyncio.wait({task}, timeout=_LOOK_AGAIN_S)
+        done, _ = await asyncio.wait({scoring}, timeout=_LOOK_AGAIN_S)
         if done:
-            return task.result()
+            return scoring.result()
         if await request.is_disconnected():
-            task.cancel()
+            scoring.cancel()
             raise _DisconnectedError
 
 
@@ -278,7 +221,7 @@ def _for_clients(result: RewardResult) -> RewardResult:
 async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: socket.socket) -> None:
     """Serve on `listener` until the process gets SIGTERM or Ctrl-C, and finish the requests in progress."""
     config = uvicorn.Config(
-        make_app(scorer, serve, token),
+        _reply_when_stopped(make_app(scorer, serve, token)),
         http=protocol(serve.body_timeout_s),
         lifespan="on",
         log_level="warning",
@@ -287,6 +230,22 @@ async def run(scorer: Scorer, serve: Serve, token: str | None, *, listener: sock
         timeout_graceful_shutdown=math.ceil(serve.stop_grace_s),
     )
     await _Server(config, limit_s=serve.stop_grace_s + _CLEAR_UP_S).serve(sockets=[listener])
+
+
+def _reply_when_stopped(app: ASGIApp) -> ASGIApp:
+    """Wrap the application: requests that uvicorn cancels after `serve.stop_grace_s` get a reply, in place of a
+    traceback in the log."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+            with suppress(RuntimeError):  # the reply has begun
+                await PlainTextResponse("the server is stopping", 503)(scope, receive, send)
+
+    return wrapped
 
 
 class _Server(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Start vLLM, or report in one line why it did not start; and stop it with all its processes."""
+"""Start vLLM, report in one line why it did not start or how it died, and stop it with all its processes."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 _PARENT = os.getppid()
@@ -30,15 +31,18 @@ def main() -> None:
     while words and words[0] in _FLAGS:
         del words[0]
     server = socket.socket(socket.AF_UNIX)
+    # Signals that come once the fork runs, but before they can be forwarded, must not end this process.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         if not words or (words[0].startswith("-") and words[0] != "-c"):
             raise ConnectionError(f"the server does not know {arguments}")
         if any(name in word for name in _OUTLIVE for word in words[:2]):
             raise ConnectionError("a fork would end with the server")
         server.connect(address)
-        _request(server, words)
+        _request(server, words, blocked)
     except OSError:  # no server, or one that cannot fork
         server.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.execv(python, [python, *arguments])
     for number in _FORWARDED:
         signal.signal(number, lambda number, frame: _forward(server, number))
@@ -52,8 +56,8 @@ def main() -> None:
     _end_like(int(status) if status else signal.SIGKILL)
 
 
-def _request(server: socket.socket, arguments: list[str]) -> None:
-    """Ask for the process, and wait until it has been forked."""
+def _request(server: socket.socket, arguments: list[str], blocked: Collection[int]) -> None:
+    """Ask for the process, and wait until it has been forked. `blocked` are the signals that the caller blocks."""
     descriptors = [number for number in _descriptors() if os.get_inheritable(number)]
     request = [
         arguments,
@@ -61,7 +65,7 @@ def _request(server: socket.socket, arguments: list[str]) -> None:
         dict(os.environ),
         descriptors,
         os.nice(0),
-        [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        [int(number) for number in blocked],
         [int(number) for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN],
         resource.getrlimit(resource.RLIMIT_NOFILE),
         _oom_score_adjustment(),
@@ -69,7 +73,14 @@ def _request(server: socket.socket, arguments: list[str]) -> None:
     data = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(server, [data], descriptors)
     server.sendall(data[sent:])
-    if not _wait(server, _PATIENCE_S) or not server.recv(1):
+    end = time.monotonic() + _PATIENCE_S
+    while not _wait(server, _POLL_S):
+        # Those that come before the fork end this process, as they would end Python.
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        if time.monotonic() > end:
+            raise ConnectionError("the server does not respond")
+    if not server.recv(1):
         raise ConnectionError("the server does not fork")
 
 

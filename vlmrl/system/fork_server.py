@@ -12,7 +12,6 @@ A fork is safe only from a process of one thread, and without CUDA: the server r
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import gc
 import importlib
@@ -28,9 +27,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +39,7 @@ import psutil
 from vlmrl import startup
 from vlmrl.startup.driver import has_gpu
 from vlmrl.system import stops
-from vlmrl.system.exits import log_tail
+from vlmrl.system.exits import end_process, format_exit, log_tail
 from vlmrl.system.lifeline import die_with
 
 VARIABLE = "VLMRL_FORK_SERVER"
@@ -84,8 +82,11 @@ def fork_server(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[None
     finally:
         os.environ.pop(VARIABLE, None)
         if server.poll() is not None:
-            reason = log_tail(folder / "fork_server.log").strip().rpartition("\n")[2]
-            logging.getLogger(__name__).warning("the fork server ended early, workers started slowly: %s", reason)
+            ended = format_exit(server.returncode, is_out_of_memory=False)
+            reason = log_tail(folder / "fork_server.log").strip().rpartition("\n")[2] or "it wrote no reason"
+            logging.getLogger(__name__).warning(
+                "the fork server %s (%s): its workers ended with it, and others started slowly", ended, reason
+            )
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(server.pid).children(recursive=True)
             server.kill()
@@ -145,6 +146,7 @@ class _Request(NamedTuple):
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import `modules`, then fork a process for each client, until standard input ends."""
+    die_with(os.getppid())  # also while it imports, when it does not look at standard input
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     before = dict(os.environ)
     # The fork of a process that has imported Ray cannot connect to anything. vLLM imports it where it can.
@@ -240,7 +242,7 @@ def _become(request: _Request, descriptors: Sequence[int], imported: dict[str, s
     except BaseException:
         traceback.print_exc()
     finally:
-        _exit(code)
+        end_process(code)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -302,19 +304,6 @@ def _run(arguments: Sequence[str]) -> None:
         sys.path.insert(0, str(Path(name).parent))
         main.__file__ = name
     exec(compile(code, name, "exec", dont_inherit=True), vars(main))  # noqa: S102 - it is what the client was given
-
-
-def _exit(code: Any) -> None:
-    """End as the interpreter does."""
-    steps: list[Callable[[], Any]] = [threading._shutdown, atexit._run_exitfuncs]  # type: ignore[attr-defined]
-    for function in (*steps, *(stream.flush for stream in (sys.stdout, sys.stderr) if stream is not None)):
-        with suppress(Exception):
-            function()
-    if code is not None and not isinstance(code, int):
-        with suppress(Exception):
-            sys.stderr.write(f"{code}\n")
-        code = 1
-    os._exit((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":

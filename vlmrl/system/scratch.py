@@ -135,8 +135,10 @@ def _is_used(folder: Path) -> bool:
     """Whether a process holds the folder's lock; True if that cannot be determined."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:  # for example too many open files
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False

@@ -1,4 +1,8 @@
-"""Check room on disk before a write, and turn a failed write into a message of one line."""
+"""Check room on disk before a write, and turn a failed write into a message of one line.
+
+The error ends the run: `trainer/run_checkpoints.py` adds the checkpoint to resume from, `commands/exit_code.py` prints
+it and returns 2.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.kl import kl_to_reference
-from vlmrl.algorithms.shaping import has_signal, shape
+from vlmrl.algorithms.shaping import shape
+from vlmrl.algorithms.signal import has_signal
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import EndToEnd
 from vlmrl.rewards.failures import count_failures

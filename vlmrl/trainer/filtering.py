@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vlmrl.algorithms.shaping import REWARD_ROUNDING, has_signal, is_within
+from vlmrl.algorithms.signal import REWARD_ROUNDING, has_signal, is_within
 from vlmrl.config.verbs import RlConfig
 from vlmrl.trainer.experience import shaped_rewards
 from vlmrl.types import Floats, Group, Score

@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 from vlmrl.algorithms.kl import KlController
-from vlmrl.config.adapters import needs_one_pass
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.parallel import run_parallel
@@ -92,7 +91,7 @@ def train(
             reference=reference,
             critic=critic,
             report=report,
-            update_finds_old=trains_policy and needs_one_pass(config.rollout, config.train, config.algo),
+            update_finds_old=trains_policy and config.needs_one_pass,
         )
         batch, metrics = make_experience(
             config,

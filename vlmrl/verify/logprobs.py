@@ -30,7 +30,8 @@ def check_versions(groups: Sequence[Group], *, version: int) -> None:
 def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
     """Difference between the log-probs of engine and trainer, on the sampled tokens.
 
-    The KL is the k3 estimate of KL(engine || trainer), over the engine's own samples.
+    The KL is the k3 estimate of KL(engine || trainer), over the engine's own samples. When the update computes the old
+    log-probs (`RlConfig.needs_one_pass`), `learning/policy.py` computes the same metrics.
     """
     sampled = np.concatenate([sample.sampled for sample in experience.samples])
     difference = (np.concatenate(old) - np.concatenate(experience.rollout_logprobs))[sampled]

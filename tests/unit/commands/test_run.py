@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vlmrl.cluster.session import Node, Session
 from vlmrl.commands import run as run_module
 from vlmrl.errors import ConfigError, DataError, RewardError, StorageError, VlmrlError
 from vlmrl.models import tiny
+from vlmrl.observe import report as report_module
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops
 from vlmrl.system.scratch import sweep
@@ -219,6 +221,36 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
     assert "theirs" not in folder.config.read_text()
 
 
+@pytest.mark.parametrize("error", [None, DataError("a row has no image")])
+def test_the_last_plot_is_drawn_while_roles_and_ray_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DataError | None
+) -> None:
+    have_stopped, is_drawn = threading.Event(), threading.Event()
+
+    @contextmanager
+    def machines() -> Any:
+        try:
+            yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+        finally:
+            have_stopped.set()
+
+    def draw(_: Path, __: Path) -> None:
+        if have_stopped.wait(10):
+            is_drawn.set()
+
+    monkeypatch.setattr(run_module, "session", machines)
+    monkeypatch.setattr(report_module, "draw_curves", draw)
+    expected: AbstractContextManager[Any] = nullcontext()
+    if error is not None:
+        expected = pytest.raises(DataError, match="a row has no image")
+    with expected, run_module.run_session(config(), RunFolder(tmp_path), []) as (_, report):
+        report.begin(total_steps=1, done=0)
+        report.step(1, {"reward/mean": 0.5})
+        if error is not None:
+            raise error
+    assert is_drawn.is_set()
+
+
 def test_a_run_that_is_killed_while_it_is_checked_leaves_only_its_scratch_folder(tmp_path: Path) -> None:
     model = tiny.build("qwen2_5_vl", tmp_path / "model", size="micro")
     (tmp_path / "slow.py").write_text(
@@ -236,6 +268,9 @@ def test_a_run_that_is_killed_while_it_is_checked_leaves_only_its_scratch_folder
                 time.sleep(0.1)
             family = psutil.Process(run.pid).children(recursive=True)
             run.kill()
+        for process in family:  # some end only once they have imported their libraries, or the function
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(family, timeout=10)
         assert (tmp_path / "imported").exists()
         (left,) = Path(temporary).iterdir()

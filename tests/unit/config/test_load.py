@@ -222,12 +222,18 @@ def test_a_wrong_value_is_not_reported_again_through_its_default() -> None:
         ("- a\n- b\n", ":1: the file must contain sections"),
         ("train:\n  seed: 1\ntrain:\n  seed: 2\n", ":4: train.seed: given twice, first in line 2"),
         ("train:\n  seed: !!python/object:os.system {}\n", ":2: train.seed: could not determine a constructor"),
+        ("ckpt:\n  output_dir: 2026-02-30\n", ":2: ckpt.output_dir: day is out of range for month"),
     ],
 )
 def test_an_invalid_file_is_reported_with_the_line(tmp_path: Path, text: str, line: str) -> None:
     file = write(tmp_path / "a.yaml", text)
     (message,) = mistakes("--config", file)
     assert message.startswith(f"{file}{line}")
+
+
+def test_an_invalid_date_in_a_flag_is_a_mistake() -> None:
+    (message,) = mistakes("--reward.functions", "{math: 2026-02-30}")
+    assert message.startswith("--reward.functions {math: 2026-02-30}: should be names")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

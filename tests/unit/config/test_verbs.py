@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config import names
+from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
 from vlmrl.config.vllm import Vllm
 
@@ -217,6 +218,21 @@ def test_a_packing_layout_may_be_given_with_openrlhfs_flag() -> None:
 def test_evaluation_has_no_settings_of_training() -> None:
     with pytest.raises(ValidationError, match=r"actor\.adam\.lr would not be read: vlmrl eval does not have it"):
         EvalConfig.model_validate(nest({"actor.model_name_or_path": "m", "eval.dataset": "d", "actor.adam.lr": 1e-3}))
+
+
+@pytest.mark.parametrize(
+    ("verb", "values"),
+    [
+        (EvalConfig, {"eval.dataset": "d", "vllm.readback_steps": 5}),
+        (RolloutBench, {"data.prompt_dataset": "d", "vllm.readback_steps": 5}),
+        (SyncBench, {"vllm.generate_timeout_s": 5.0}),
+        (SyncBench, {"ds.lora.rank": 8, "ds.lora.dropout": 0.1}),
+    ],
+)
+def test_a_verb_has_only_the_settings_that_it_reads(verb: type[VerbConfig], values: dict[str, Any]) -> None:
+    unread = list(values)[-1]
+    with pytest.raises(ValidationError, match=rf"{unread} would not be read: vlmrl {verb.verb} does not have it"):
+        verb.model_validate(nest({"actor.model_name_or_path": "m"} | values))
 
 
 def test_an_engine_step_has_a_token_for_each_response() -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,14 @@ from vlmrl.observe.sinks import read_metrics
 from vlmrl.observe.start_times import StartTimes
 
 
-def make_report(folder: Path, **logger: object) -> RunReport:
-    return RunReport(RunFolder(folder), logger=Logger.model_validate(logger), config={}, title="test")
+@contextmanager
+def make_report(folder: Path, **logger: object) -> Iterator[RunReport]:
+    report = RunReport(RunFolder(folder), logger=Logger.model_validate(logger), config={}, title="test")
+    try:
+        with report:
+            yield report
+    finally:
+        report.finish_drawing()
 
 
 def test_a_step_gets_its_times_and_throughput(tmp_path: Path) -> None:

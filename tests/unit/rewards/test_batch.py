@@ -16,7 +16,7 @@ from rewards.responses import Picture, group
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.rewards import batch
-from vlmrl.rewards.local_worker import declare
+from vlmrl.rewards.function_worker import declare
 from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import FunctionScorer
 from vlmrl.types import Group

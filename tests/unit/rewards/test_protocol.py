@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rewards.responses import Picture, group
 
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.protocol import read_request, read_results, reward_requests, write_request, write_results
 
 

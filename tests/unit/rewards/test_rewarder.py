@@ -8,7 +8,7 @@ from rewards.user_functions import FUNCTIONS, user_rewarder
 
 from vlmrl.config.reward import Reward
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.rewarder import Rewarder, check_functions, combined
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]

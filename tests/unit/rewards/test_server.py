@@ -23,7 +23,7 @@ from rewards.reward_server import serving
 from vlmrl.config.reward import Reward
 from vlmrl.config.serve import Serve
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards.local_worker import RewardResult
+from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.pool import stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.rewarder import Rewarder
@@ -354,15 +354,21 @@ def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
     words = ["--reward.remote_url", f"{file}:endless", "--reward.time_limit_s", "1000", "--serve.stop_grace_s", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
     command = [sys.executable, "-m", "vlmrl", "serve-rm", "--serve.port", "0", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as server, ExitStack() as stack:
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, text=True) as server,
+        ExitStack() as stack,
+    ):
         assert server.stdout is not None
+        assert server.stderr is not None
         host, port = server.stdout.readline().rpartition("//")[2].split(":")
         # One client never sends its body, one waits for a hanging function, one sends nothing.
         body = b'{"responses": ["x"]}'
+        clients = []
         for length, sent in ((100, b"{"), (len(body), body), (0, None)):
-            client = stack.enter_context(_connected(host, int(port)))
+            clients.append(stack.enter_context(_connected(host, int(port))))
             if sent is not None:
-                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
+                clients[-1].sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (length, sent))
         time.sleep(0.5)
         family = psutil.Process(server.pid).children(recursive=True)
         assert family
@@ -372,6 +378,9 @@ def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
         assert time.monotonic() - started < 8
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
+        assert "Traceback" not in server.stderr.read()
+        for waiting in clients[:2]:
+            assert waiting.recv(1000).startswith(b"HTTP/1.1 503 ")
 
 
 def test_a_client_that_does_not_send_its_headers_loses_its_connection(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exit codes of processes that are not children of this one."""
+"""The end of this process, and exit codes of others that are not its children."""
 
 from __future__ import annotations
 
@@ -90,3 +90,25 @@ def test_descriptors_are_closed() -> None:
     process = Pidfd(os.getpid())
     process.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "errors"), [("None", 0, ""), ("3", 3, ""), ("'a reason'", 1, "a reason\n")]
+)
+def test_a_process_ends_as_python_does_but_unloads_nothing(code: str, expected: int, errors: str) -> None:
+    script = f"""
+import atexit, sys, threading, time
+from vlmrl.system.exits import end_process
+
+class Unloaded:
+    def __del__(self):
+        print("unloaded")
+
+kept = Unloaded()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+sys.stdout.write("not flushed\\n")
+end_process({code})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (expected, "not flushed\nthread\nat exit\n", errors)

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import spawn
@@ -197,6 +198,37 @@ def test_signals_of_a_job_scheduler_reach_the_fork_alone(python: str) -> None:
         client.kill()
 
 
+def test_a_signal_right_after_the_start_reaches_the_fork(python: str) -> None:
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGUSR1, lambda n, f: os.write(1, b'received\\n'))\n"
+        "print('started', flush=True)\n"
+        "for _ in range(40): time.sleep(0.1)"
+    )
+    # All at once: a busy machine delays the clients.
+    clients = [subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(12)]
+    lines = []
+    for client in clients:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "started\n"
+        client.send_signal(signal.SIGUSR1)
+        lines.append(client.stdout.readline())
+        client.kill()
+        client.communicate()
+    assert lines == ["received\n"] * len(clients)
+
+
+def test_a_signal_before_the_start_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with fork_server(tmp_path, ["slow"]):
+        client = subprocess.Popen([os.environ[VARIABLE], "-c", "pass"])
+        time.sleep(0.5)
+        client.terminate()
+        assert client.wait(10) == -signal.SIGTERM
+
+
 def test_blocked_and_ignored_signals_and_limits_are_those_of_the_caller(python: str) -> None:
     def limit() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -272,22 +304,26 @@ def test_forks_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(python, "-c", "print('without a server')").stdout == "without a server\n"
 
 
-def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "import time; time.sleep(60)"])
+def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(text)
     code = (
         "import time\n"
         "from pathlib import Path\n"
         "from vlmrl.system.fork_server import fork_server\n"
-        f"with fork_server(Path({str(tmp_path)!r}), []):\n"
+        f"with fork_server(Path({str(tmp_path)!r}), ['slow']):\n"
         "    print('started', flush=True)\n"
         "    time.sleep(60)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = str(tmp_path)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"started\n"
         (server,) = psutil.Process(owner.pid).children()
+        time.sleep(1.0)  # it imports
         owner.kill()
-    assert not psutil.wait_procs([server], timeout=30)[1]
+    assert not psutil.wait_procs([server], timeout=10)[1]
 
 
 @pytest.mark.parametrize(
@@ -305,6 +341,23 @@ def test_where_the_server_cannot_fork_its_command_is_plain_python(
     assert ("ZeroDivisionError" if text == "1 / 0" else "started 1 threads") in (
         tmp_path / "fork_server.log"
     ).read_text()
+
+
+def test_the_end_of_a_server_that_was_killed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with fork_server(tmp_path, []):
+        assert run(os.environ[VARIABLE], "-c", "pass").returncode == 0
+        (server,) = servers()
+        server.kill()
+        end = time.monotonic() + 10
+        while server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+            time.sleep(0.01)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "the fork server was killed by signal 9 (SIGKILL) (it wrote no reason): its workers ended"
+    )
 
 
 @pytest.mark.parametrize("flags", [["-O"], ["-m", "json.tool", "--help"], ["--version"]])

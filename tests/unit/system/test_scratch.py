@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -48,22 +49,16 @@ def test_the_folder_is_private_whatever_the_umask_and_gone_at_the_end(parent: Pa
     assert VARIABLE not in os.environ
 
 
-def test_a_process_that_used_multiprocessing_ends_without_a_traceback(parent: Path) -> None:
-    code = (
-        "from multiprocessing import util\nfrom vlmrl.system.scratch import scratch\n"
-        "with scratch() as folder:\n    assert util.get_temp_dir().startswith(str(folder))\n"
-        "assert not util.get_temp_dir().startswith(str(folder))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not list(parent.iterdir())
-
-
-def test_another_machine_of_the_cluster_may_remove_a_shared_folder_first(parent: Path) -> None:
+@pytest.mark.parametrize("is_removed_by_another_machine", [False, True])
+def test_a_process_that_used_multiprocessing_ends_without_a_traceback(
+    is_removed_by_another_machine: bool, parent: Path
+) -> None:
     code = (
         "from multiprocessing import util\nfrom vlmrl.system.scratch import remove_here, scratch\n"
-        "with scratch() as folder:\n    util.get_temp_dir()\n    remove_here(folder)\n"
         "with scratch() as folder:\n    assert util.get_temp_dir().startswith(str(folder))\n"
+        f"    if {is_removed_by_another_machine}:\n        remove_here(folder)\n"
+        "with scratch() as folder:\n    assert util.get_temp_dir().startswith(str(folder))\n"
+        "assert not util.get_temp_dir().startswith(str(folder))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -180,6 +175,22 @@ def test_a_path_in_which_ray_does_not_start_is_left(monkeypatch: pytest.MonkeyPa
             assert folder.parent == Path("/tmp")
     finally:
         parent.rmdir()
+
+
+def test_a_folder_whose_lock_cannot_be_opened_counts_as_used(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = parent / "vlmrl-run-other"
+    folder.mkdir(mode=0o700)
+    (folder / "lock").touch()
+    os.utime(folder, (0, 0))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "open", fail)
+        assert module._is_used(folder)
+    sweep(parent)
+    assert not folder.exists()
 
 
 def test_folders_of_killed_runs_on_other_machines_are_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

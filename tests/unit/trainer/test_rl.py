@@ -17,7 +17,6 @@ from scripted_loop import (
     run,
 )
 
-from vlmrl.config.adapters import needs_one_pass
 from vlmrl.errors import SyncError
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.experience import ScoredBatch
@@ -58,7 +57,7 @@ def test_old_logprobs_take_a_separate_pass_only_when_the_update_cannot_compute_t
 ) -> None:
     policy = RememberingPolicy(ScriptedEngine())
     settings = config(**changes)
-    assert needs_one_pass(settings.rollout, settings.train, settings.algo) is not asks
+    assert settings.needs_one_pass is not asks
     if not settings.algo.kl.init_coef:
         run(settings, policy, steps=1)
         assert (policy.taught[0].old_logprobs is not None) is asks

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from vlmrl.errors import ConfigError
-from vlmrl.rewards import local_worker
-from vlmrl.rewards.local_worker import Declared, RewardResult
+from vlmrl.rewards import function_worker
+from vlmrl.rewards.function_worker import Declared, RewardResult
 
 
 def loaded(tmp_path: Path, body: str) -> Callable[..., RewardResult]:
     (tmp_path / "reward.py").write_text(body)
-    local_worker.load((), f"{tmp_path / 'reward.py'}:f")
-    local_worker.describe("f")
-    return lambda response="x", images=(), **known: local_worker.call("f", {"response": response} | known, images)
+    function_worker.load((), f"{tmp_path / 'reward.py'}:f")
+    function_worker.describe("f")
+    return lambda response="x", images=(), **known: function_worker.call("f", {"response": response} | known, images)
 
 
 def test_a_built_in_function_declares_what_it_needs() -> None:
-    local_worker.load(("exact", "format", "math"), None)
-    assert local_worker.describe("exact") == Declared(frozenset({"response", "label"}), needs_label=True)
-    assert local_worker.describe("math") == Declared(frozenset({"response", "label"}), needs_label=True)
-    assert local_worker.describe("format") == Declared(frozenset({"prompt", "response"}), needs_label=False)
-    assert local_worker.call("exact", {"response": "4", "label": "4"}, ()) == RewardResult(1.0)
+    function_worker.load(("exact", "format", "math"), None)
+    assert function_worker.describe("exact") == Declared(frozenset({"response", "label"}), needs_label=True)
+    assert function_worker.describe("math") == Declared(frozenset({"response", "label"}), needs_label=True)
+    assert function_worker.describe("format") == Declared(frozenset({"prompt", "response"}), needs_label=False)
+    assert function_worker.call("exact", {"response": "4", "label": "4"}, ()) == RewardResult(1.0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_built_in_function_declares_what_it_needs() -> None:
 )
 def test_a_function_receives_the_arguments_that_it_declares(signature: str, arguments: set[str]) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
-    assert local_worker.declare(function, "r.py:f").arguments == arguments
+    assert function_worker.declare(function, "r.py:f").arguments == arguments
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_function_receives_the_arguments_that_it_declares(signature: str, argu
 def test_a_function_that_requires_other_arguments_is_refused(signature: str, message: str) -> None:
     function = eval(f"lambda {signature}: 0.0")  # noqa: S307
     with pytest.raises(ConfigError) as error:
-        local_worker.declare(function, "r.py:f")
+        function_worker.declare(function, "r.py:f")
     assert message in str(error.value)
 
 
@@ -125,10 +125,10 @@ def test_images_are_pil_and_fresh_for_every_call(tmp_path: Path) -> None:
 PRINTS = """
 import sys
 from pathlib import Path
-from vlmrl.rewards import local_worker
-local_worker._print_to(Path("/dev/full"))
-local_worker.load((), sys.argv[1] + ":reward")
-sys.exit(round(local_worker.call("reward", {"response": "7"}, ()).value))
+from vlmrl.rewards import function_worker
+function_worker._print_to(Path("/dev/full"))
+function_worker.load((), sys.argv[1] + ":reward")
+sys.exit(round(function_worker.call("reward", {"response": "7"}, ()).value))
 """
 
 
@@ -143,7 +143,7 @@ def test_printing_to_a_full_disk_costs_no_score(tmp_path: Path) -> None:
 
 _IN_A_POOL = """
 import asyncio
-from vlmrl.rewards.local import Functions
+from vlmrl.rewards.functions import Functions
 
 async def main():
     functions = Functions(("exact",), None, num_workers=1, time_limit_s=5.0)

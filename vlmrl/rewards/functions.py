@@ -33,10 +33,10 @@ import numpy as np
 from pebble import ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
-from vlmrl.rewards import local_worker
+from vlmrl.rewards import function_worker
 from vlmrl.rewards.batch import Signature
 from vlmrl.rewards.environment_variables import check_passed
-from vlmrl.rewards.local_worker import SETTING, Declared, RewardResult
+from vlmrl.rewards.function_worker import SETTING, Declared, RewardResult
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
 
@@ -257,7 +257,9 @@ class Functions:
         deadline = time.monotonic() + START_LIMIT_S
         declared: Declared | Trouble | None = None
         with suppress(RuntimeError):  # the pool broke before
-            future: asyncio.Future[Declared] = asyncio.wrap_future(pool.schedule(local_worker.describe, args=(name,)))
+            future: asyncio.Future[Declared] = asyncio.wrap_future(
+                pool.schedule(function_worker.describe, args=(name,))
+            )
             # Here and below: a broken pool drops its queue, and the future would never complete.
             while not future.done() and pool.active:
                 if time.monotonic() > deadline:
@@ -304,7 +306,7 @@ class Functions:
 
     def _start_call(self, pool: ProcessPool, call: _Call, limit_s: float) -> asyncio.Future[tuple[RewardResult, ...]]:
         arguments = (call.function, call.arguments, call.images)
-        future = asyncio.wrap_future(pool.schedule(local_worker.call_all, args=arguments, timeout=limit_s))
+        future = asyncio.wrap_future(pool.schedule(function_worker.call_all, args=arguments, timeout=limit_s))
         future.add_done_callback(partial(self._note_end, call.function))
         return future
 

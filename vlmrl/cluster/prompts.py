@@ -1,0 +1,71 @@
+"""The trainer's prompts, in a separate process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.data.source import Source
+from vlmrl.types import Media, Metrics, Prompt, Sample
+
+
+class RemotePrompts:
+    """The stream of prompts in a separate process: the driver gets token ids and image handles, never pixels."""
+
+    def __init__(self, group: WorkerGroup[Source], *, say: Callable[[str], None]) -> None:
+        """`say` shows users which rows were dropped, and why."""
+        self._group = group
+        self._say = say
+        self._num_dropped = 0.0
+
+    def check_labels(self) -> None:
+        """Show how many labels of the first rows cannot be used, if there are any."""
+        labels = self._group.call(lambda source: source.check_labels())[0]
+        if labels.problems:
+            self._say(str(labels))
+
+    def find_duplicates(self) -> None:
+        """Show how many rows are duplicates, or are also in an evaluation set, if there are any."""
+        for line in self._group.call(lambda source: source.find_duplicates())[0].lines():
+            self._say(line)
+
+    def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
+        """Return the next `count` prompts."""
+        prompts, metrics = self._group.call(lambda source: source.draw(count))[0]
+        self._show_warnings(metrics["data/rows_dropped"])
+        return prompts, metrics
+
+    def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
+        """Return the next `count` rows with their responses, for supervised training."""
+        samples, metrics = self._group.call(lambda source: source.draw_samples(count))[0]
+        self._show_warnings(metrics["data/rows_dropped"])
+        return samples, metrics
+
+    def evaluation(self) -> dict[str, list[Prompt]]:
+        """Return all prompts of each evaluation set."""
+        sets = self._group.call(lambda source: source.evaluation())[0]
+        self._show_warnings(math.inf)
+        return sets
+
+    @property
+    def num_rows(self) -> int:
+        return self._group.call(lambda source: source.num_rows())[0]
+
+    def state(self) -> dict[str, Any]:
+        return self._group.call(lambda source: source.state())[0]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._group.call(lambda source: source.load_state(state))
+
+    def save_media(self, folder: Path, media: Sequence[Media]) -> None:
+        """Write the images into `folder`, each named by its hash."""
+        self._group.call(lambda source: source.save_media(folder, list(media)))
+
+    def _show_warnings(self, num_dropped: float) -> None:
+        if num_dropped > self._num_dropped:
+            for line in self._group.call(lambda source: source.take_warnings())[0]:
+                self._say(line)
+            self._num_dropped = num_dropped if math.isfinite(num_dropped) else self._num_dropped
