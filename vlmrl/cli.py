@@ -150,7 +150,7 @@ def _bench(words: list[str]) -> int:
 
 
 def _bench_sync(words: list[str]) -> int:
-    from vlmrl.config.verbs import SyncBench
+    from vlmrl.config.bench_verbs import SyncBench
 
     if (arguments := _parse(SyncBench, words)) is not None:
         from vlmrl.commands.bench.engines import sync
@@ -161,7 +161,7 @@ def _bench_sync(words: list[str]) -> int:
 
 
 def _bench_rollout(words: list[str]) -> int:
-    from vlmrl.config.verbs import RolloutBench
+    from vlmrl.config.bench_verbs import RolloutBench
 
     if (arguments := _parse(RolloutBench, words)) is not None:
         from vlmrl.commands.bench.engines import rollout
@@ -172,7 +172,7 @@ def _bench_rollout(words: list[str]) -> int:
 
 
 def _bench_step(words: list[str]) -> int:
-    from vlmrl.config.verbs import StepBench
+    from vlmrl.config.bench_verbs import StepBench
 
     if (arguments := _parse(StepBench, words)) is not None:
         from vlmrl.commands.bench.step import step
@@ -182,7 +182,7 @@ def _bench_step(words: list[str]) -> int:
 
 
 def _bench_logprobs(words: list[str]) -> int:
-    from vlmrl.config.verbs import LogprobsBench
+    from vlmrl.config.bench_verbs import LogprobsBench
 
     if (arguments := _parse(LogprobsBench, words)) is not None:
         from vlmrl.commands.bench.logprobs import logprobs

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from vlmrl.commands.bench.engines import rollout, sync
+from vlmrl.config.bench_verbs import RolloutBench, SyncBench
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RolloutBench, SyncBench
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

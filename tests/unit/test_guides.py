@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config.load import load
-from vlmrl.config.verbs import VERBS, RlConfig
+from vlmrl.config.verb_list import VERBS
+from vlmrl.config.verbs import RlConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [

@@ -38,9 +38,10 @@ from vlmrl.cluster.session import Session
 from vlmrl.cluster.sync_plan import plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.train import Loop
-from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.parallel import run_parallel, settle

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import ray
 
+from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
 from vlmrl.config.rollout import EvalBase
-from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source

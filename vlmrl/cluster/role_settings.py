@@ -9,9 +9,10 @@ from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.data import SourceSettings, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import is_function_spec
+from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSettings, RewardModelSettings
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder

@@ -18,7 +18,7 @@ from vlmrl.config.help import default_of
 from vlmrl.config.names import nearest, settings_named_in
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import VERBS
+from vlmrl.config.verb_list import VERBS
 from vlmrl.errors import ConfigError
 
 Config = TypeVar("Config", bound=VerbConfig)

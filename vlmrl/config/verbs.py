@@ -4,11 +4,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import actor, adapters, algo, ckpt, data, ds, optimizer, reward, roles, rollout, vision
+from vlmrl.config import actor, adapters, algo, ckpt, data, ds, reward, roles, rollout, vision
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
-from vlmrl.config.bench import OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
 from vlmrl.config.built_in import Aggregation
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
@@ -25,11 +24,10 @@ from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
-_CHECKPOINT = ("model_name_or_path", "trust_remote_code")
-_COMMON = ("seed", "timeout_s", "stop_grace_s")
-_SYNC = ("bucket_mib", "sync_backend", "readback_steps")
-_WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
-_ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
+CHECKPOINT = ("model_name_or_path", "trust_remote_code")
+COMMON = ("seed", "timeout_s", "stop_grace_s")
+SYNC = ("bucket_mib", "sync_backend", "readback_steps")
+WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
 
 
 class TrainingConfig(VerbConfig):
@@ -234,11 +232,11 @@ class EvalConfig(VerbConfig):
 
     verb: ClassVar[str] = "eval"
     omits: ClassVar[frozenset[str]] = (
-        all_but(Model, "actor", *_CHECKPOINT)
+        all_but(Model, "actor", *CHECKPOINT)
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
-        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_WITH_TRAINER, "qlora_base"))
-        | all_but(Loop, "train", *_COMMON)
+        | frozenset(f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base"))
+        | all_but(Loop, "train", *COMMON)
         | all_but(Ds, "ds", "param_dtype")
         | all_but(Ckpt, "ckpt", "output_dir")
     )
@@ -258,100 +256,6 @@ class EvalConfig(VerbConfig):
 
     def conflicts(self) -> list[str]:
         return rollout.conflicts_of_eval(self.eval)
-
-
-class SyncBench(VerbConfig):
-    """Measure the time of a weight sync from trainer to engines. Prints JSON lines."""
-
-    verb: ClassVar[str] = "bench sync"
-    omits: ClassVar[frozenset[str]] = (
-        all_but(Model, "actor", *_CHECKPOINT, "num_nodes", "num_gpus_per_node")
-        | frozenset(f"vllm.{name}" for name in (*_WITH_TRAINER, "generate_timeout_s"))
-        | frozenset({"ds.lora.dropout"})
-        | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
-    )
-
-    actor: Model
-    vllm: Vllm = Vllm()
-    ds: Ds = Ds()
-    bench: Repeats = Repeats()
-
-    def unread(self) -> Unread:
-        return adapters.unread_of_adapters(self.ds) | adapters.unread_of_engine_base(self.vllm, self.ds)
-
-    def conflicts(self) -> list[str]:
-        return adapters.conflicts_of_adapters(self.actor, self.ds)
-
-
-class RolloutBench(VerbConfig):
-    """Measure rollout speed and transferred bytes for several numbers of responses. Prints JSON lines."""
-
-    verb: ClassVar[str] = "bench rollout"
-    omits: ClassVar[frozenset[str]] = (
-        all_but(Model, "actor", *_CHECKPOINT)
-        | frozenset({"data.output_key", "data.eval_fraction"})
-        | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
-        | frozenset(f"vllm.{name}" for name in (*_SYNC, *_WITH_TRAINER, "qlora_base"))
-        | all_but(Loop, "train", *_COMMON)
-        | all_but(Ds, "ds", "param_dtype")
-    )
-
-    actor: Model
-    data: Data
-    rollout: Rollout = Rollout()
-    vllm: Vllm = Vllm()
-    train: Loop = Loop()
-    ds: Ds = Ds()
-    bench: ResponseCounts = ResponseCounts()
-
-    def unread(self) -> Unread:
-        return data.unread_of_columns(self.data)
-
-    def conflicts(self) -> list[str]:
-        return data.conflicts_of_data(self.data)
-
-
-class StepBench(VerbConfig):
-    """Measure an optimizer step in each layout: time, memory, equality. Prints JSON lines, and a table."""
-
-    verb: ClassVar[str] = "bench step"
-    omits: ClassVar[frozenset[str]] = (
-        frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
-        | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
-        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
-        | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
-    )
-
-    actor: Model
-    bench: SyntheticBatch = SyntheticBatch()
-    train: OneStep = OneStep()
-    ds: Ds = Ds()
-
-    def unread(self) -> Unread:
-        unread = optimizer.unread_of_optimizer("actor", self.actor) | adapters.unread_of_adapters(self.ds)
-        if not self.bench.image_size:
-            unread["bench.images_per_prompt"] = "bench.image_size 0 means no images"
-        return unread
-
-    def conflicts(self) -> list[str]:
-        conflicts = []
-        if self.ds.zero_stage == 3:
-            conflicts.append("ds.zero_stage 3 shards weights over ranks, and bench step is one process: use 0, 1 or 2")
-        if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
-            conflicts.append(
-                f"ds.attn_implementation {self.ds.attn_implementation} does not support prompts that responses share: "
-                "use auto, or leave shared out of bench.layouts"
-            )
-        if len(set(self.bench.layouts)) < len(self.bench.layouts):
-            conflicts.append(f"bench.layouts {' '.join(self.bench.layouts)} names a layout twice")
-        if self.ds.lora.dropout:
-            conflicts.append("ds.lora.dropout differs in every pass, and bench step compares passes: leave it out")
-        loop = self.train.model_copy(update={"layout": "padded"})
-        return [
-            *conflicts,
-            *ds.conflicts_of_ds(self.ds, loop),
-            *adapters.conflicts_of_adapters(self.actor, self.ds),
-        ]
 
 
 class ServeConfig(VerbConfig):
@@ -389,17 +293,3 @@ class MergeConfig(VerbConfig):
 
     merge: Merge
     ds: Ds = Ds()
-
-
-class LogprobsBench(VerbConfig):
-    """Measure log-probs with and without [T, V] logits: time, memory, equality. Prints JSON lines."""
-
-    verb: ClassVar[str] = "bench logprobs"
-
-    bench: OutputLayer = OutputLayer()
-
-
-VERBS: tuple[type[VerbConfig], ...] = (
-    *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
-    *(SyncBench, RolloutBench, StepBench, LogprobsBench),
-)

@@ -3,10 +3,11 @@
 import pytest
 
 from vlmrl.config.adapters import reason_to_merge
+from vlmrl.config.bench_verbs import StepBench, SyncBench
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import MergeConfig, RlConfig, SftConfig, StepBench, SyncBench
+from vlmrl.config.verbs import MergeConfig, RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 
 MODEL = ["--actor.model_name_or_path", "m"]

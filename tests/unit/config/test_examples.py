@@ -9,7 +9,8 @@ import pytest
 from vlmrl.config.built_in import ESTIMATORS, POLICY_LOSSES
 from vlmrl.config.load import load
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import VERBS, RlConfig
+from vlmrl.config.verb_list import VERBS
+from vlmrl.config.verbs import RlConfig
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.yaml"))

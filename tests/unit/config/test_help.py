@@ -2,7 +2,8 @@ import pytest
 
 from vlmrl.config.help import help_text
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import VERBS, EvalConfig, RlConfig
+from vlmrl.config.verb_list import VERBS
+from vlmrl.config.verbs import EvalConfig, RlConfig
 
 
 @pytest.mark.parametrize("kind", VERBS)

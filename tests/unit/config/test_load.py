@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from vlmrl.config.bench_verbs import RolloutBench, SyncBench
 from vlmrl.config.load import load
-from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

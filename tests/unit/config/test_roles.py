@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from vlmrl.config.actor import Model
+from vlmrl.config.bench_verbs import StepBench
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig, StepBench
+from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

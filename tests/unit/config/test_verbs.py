@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config import names
+from vlmrl.config.bench_verbs import RolloutBench, SyncBench
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, RlConfig, RolloutBench, SftConfig, SyncBench
+from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.config.vllm import Vllm
 
 

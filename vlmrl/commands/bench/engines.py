@@ -16,9 +16,9 @@ from vlmrl.cluster.session import Session, session
 from vlmrl.cluster.sync_plan import check_devices, plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.bench.output import print_json
+from vlmrl.config.bench_verbs import RolloutBench, SyncBench
 from vlmrl.config.data import Columns
 from vlmrl.config.train import Loop
-from vlmrl.config.verbs import RolloutBench, SyncBench
 from vlmrl.config.vision import Vision
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter

@@ -20,7 +20,7 @@ from torch import Tensor
 from vlmrl.commands.bench.memory import peak_bytes
 from vlmrl.commands.bench.output import print_json, print_table
 from vlmrl.config.bench import OutputLayer
-from vlmrl.config.verbs import LogprobsBench
+from vlmrl.config.bench_verbs import LogprobsBench
 from vlmrl.learning.deepspeed_engine import DTYPES, device
 from vlmrl.models.logprobs import token_logprobs
 from vlmrl.system.malloc import keep_memory

@@ -31,9 +31,9 @@ from vlmrl.cluster.models import loss_totals, pack_experience
 from vlmrl.commands.bench.memory import peak_bytes
 from vlmrl.commands.bench.output import print_json, print_table
 from vlmrl.commands.bench.samples import make_samples, random_experience
+from vlmrl.config.bench_verbs import StepBench
 from vlmrl.config.data import Columns
 from vlmrl.config.train import Layout
-from vlmrl.config.verbs import StepBench
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
 from vlmrl.data.packing import Pack, place

@@ -5,7 +5,7 @@ import torch
 
 from vlmrl.commands.bench.logprobs import METHODS, PASSES, differences, full_logits, logprobs, make_layer
 from vlmrl.config.bench import OutputLayer
-from vlmrl.config.verbs import LogprobsBench
+from vlmrl.config.bench_verbs import LogprobsBench
 
 SIZES = {"vocabulary": 500, "tokens": 40, "hidden": 16, "repeats": 2}
 

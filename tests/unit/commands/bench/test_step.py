@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from vlmrl.commands.bench import step as module
 from vlmrl.commands.bench.step import Measurement, attended_pairs, attention_flops, compare_layouts, step
-from vlmrl.config.verbs import StepBench
+from vlmrl.config.bench_verbs import StepBench
 from vlmrl.data.packing import make_pack
 from vlmrl.models import tiny
 from vlmrl.types import Layout, Sample

@@ -1,0 +1,120 @@
+"""The settings of the measurements, `vlmrl bench`."""
+
+from typing import ClassVar
+
+from vlmrl.config import adapters, data, ds, optimizer
+from vlmrl.config.actor import Model
+from vlmrl.config.base import Unread
+from vlmrl.config.bench import OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
+from vlmrl.config.data import Data
+from vlmrl.config.ds import Ds
+from vlmrl.config.names import all_but
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.train import Loop
+from vlmrl.config.verb_base import VerbConfig
+from vlmrl.config.verbs import CHECKPOINT, COMMON, SYNC, WITH_TRAINER
+from vlmrl.config.vllm import Vllm
+
+_ADAPTERS = ("lora", "load_in_4bit", "quant_storage")
+
+
+class SyncBench(VerbConfig):
+    """Measure the time of a weight sync from trainer to engines. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench sync"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *CHECKPOINT, "num_nodes", "num_gpus_per_node")
+        | frozenset(f"vllm.{name}" for name in (*WITH_TRAINER, "generate_timeout_s"))
+        | frozenset({"ds.lora.dropout"})
+        | all_but(Ds, "ds", "param_dtype", "zero_stage", *_ADAPTERS)
+    )
+
+    actor: Model
+    vllm: Vllm = Vllm()
+    ds: Ds = Ds()
+    bench: Repeats = Repeats()
+
+    def unread(self) -> Unread:
+        return adapters.unread_of_adapters(self.ds) | adapters.unread_of_engine_base(self.vllm, self.ds)
+
+    def conflicts(self) -> list[str]:
+        return adapters.conflicts_of_adapters(self.actor, self.ds)
+
+
+class RolloutBench(VerbConfig):
+    """Measure rollout speed and transferred bytes for several numbers of responses. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench rollout"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *CHECKPOINT)
+        | frozenset({"data.output_key", "data.eval_fraction"})
+        | all_but(Rollout, "rollout", "batch_size", "max_new_tokens", "temperature")
+        | frozenset(f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base"))
+        | all_but(Loop, "train", *COMMON)
+        | all_but(Ds, "ds", "param_dtype")
+    )
+
+    actor: Model
+    data: Data
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    bench: ResponseCounts = ResponseCounts()
+
+    def unread(self) -> Unread:
+        return data.unread_of_columns(self.data)
+
+    def conflicts(self) -> list[str]:
+        return data.conflicts_of_data(self.data)
+
+
+class StepBench(VerbConfig):
+    """Measure an optimizer step in each layout: time, memory, equality. Prints JSON lines, and a table."""
+
+    verb: ClassVar[str] = "bench step"
+    omits: ClassVar[frozenset[str]] = (
+        frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
+        | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
+        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
+        | all_but(OneStep, "train", "seed", "micro_batch_size", "max_tokens_per_gpu", "full_determinism_enable")
+    )
+
+    actor: Model
+    bench: SyntheticBatch = SyntheticBatch()
+    train: OneStep = OneStep()
+    ds: Ds = Ds()
+
+    def unread(self) -> Unread:
+        unread = optimizer.unread_of_optimizer("actor", self.actor) | adapters.unread_of_adapters(self.ds)
+        if not self.bench.image_size:
+            unread["bench.images_per_prompt"] = "bench.image_size 0 means no images"
+        return unread
+
+    def conflicts(self) -> list[str]:
+        conflicts = []
+        if self.ds.zero_stage == 3:
+            conflicts.append("ds.zero_stage 3 shards weights over ranks, and bench step is one process: use 0, 1 or 2")
+        if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
+            conflicts.append(
+                f"ds.attn_implementation {self.ds.attn_implementation} does not support prompts that responses share: "
+                "use auto, or leave shared out of bench.layouts"
+            )
+        if len(set(self.bench.layouts)) < len(self.bench.layouts):
+            conflicts.append(f"bench.layouts {' '.join(self.bench.layouts)} names a layout twice")
+        if self.ds.lora.dropout:
+            conflicts.append("ds.lora.dropout differs in every pass, and bench step compares passes: leave it out")
+        loop = self.train.model_copy(update={"layout": "padded"})
+        return [
+            *conflicts,
+            *ds.conflicts_of_ds(self.ds, loop),
+            *adapters.conflicts_of_adapters(self.actor, self.ds),
+        ]
+
+
+class LogprobsBench(VerbConfig):
+    """Measure log-probs with and without [T, V] logits: time, memory, equality. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench logprobs"
+
+    bench: OutputLayer = OutputLayer()
