@@ -79,8 +79,8 @@ class MemoryPlan:
         """Raise ClusterError, with the setting to change, if the run does not fit."""
         if self.sequence_bytes > (cache := sum(_part_bytes(role, "KV cache") for role, _ in self.roles)):
             raise ClusterError(
-                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of data.max_len plus "
-                f"rollout.max_new_tokens takes {self.sequence_bytes / GIB:.2f}: raise vllm.gpu_memory_utilization, "
+                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of the greatest length "
+                f"takes {self.sequence_bytes / GIB:.2f}: raise vllm.gpu_memory_utilization, "
                 "vllm.tensor_parallel_size, or on CPU vllm.cpu_kv_cache_gib"
             )
         for share in self.shares:
@@ -148,7 +148,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
     )
     roles, sequence = [(actor, ranks)], 0.0
     if isinstance(config, RlConfig):
-        longest = config.data.max_len + config.rollout.max_new_tokens
+        longest = config.max_sequence_tokens
         sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=longest)
         if config.has_critic:
             roles.append(_critic(config, actor, machine.device))
@@ -223,8 +223,8 @@ def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int)
 
     It is bounded by the token budget and by the rank's share of an optimizer step, and holds at least one sample.
     """
-    response = config.rollout.max_new_tokens if isinstance(config, RlConfig) else 0
-    longest = config.data.max_len + response
+    response = config.max_response_tokens if isinstance(config, RlConfig) else 0
+    longest = config.max_sequence_tokens if isinstance(config, RlConfig) else config.data.max_len
     samples = -(-config.train.batch_size // ranks)
     tokens = min(config.train.max_tokens_per_gpu, min(samples, config.train.micro_batch_size or samples) * longest)
     tokens = max(tokens, longest)
@@ -232,6 +232,10 @@ def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int)
     if dummy is None:
         return tokens, 0
     (width, height), (_, rows, columns) = dummy.media[0].size, processor.grid(dummy.media[0].size)
+    if isinstance(config, RlConfig) and config.has_agent:  # images may come in any turn
+        most = config.agent.max_images * config.data.max_pixels * rows * columns / (width * height)
+        per_sequence = min(most, longest * rows * columns / processor.num_tokens((width, height)))
+        return tokens, int(tokens * per_sequence / longest)
     most = config.data.max_images_per_prompt * config.data.max_pixels * rows * columns / (width * height)
     per_prompt = min(most, config.data.max_len * rows * columns / processor.num_tokens((width, height)))
     num_responses = config.rollout.n_samples_per_prompt if isinstance(config, RlConfig) else 1

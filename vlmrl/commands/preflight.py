@@ -144,8 +144,8 @@ def check_lengths(config: RlConfig | EvalConfig) -> None:
     """Raise ConfigError if a prompt and its response may exceed the model's positions: no engine would start."""
     check_length(
         config.actor.model_name_or_path,
-        config.data.max_len + config.rollout.max_new_tokens,
-        settings=f"data.max_len {config.data.max_len} and rollout.max_new_tokens {config.rollout.max_new_tokens}",
+        config.max_sequence_tokens,
+        settings=config.settings_of_length,
         trust_remote_code=config.actor.trust_remote_code,
     )
 

@@ -16,7 +16,6 @@ REFUSED: dict[str, str] = {
     "train.async_enable": _ASYNC,
     "train.async_queue_size": _ASYNC,
     "train.partial_rollout_enable": _ASYNC,
-    "train.agent_func_path": "not built yet: agents; a response is one turn, and reward.remote_url scores it",
     "train.dynamic_batch_enable": "replaced by train.max_tokens_per_gpu: micro-batches are always cut by tokens",
     "rollout.micro_batch_size": "replaced by rollout.max_tokens_per_gpu: passes without gradient are cut by tokens",
     "rollout.vllm_generate_batch_size": "replaced by rollout.batch_size: the engines get all prompts of a step at once",

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from vlmrl.config.base import PositiveInt, Section
+from vlmrl.config.base import PositiveInt, Section, Text, is_function_spec
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -36,7 +36,23 @@ class Loop(Section):
     checkpoint, ending all processes. Remaining processes are then killed."""
 
 
-class TrainRl(Loop):
+class AgentLoop(Loop):
+    """The loop of verbs that sample responses."""
+
+    agent_func_path: Text | None = None
+    """Your environment: `path/to/file.py:make`, a function that makes one per episode; a file alone means its function
+    `make`. Each response is then a conversation with it, see `agent.*`. None: a response is one turn."""
+
+    @field_validator("agent_func_path")
+    @classmethod
+    def check_agent(cls, given: str | None) -> str | None:
+        spec = f"{given}:make" if given is not None and given.endswith(".py") else given
+        if spec is not None and not is_function_spec(spec):
+            raise ValueError(f"must be path/to/file.py or path/to/file.py:function, not {given}")
+        return spec
+
+
+class TrainRl(AgentLoop):
     """The loop of `vlmrl rl`."""
 
     num_episodes: PositiveInt = 1

@@ -4,8 +4,9 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import actor, adapters, algo, ckpt, data, ds, reward, roles, rollout, vision
+from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, reward, roles, rollout, vision
 from vlmrl.config.actor import Actor, Model, Ref
+from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
 from vlmrl.config.base import Unread
 from vlmrl.config.built_in import Aggregation
@@ -19,7 +20,7 @@ from vlmrl.config.names import all_but, is_given
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
-from vlmrl.config.train import Loop, TrainRl
+from vlmrl.config.train import AgentLoop, Loop, TrainRl
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
@@ -85,13 +86,51 @@ class TrainingConfig(VerbConfig):
         return self
 
 
-class RlConfig(TrainingConfig):
+class AgentConfig(VerbConfig):
+    """The settings of verbs that sample responses."""
+
+    agent: Agent
+    data: Columns
+    reward: Scoring
+    rollout: Rollout
+    train: AgentLoop
+
+    @property
+    def has_agent(self) -> bool:
+        """Responses are conversations with an environment."""
+        return self.train.agent_func_path is not None
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Length of the longest possible response, in sampled tokens."""
+        return agent.longest_response(self.agent, self.rollout, has_agent=self.has_agent)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Length of the longest possible prompt with its response, in tokens."""
+        return agent.longest_sequence(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent)
+
+    @property
+    def settings_of_length(self) -> str:
+        """The settings that `max_sequence_tokens` follows from, with their values."""
+        return agent.settings_of_length(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent)
+
+    @model_validator(mode="after")
+    def drop_default_rewards(self) -> Self:
+        """Drop the default reward functions where an environment gives rewards and the user names no functions."""
+        if self.has_agent and not is_given(self.reward, "functions"):
+            self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
+        return self
+
+
+class RlConfig(TrainingConfig, AgentConfig):
     """Reinforcement learning: sample responses, score them, learn from the better ones."""
 
     verb: ClassVar[str] = "rl"
     omits: ClassVar[frozenset[str]] = frozenset({"data.output_key"})
 
     actor: Actor
+    agent: Agent = Agent()
     critic: Critic = Critic()
     ref: Ref = Ref()
     reward: Reward = Reward()
@@ -105,6 +144,7 @@ class RlConfig(TrainingConfig):
     def unread(self) -> Unread:
         return (
             super().unread()
+            | agent.unread_of_agent(has_agent=self.has_agent)
             | algo.unread_of_loss(self.actor)
             | algo.unread_of_advantage(self.algo.advantage)
             | algo.unread_of_filtering(self.algo)
@@ -126,11 +166,6 @@ class RlConfig(TrainingConfig):
             | adapters.unread_of_engine_base(self.vllm, self.ds)
             | (adapters.unread_of_adapter_reference() if self.reference_is_base else {})
         )
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Longest possible response, in sampled tokens."""
-        return self.rollout.max_new_tokens
 
     @property
     def evaluates(self) -> bool:
@@ -204,6 +239,7 @@ class RlConfig(TrainingConfig):
 
     def conflicts(self) -> list[str]:
         return [
+            *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
             *algo.conflicts_of_batch(self.rollout, self.train, self.algo),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
             *reward.conflicts_of_sampling(self.rollout, self.reward),
@@ -227,7 +263,7 @@ class SftConfig(TrainingConfig):
     )
 
 
-class EvalConfig(VerbConfig):
+class EvalConfig(AgentConfig):
     """Evaluation: sample responses to held-out prompts and score them with the reward functions."""
 
     verb: ClassVar[str] = "eval"
@@ -236,26 +272,34 @@ class EvalConfig(VerbConfig):
         | frozenset({"data.output_key"})
         | all_but(Rollout, "rollout", "max_new_tokens")
         | frozenset(f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base"))
-        | all_but(Loop, "train", *COMMON)
+        | all_but(AgentLoop, "train", *COMMON, "agent_func_path")
         | all_but(Ds, "ds", "param_dtype")
         | all_but(Ckpt, "ckpt", "output_dir")
     )
 
     actor: Model
+    agent: Agent = Agent()
     eval: EvalOnly
     data: Columns = Columns()
     reward: Scoring = Scoring()
     rollout: Rollout = Rollout()
     vllm: Vllm = Vllm()
-    train: Loop = Loop()
+    train: AgentLoop = AgentLoop()
     ds: Ds = Ds()
     ckpt: Ckpt = Ckpt()
 
     def unread(self) -> Unread:
-        return data.unread_of_columns(self.data) | reward.unread_of_sources(self.reward)
+        return (
+            agent.unread_of_agent(has_agent=self.has_agent)
+            | data.unread_of_columns(self.data)
+            | reward.unread_of_sources(self.reward)
+        )
 
     def conflicts(self) -> list[str]:
-        return rollout.conflicts_of_eval(self.eval)
+        return [
+            *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
+            *rollout.conflicts_of_eval(self.eval),
+        ]
 
 
 class ServeConfig(VerbConfig):

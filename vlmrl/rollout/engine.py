@@ -329,7 +329,7 @@ class RolloutEngine(Inbox):
             "trust_remote_code": settings.trust_remote_code,
         } | engine_arguments(
             vllm=settings.vllm,
-            columns=settings.columns,
+            max_images=settings.max_images,
             processor=self._processor,
             top_p=settings.top_p,
             adapter=settings.adapter,

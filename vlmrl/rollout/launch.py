@@ -63,7 +63,7 @@ _CAPTURED_LINES = 1000
 def engine_arguments(
     *,
     vllm: Vllm,
-    columns: Columns,
+    max_images: int,
     processor: Processor,
     top_p: float,
     adapter: AdapterPlan | None = None,
@@ -87,7 +87,7 @@ def engine_arguments(
         "seed": 0,
     }
     if processor.resize_factor is not None:
-        arguments["limit_mm_per_prompt"] = {"image": columns.max_images_per_prompt, "video": 0}
+        arguments["limit_mm_per_prompt"] = {"image": max_images, "video": 0}
         arguments["mm_processor_kwargs"] = dict(processor.engine_kwargs)
     if adapter is not None:
         arguments |= {

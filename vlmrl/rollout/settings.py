@@ -27,6 +27,8 @@ class EngineSettings:
     """`bf16` or `fp32`."""
     max_model_len: int
     """Tokens of prompt and response together."""
+    max_images: int
+    """Images of prompt and response together."""
     top_p: float
     name: str
     """For messages."""
