@@ -19,9 +19,13 @@ TextParser = Callable[[str], Sequence[tuple[str, str, str]]]
 MAX_CALLS = 16
 """Tool calls of one response."""
 
-_MARKERS = re.compile(r"<tool_call|<\|?tool_calls?|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|<｜tool|<start_function")
+_MARKS = re.compile(
+    r"<tool_call|<\|tool_call|<\w+:tool_call|<function=|<start_function_call|\[TOOL_CALLS\]|<\|python_tag\|>|<｜tool|"
+    r'\A\s*\{\s*"name"|\A\s*\[\w+\('
+)
 """How calls begin in the formats of vLLM's parsers. Text with such a mark and no call is a call that failed."""
 _END_OF_THINKING = "</think>"
+_FAILED = "The tool call could not be parsed"
 
 
 class ToolSchema(Protocol):
@@ -62,37 +66,57 @@ def as_function(tool: ToolSchema) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def text_with_control_tokens(response: Ints, processor: Processor) -> str:
-    """Decode a response with its control tokens, some of which mark calls, but without its end token."""
-    tokens = [int(token) for token in response]
-    if tokens and tokens[-1] in processor.eos_token_ids:
-        tokens.pop()
-    return str(processor.tokenizer.decode(tokens, skip_special_tokens=False))
+@dataclass(frozen=True, slots=True)
+class ToolCallParser:
+    """Finds the tool calls of responses. The responses stay as they are."""
 
+    processor: Processor
+    parser: TextParser
+    tool_format: str
+    """Name of the format, which is vLLM's name of the parser."""
 
-def parse(response: Ints, processor: Processor, parser: TextParser) -> ToolCalls:
-    """Return the tool calls of a response. Calls in its thinking do not count."""
-    text = text_with_control_tokens(response, processor)
-    if text.lstrip().startswith("<think>") and _END_OF_THINKING not in text:
-        return ToolCalls()
-    text = text.rpartition(_END_OF_THINKING)[2]
-    try:
-        found = list(parser(text))
-    except Exception as error:  # vLLM's parsers meet whatever a policy writes
-        return ToolCalls(problem=f"The tool call could not be parsed: {one_line(error, max_chars=200)}")
-    if len(found) > MAX_CALLS:
-        return ToolCalls(problem=f"{len(found)} tool calls in one response are too many: at most {MAX_CALLS}.")
-    if not found:
-        return ToolCalls(problem=_problem(text) if _MARKERS.search(text) else None)
-    calls = []
-    for i, (name, arguments, call_id) in enumerate(found):
-        parsed = _arguments(arguments)
-        if not name:
-            return ToolCalls(problem="The tool call has no name.")
-        if parsed is None:
-            return ToolCalls(problem=f"The arguments of {one_line(name, max_chars=80)} are not a JSON object.")
-        calls.append(ToolCall(name, parsed, call_id if call_id and call_id in text else _call_id(text, i)))
-    return ToolCalls(tuple(calls))
+    def parse(self, response: Ints) -> ToolCalls:
+        """Return the tool calls of a response [T]. Calls in its thinking do not count."""
+        text = self._text(response)
+        if text.lstrip().startswith("<think>") and _END_OF_THINKING not in text:
+            return ToolCalls()
+        text = text.rpartition(_END_OF_THINKING)[2]
+        try:
+            raw = list(self.parser(text))
+        except Exception as error:  # vLLM's parsers meet whatever a policy writes
+            return ToolCalls(problem=f"{_FAILED}: {one_line(error, max_chars=200)}.")
+        if len(raw) > MAX_CALLS:
+            return ToolCalls(problem=f"{len(raw)} tool calls in one response are too many: at most {MAX_CALLS}.")
+        if not raw:
+            return ToolCalls(problem=self._problem(text) if _MARKS.search(text) else None)
+        calls = []
+        for i, (name, arguments, call_id) in enumerate(raw):
+            parsed = _arguments(arguments)
+            if not name:
+                return ToolCalls(problem="The tool call has no name.")
+            if parsed is None:
+                return ToolCalls(problem=f"The arguments of {one_line(name, max_chars=80)} are not a JSON object.")
+            calls.append(ToolCall(name, parsed, call_id if call_id and call_id in text else _call_id(text, i)))
+        return ToolCalls(tuple(calls))
+
+    def _text(self, response: Ints) -> str:
+        """Decode a response with its control tokens, some of which mark calls, but without its end token."""
+        tokens = [int(token) for token in response]
+        if tokens and tokens[-1] in self.processor.eos_token_ids:
+            tokens.pop()
+        return str(self.processor.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _problem(self, text: str) -> str:
+        """Say that a call failed, and why if it is in Hermes' format."""
+        bodies = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+        for body in bodies if self.tool_format == "hermes" else ():
+            try:
+                call = json.loads(body)
+            except (ValueError, RecursionError) as error:
+                return f"{_FAILED}: {one_line(error, max_chars=200)}."
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+                return f'{_FAILED}: it must be a JSON object with "name" and "arguments".'
+        return f"{_FAILED}."
 
 
 def _arguments(arguments: str) -> dict[str, Any] | None:
@@ -101,18 +125,6 @@ def _arguments(arguments: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
-
-
-def _problem(text: str) -> str:
-    """Say why a call in Hermes' format failed, or that it did."""
-    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL):
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            return f"The tool call could not be parsed: {one_line(error, max_chars=200)}."
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            return 'The tool call could not be parsed: it must be a JSON object with "name" and "arguments".'
-    return "The tool call could not be parsed."
 
 
 def _call_id(text: str, number: int) -> str:

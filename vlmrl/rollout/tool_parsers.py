@@ -24,9 +24,12 @@ _FORMATS = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<seed:tool_call>", "seed_oss"),
     ("<start_function_call>", "functiongemma"),
+    ("<|tool_call>", "gemma4"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_call_start|>", "lfm2"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama3_json"),
+    ("ipython", "llama3_json"),
 )
 
 
