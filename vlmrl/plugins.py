@@ -49,6 +49,32 @@ class BridgeReport:
     rewrites_history: str | None
     """How it changes earlier responses when it renders a conversation again: `removes the thinking of earlier
     responses`; None: not at all."""
+    history_problem: str | None
+    """Why a conversation cannot be rendered again, as `agent.history template` does; None: it can."""
+
+    def notes(self, *, history: Literal["keep", "template"], has_tools: bool) -> tuple[str, ...]:
+        """Return what users should know at the start of a run, a line each.
+
+        Raises ConfigError when the chat template cannot do what `agent.history` asks for.
+        """
+        if history == "template" and self.history_problem is not None:
+            raise ConfigError(
+                f"agent.history template: the model's chat template cannot render a conversation again "
+                f"({self.history_problem}): set agent.history keep"
+            )
+        notes = []
+        if self.rewrites_history is not None:
+            follows = (
+                "agent.history keep: they stay in the conversation as they were sampled"
+                if history == "keep"
+                else "agent.history template: a new segment begins there"
+            )
+            notes.append(f"the model's chat template {self.rewrites_history}; {follows}")
+        if has_tools and not self.shows_tools:
+            notes.append("the model's chat template shows no tools: they are in the system prompt, in Hermes' format")
+        elif has_tools and not self.has_tool_role:
+            notes.append("the model's chat template takes no results of tools by themselves: they are user messages")
+        return tuple(notes)
 
 
 class History(NamedTuple):

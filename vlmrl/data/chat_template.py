@@ -132,6 +132,7 @@ class ChatTemplate:
             has_tool_role=has_tool_role,
             images_in_tool_role=has_tool_role and self._takes_images_in_results(),
             rewrites_history=self._rewriting(prompt, plain),
+            history_problem=self._history_problem(has_tool_role),
         )
 
     def _rewriting(self, prompt: str, plain: str) -> str | None:
@@ -143,6 +144,20 @@ class ChatTemplate:
             return "removes the thinking of earlier responses"
         if not plain.startswith(prompt + _RESPONSE) or not thoughtful.startswith(prompt + thinking):
             return "renders earlier responses differently from how they were sampled"
+        return None
+
+    def _history_problem(self, has_tool_role: bool) -> str | None:
+        question = self._apply([_QUESTION], (), False)
+        if not self._apply([_QUESTION], (), True).startswith(question):
+            return "it changes the first prompt where a response begins"
+        for role in ("user", "tool") if has_tool_role else ("user",):
+            messages = [_QUESTION, *[_response(_RESPONSE), _feedback(role)] * 2]
+            try:
+                text = self._apply(messages, (), True)
+            except DataError as error:
+                return str(error)
+            if not text.startswith(question):
+                return "it changes the first prompt when the conversation goes on"
         return None
 
     def _shows_tools(self) -> bool:

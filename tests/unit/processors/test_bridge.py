@@ -1,12 +1,13 @@
 """The tokens between two responses, for chat templates of several styles."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import QWEN2_5_VL, QWEN3, TEMPLATES, TOOL, text_processor
+from chat_templates import MISTRAL, QWEN2_5_VL, QWEN3, TEMPLATES, TOOL, text_processor
 
 from vlmrl.config.data import Columns
 from vlmrl.errors import ConfigError, DataError
@@ -40,6 +41,10 @@ def template_tokens(one: Processor, messages: list[dict[str, Any]], *, begin: bo
     return one.tokenizer(text, add_special_tokens=False).input_ids
 
 
+def ids(one: Processor, text: str) -> list[int]:
+    return one.tokenizer(text, add_special_tokens=False).input_ids
+
+
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def vlm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processor:
     folder = build(request.param, tmp_path_factory.mktemp(request.param), size="micro")
@@ -66,7 +71,7 @@ def test_prompt_response_and_bridge_are_the_rendering_of_the_whole_conversation(
     one = text_processor(style)
     question = plain(user("the question?"))
     follows = [user(FEEDBACK)] if role == "user" else [result(FEEDBACK), result("and one more", 1)]
-    response = [*one.token_ids(RESPONSE).tolist(), end(one)]  # type: ignore[attr-defined]
+    response = [*ids(one, RESPONSE), end(one)]
     bridge, request = one.bridge(follows, [], last_token=response[-1])
     whole = [question, {"role": "assistant", "content": RESPONSE}, *map(plain, follows)]
     assert template_tokens(one, [question]) + response + bridge.tolist() == template_tokens(one, whole)
@@ -217,6 +222,30 @@ def test_the_check_reports_responses_that_are_rendered_differently() -> None:
     assert report.rewrites_history == "renders earlier responses differently from how they were sampled"
 
 
+def test_the_notes_say_what_a_run_should_know() -> None:
+    qwen3 = text_processor("qwen3").check_bridge()
+    (note,) = qwen3.notes(history="keep", has_tools=True)
+    assert note.startswith("the model's chat template removes the thinking of earlier responses; agent.history keep:")
+    assert "a new segment begins there" in qwen3.notes(history="template", has_tools=True)[0]
+    qwen2_5 = text_processor("qwen2_5_vl").check_bridge()
+    assert qwen2_5.notes(history="template", has_tools=False) == ()
+    assert "in the system prompt, in Hermes' format" in qwen2_5.notes(history="keep", has_tools=True)[0]
+
+
+def test_a_template_that_cannot_render_a_conversation_again_is_refused_at_the_start_for_history_template() -> None:
+    template = MISTRAL.replace(
+        "  {%- if message.role == 'user' %}",
+        "  {%- if message.role == 'assistant' and messages[loop.index0 - 1].role == 'tool' %}"
+        "{{- raise_exception('one question') }}{%- endif %}  {%- if message.role == 'user' %}",
+        1,
+    )
+    report = set_template(text_processor("mistral"), template).check_bridge()
+    assert report.has_tool_role
+    assert report.notes(history="keep", has_tools=True) == ()
+    with pytest.raises(ConfigError, match=r"agent\.history template: .*one question.*: set agent\.history keep"):
+        report.notes(history="template", has_tools=True)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -308,3 +337,41 @@ def test_an_image_for_a_text_model_is_refused(tmp_path: Path) -> None:
     one = text_processor("chatml")
     with pytest.raises(DataError, match="takes text only"):
         one.bridge([user("a", images=1)], [(28, 28)], last_token=None)
+
+
+REAL = {
+    # shows tools, system role, tool role, history
+    "qwen2_5": (True, True, True, None),
+    "qwen2_5_vl": (False, True, False, None),
+    "qwen3": (True, True, True, "removes the thinking of earlier responses"),
+    "qwen3_vl": (True, True, True, None),
+    "qwen3_instruct_2507": (True, True, True, None),
+    "llama3": (False, True, False, None),
+    "llama3_1": (True, True, True, None),
+    "gemma": (False, False, False, None),
+    "gemma3": (False, True, False, None),
+    "phi3": (False, True, False, None),
+    "deepseek_r1_distill": (False, True, False, "removes the thinking of earlier responses"),
+    "glm4moe": (True, True, True, "removes the thinking of earlier responses"),
+}
+
+
+@pytest.mark.parametrize("name", list(REAL))
+def test_real_templates_of_families(name: str) -> None:
+    trl = find_spec("trl")
+    assert trl is not None
+    assert trl.origin is not None
+    template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    one = set_template(text_processor("chatml"), template)
+    one.tokenizer.bos_token = "<|endoftext|>"
+    report = one.check_bridge()
+    found = (report.shows_tools, report.has_system_role, report.has_tool_role, report.rewrites_history)
+    assert found == REAL[name]
+    assert '"zoom"' in one.render("Zoom in.", num_images=0, columns=Columns(), tools=[TOOL])
+    question, response, follows = plain(user("the question?")), "the thing\n\nis 64", user(FEEDBACK)
+    bridge, _ = one.bridge([follows], [], last_token=None)
+    if report.rewrites_history is None:
+        whole = [question, {"role": "assistant", "content": response}, plain(follows)]
+        assert template_tokens(one, [question]) + ids(one, response) + bridge.tolist() == template_tokens(one, whole)
+    results, _ = one.bridge([result("4"), result("5", 1)], [], last_token=None)
+    assert [line in one.tokenizer.decode(results.tolist()) for line in ("4", "5")] == [True, True]
