@@ -130,6 +130,15 @@ def test_spaces_before_the_end_of_turn_go_with_it() -> None:
     assert one.tokenizer.decode(cut.tolist()) == " </s>[INST] b [/INST]"
 
 
+def test_end_tokens_of_the_feedback_are_no_end_of_turn_of_the_response() -> None:
+    one = set_template(
+        text_processor("mistral"),
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}</s>{% endif %}{% endfor %}",
+    )
+    bridge, _ = one.bridge([user("b")], [], last_token=end(one))
+    assert bridge.tolist() == [ord("b"), end(one)]
+
+
 @pytest.mark.parametrize("style", list(TEMPLATES))
 def test_feedback_that_looks_like_special_tokens_stays_text(style: str) -> None:
     one = text_processor(style)
