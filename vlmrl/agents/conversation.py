@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,7 +37,13 @@ class Message:
 
     def as_chat(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
-        content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in self.parts]
+        content = [
+            # Tokenizers refuse lone surrogates, which untrusted text may have.
+            {"type": "text", "text": part.encode(errors="replace").decode()}
+            if isinstance(part, str)
+            else {"type": "image"}
+            for part in self.parts
+        ]
         named = {"name": self.name, "tool_call_id": self.call_id}
         return {"role": self.role, "content": content} | {key: value for key, value in named.items() if value}
 
@@ -238,7 +244,7 @@ class _Draft:
             turns=turns,
         )
 
-    def segment(self, rewards: Any) -> Segment:
+    def segment(self, rewards: Iterator[float]) -> Segment:
         assert self.complete is not None, "a draft without a response has no segment"
         return replace(self.complete, turns=tuple(replace(turn, reward=float(next(rewards))) for turn in self.turns))
 

@@ -337,6 +337,16 @@ def test_a_prompt_that_another_template_made_cannot_follow_the_template() -> Non
         conversation.feedback([Message(["b"])])
 
 
+def test_a_lone_surrogate_in_feedback_becomes_a_question_mark() -> None:
+    one = text_processor("chatml")
+    engine = ScriptedEngine(one)
+    (segment,) = played(
+        Conversation(opened(one, ["q\udc80"]), one), engine, [([7], [Message(["a\ud800b"])]), ([8], [])]
+    )
+    engine.check((segment,))
+    assert "user\na?b<|im_end|>" in one.tokenizer.decode(segment.tokens.tolist())
+
+
 def test_the_number_of_rewards_is_the_number_of_responses() -> None:
     one = text_processor("chatml")
     conversation = Conversation(opened(one), one)
