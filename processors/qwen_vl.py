@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlmrl.data.chat_template import Message
 from vlmrl.data.media import Blank
 from vlmrl.errors import ConfigError, DataError
-from vlmrl.processors.text import Message, TextProcessor, any_of, end_tokens, refuse_image_parts
+from vlmrl.processors.text import TextProcessor, any_of, end_tokens, refuse_image_parts
 from vlmrl.types import Ints, Media, Sample
 
 if TYPE_CHECKING:

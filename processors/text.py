@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlmrl.config.data import Columns
+from vlmrl.data.chat_template import ChatTemplate, Message, Tool
 from vlmrl.data.deadline import OverdueError, call_within
 from vlmrl.errors import ConfigError, DataError
+from vlmrl.plugins import History
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Ints, Media, Sample
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from vlmrl.plugins import ParameterGroup
+    from vlmrl.plugins import BridgeReport, ParameterGroup
 
 MODEL_TYPES: tuple[str, ...] = ()
 """Empty: models of types that no other file lists belong to this family."""
@@ -35,9 +38,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _MAX_OVERDUE = 3
 """Rows on which the chat template may exceed its time limit before the run ends."""
-
-Message = dict[str, Any]
-"""{"role": ..., "content": list of {"type": "text", "text": ...} and {"type": "image"}}"""
 
 
 class TextProcessor:
@@ -59,17 +59,35 @@ class TextProcessor:
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = any_of(special)
+        self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(list(special))), dtype=np.int64)
         self._vision: re.Pattern[str] | None = None
         self._num_overdue = 0
         encoded = tokenizer("").input_ids
         self._bos = tokenizer.bos_token if encoded and encoded[0] == tokenizer.bos_token_id else ""
 
-    def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
-        messages = self.place_images(
-            conversation(question, columns.system_prompt), num_images, reads_images=columns.image_key is not None
-        )
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template in conversations of several turns."""
+        return ChatTemplate(self._apply_template, image_text=self.image_text() if self.resize_factor else None)
+
+    def render(
+        self,
+        question: str | Sequence[Mapping[str, Any]],
+        *,
+        num_images: int,
+        columns: Columns,
+        tools: Sequence[Tool] = (),
+        literal: bool = False,
+    ) -> str:
+        messages = conversation(question, columns.system_prompt)
+        if not literal:
+            messages = self.place_images(messages, num_images, reads_images=columns.image_key is not None)
+        elif not num_images:
+            refuse_image_parts(messages)
         if columns.apply_chat_template:
-            return self._render_chat(messages)
+            return self.template.prompt(messages, self._mark_all(list(tools)))
+        if tools:
+            raise ConfigError("tools need the model's chat template: set data.apply_chat_template to true")
         return self._render_plain(question, messages, columns)
 
     def readable(self, text: str) -> str:
@@ -83,6 +101,26 @@ class TextProcessor:
 
     def decode(self, tokens: Ints) -> str:
         return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def bridge(
+        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]], *, last_token: int | None
+    ) -> tuple[Ints, Ints]:
+        tokens, request = self.encode(self.template.after_response([dict(m) for m in messages]), sizes)
+        num_end = self._num_end_of_turn(request, last_token)
+        return tokens[num_end:], request[num_end:]
+
+    def check_bridge(self) -> BridgeReport:
+        return self.template.report
+
+    def history(
+        self, earlier: str | None, responses: Sequence[Ints], feedback: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> History:
+        beginning = self.template.beginning
+        texts = [self._response_text(response) for response in responses]
+        messages = [[dict(m) for m in follows] for follows in feedback]
+        stands = (beginning if earlier is None else earlier) + texts[-1] + self.template.after_response(messages[-1])
+        text = self.template.history(texts, messages)
+        return History(text, beginning, is_rewritten=text != stands)
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
         assert not media, "a text model was handed images"
@@ -138,7 +176,26 @@ class TextProcessor:
                 ids += encoded
         return np.array(ids, dtype=np.int64)
 
-    def _render_chat(self, messages: list[Message]) -> str:
+    def _num_end_of_turn(self, tokens: Ints, last_token: int | None) -> int:
+        """Return how many leading tokens of a bridge the response has already: its end token, and spaces before it."""
+        ends = np.flatnonzero(np.isin(tokens, self.eos_token_ids))
+        if last_token is None or not len(ends) or tokens[ends[0]] != last_token:
+            return 0
+        return 0 if self.tokenizer.decode(tokens[: ends[0]].tolist()).strip() else int(ends[0]) + 1
+
+    def _response_text(self, tokens: Ints) -> str:
+        """Decode a response for a chat template, without its end token: control tokens that it has stay such tokens."""
+        if len(tokens) and int(tokens[-1]) in self.eos_token_ids:
+            tokens = tokens[:-1]
+        is_special = np.isin(tokens, self._special_ids)
+        runs = np.split(tokens, np.flatnonzero(is_special[1:] | is_special[:-1]) + 1)
+        return "".join(
+            text if len(run) == 1 and run[0] in self._special_ids else _mark_text(text, self._special)
+            for run in runs
+            if (text := str(self.tokenizer.decode(run.tolist(), clean_up_tokenization_spaces=False)))
+        )
+
+    def _apply_template(self, messages: Sequence[Message], tools: Sequence[Tool], begin: bool) -> str:
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 "the model's tokenizer has no chat template: set data.apply_chat_template to false and "
@@ -146,14 +203,17 @@ class TextProcessor:
             )
         marked = [
             self._mark_all({key: value for key, value in m.items() if key not in ("role", "content")})
-            | {"role": m["role"], "content": _content([self._mark(part, self._special) for part in m["content"]])}
+            | {"role": m["role"], "content": self._marked_content(m["content"])}
             for m in messages
         ]
+        more: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             return str(
                 call_within(
                     self.template_limit_s,
-                    lambda: self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True),
+                    lambda: self.tokenizer.apply_chat_template(
+                        marked, tokenize=False, add_generation_prompt=begin, **more
+                    ),
                 )
             )
         except OverdueError as error:
@@ -166,6 +226,11 @@ class TextProcessor:
             raise DataError(message) from error
         except Exception as error:  # jinja's errors, and those that a template raises about roles
             raise DataError(f"the model's chat template rejects the messages: {error}") from error
+
+    def _marked_content(self, content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+        if isinstance(content, str):
+            return content
+        return _content([self._mark(part, self._special) for part in _joined(content)])
 
     def _render_plain(self, question: object, messages: list[Message], columns: Columns) -> str:
         if not isinstance(question, str):
@@ -283,6 +348,17 @@ def _mark_text(text: str, pattern: re.Pattern[str] | None) -> str:
     """Put marks around the matches of the pattern, after removing any marks from the text."""
     text = text.translate(_WITHOUT_MARKS)
     return text if pattern is None else pattern.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", text)
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbouring text parts, in which a special token may be split."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": joined[-1]["text"] + part["text"]}
+        else:
+            joined.append(dict(part))
+    return joined
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from vlmrl.config.data import Columns
 from vlmrl.errors import ConfigError
@@ -33,6 +34,59 @@ _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken.js
 """Every folder with a tokenizer has at least one of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class BridgeReport:
+    """What the chat template of a model does with conversations of several turns."""
+
+    shows_tools: bool
+    """It writes the tools into the prompt. If not, they are in the system prompt, in Hermes' format."""
+    has_system_role: bool
+    """It takes system messages. If not, tools are in the first user message."""
+    has_tool_role: bool
+    """Results of tools are messages of the role `tool`. If not, they are user messages, in Hermes' format."""
+    images_in_tool_role: bool
+    """Messages of the role `tool` may have images. If not, a user message behind them has the images."""
+    rewrites_history: str | None
+    """How it changes earlier responses when it renders a conversation again: `removes the thinking of earlier
+    responses`; None: not at all."""
+    history_problem: str | None
+    """Why a conversation cannot be rendered again, as `agent.history template` does; None: it can."""
+
+    def notes(self, *, history: Literal["keep", "template"], has_tools: bool) -> tuple[str, ...]:
+        """Return what users should know at the start of a run, a line each.
+
+        Raises ConfigError when the chat template cannot do what `agent.history` asks for.
+        """
+        if history == "template" and self.history_problem is not None:
+            raise ConfigError(
+                f"agent.history template: the model's chat template cannot render a conversation again "
+                f"({self.history_problem}): set agent.history keep"
+            )
+        notes = []
+        if self.rewrites_history is not None:
+            follows = (
+                "agent.history keep: they stay in the conversation as they were sampled"
+                if history == "keep"
+                else "agent.history template: a new segment begins there"
+            )
+            notes.append(f"the model's chat template {self.rewrites_history}; {follows}")
+        if has_tools and not self.shows_tools:
+            notes.append("the model's chat template shows no tools: they are in the system prompt, in Hermes' format")
+        elif has_tools and not self.has_tool_role:
+            notes.append("the model's chat template takes no results of tools by themselves: they are user messages")
+        return tuple(notes)
+
+
+class History(NamedTuple):
+    """A conversation behind its first prompt, as the chat template renders it."""
+
+    text: str
+    beginning: str
+    """Text of the first prompt's end that `text` replaces: the beginning of a response."""
+    is_rewritten: bool
+    """`text` is not what stands already: the earlier text, the last response and its bridge."""
+
+
 class Processor(Protocol):
     """Turns text and images into the inputs of one model family. Each family has a file in `processors/`."""
 
@@ -51,8 +105,19 @@ class Processor(Protocol):
     engine_kwargs: dict[str, Any]
     """`mm_processor_kwargs` for vLLM, so that it sees images exactly as the trainer does."""
 
-    def render(self, question: str | Sequence[Mapping[str, Any]], *, num_images: int, columns: Columns) -> str:
+    def render(
+        self,
+        question: str | Sequence[Mapping[str, Any]],
+        *,
+        num_images: int,
+        columns: Columns,
+        tools: Sequence[Mapping[str, Any]] = (),
+        literal: bool = False,
+    ) -> str:
         """Render a question as the text that the model reads, with one placeholder per image.
+
+        `tools` are functions in OpenAI's format, which the chat template shows or the system prompt has.
+        With `literal`, `<image>` is plain text, and image parts alone mark images.
 
         In a row with images, `<image>` in a string or a part `{"type": "image"}` marks the place of an image; without
         any mark, all images come first. For a model without images, and where `columns.image_key` is None, `<image>` is
@@ -74,6 +139,32 @@ class Processor(Protocol):
 
     def decode(self, tokens: Ints) -> str:
         """Decode [T] to text, without special tokens."""
+
+    def bridge(
+        self, messages: Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]], *, last_token: int | None
+    ) -> tuple[Ints, Ints]:
+        """Return the tokens between a sampled response and the next one, in the two forms of `encode`.
+
+        They are the response's end of turn, the messages, and the beginning of the next response. Where `last_token`,
+        the last one of the response, is that end of turn, it is left out. Messages are of the roles `user` and `tool`,
+        their content is a list of text and image parts, and `sizes` are those of their images. Text that looks like a
+        special token is escaped.
+        """
+
+    def check_bridge(self) -> BridgeReport:
+        """Return what the chat template does with conversations. Raises ConfigError when `bridge` cannot work."""
+
+    def history(
+        self, earlier: str | None, responses: Sequence[Ints], feedback: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> History:
+        """Render a conversation again, as the chat template shows it behind the first prompt.
+
+        `responses` are the sampled tokens of each response, and `feedback[k]` are the messages behind response k.
+        `earlier` is the text of the history before the last response, as an earlier call returned it; None: there is
+        one response.
+
+        Raises DataError when the template rejects the conversation.
+        """
 
     def pixel_inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """Return the model's arguments for these images, in order: `pixel_values` [P, C], `image_grid_thw` [n, 3].

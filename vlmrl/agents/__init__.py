@@ -1,0 +1,1 @@
+"""Conversations of the policy with environments and tools."""
