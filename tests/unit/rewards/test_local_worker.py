@@ -126,7 +126,8 @@ PRINTS = """
 import sys
 from pathlib import Path
 from vlmrl.rewards import local_worker
-local_worker._print_to(Path("/dev/full"))
+from vlmrl.system.output import print_to
+print_to(Path("/dev/full"))
 local_worker.load((), sys.argv[1] + ":reward")
 sys.exit(round(local_worker.call("reward", {"response": "7"}, ()).value))
 """
