@@ -100,7 +100,11 @@ class Environments:
         try:
             process, hello = await self._start_process("unknown")
         except EnvironmentLost as error:
-            raise ConfigError(f"{FLAG}: {error}") from error
+            await self.close()
+            raise ConfigError(f"{FLAG}: {self._orders.spec} cannot be loaded: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
         self._tools = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in hello.tools)
         self._is_async = hello.is_async
         (self._shared if self._is_async else self._idle).append(process)
@@ -168,11 +172,7 @@ class Environments:
 
     async def _start_process(self, mode: Mode) -> tuple[Process, Hello]:
         """Start a process and wait until it has loaded the user's file. Raises ConfigError and EnvironmentLost."""
-        if self._is_closed:
-            raise EnvironmentLost("death", "the environments were closed")
-        if self._spawner is None or not self._spawner.is_running:
-            self._spawner = Spawner(self._orders, pass_env=self._pass_env)
-        process = Process(self._spawner, self._orders)
+        process = Process(await self._running_spawner(), self._orders)
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 hello = await process.start(mode)
@@ -185,6 +185,18 @@ class Environments:
         if hello.problem:
             raise ConfigError(hello.problem)
         return process, hello
+
+    async def _running_spawner(self) -> Spawner:
+        old = self._spawner
+        if old is not None and not old.is_running:
+            await old.close()
+            if self._spawner is old:
+                self._spawner = None
+        if self._is_closed:
+            raise EnvironmentLost("death", "the environments were closed")
+        if self._spawner is None:
+            self._spawner = Spawner(self._orders, pass_env=self._pass_env)
+        return self._spawner
 
 
 class OpenEnvironment:

@@ -105,10 +105,10 @@ def _parts(content: Any, method: str, limits: ImageLimits) -> list[str | Picture
             parts.append(item.encode(errors="replace").decode())  # lone surrogates are no text
             continue
         image = _image(item, method)
+        parts.append(_picture(image, f"an image that {method} returned", limits))
         num_pixels += image.width * image.height
         if num_pixels > limits.total_pixels:
             raise UnusableError(f"{method} returned images of more than {limits.total_pixels} pixels in total")
-        parts.append(_picture(image, f"an image that {method} returned", limits))
     return parts
 
 

@@ -153,8 +153,11 @@ def serve(control: int, encoded_orders: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
     gc.freeze()  # else the first collection in a fork would copy every object
-    _Server(socket.socket(fileno=control), orders).run()
-    _kill_all()
+    try:
+        with suppress(ConnectionError):  # the run was killed before it had read all reports
+            _Server(socket.socket(fileno=control), orders).run()
+    finally:
+        _kill_all()
 
 
 class _Server:

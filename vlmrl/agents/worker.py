@@ -98,7 +98,8 @@ class _Environments:
         except ConfigError as error:
             raise ConfigError(f"{FLAG}: {kind}: {error}") from error
         methods = [getattr(environment, name, None) for name in ("reset", "step", "close", *tools)]
-        _close_now(environment)
+        with suppress(Exception):  # it may need a reset before
+            _close(getattr(environment, "close", None))
         return Hello(
             [Tool(spec.name, spec.description, spec.parameters) for spec in tools.values()],
             is_async=any(inspect.iscoroutinefunction(method) for method in methods),
@@ -154,7 +155,10 @@ def _serve(connection: socket.socket, environments: _Environments) -> None:
             return
         request = decode_request(_read(connection, int.from_bytes(header, "big")))
         if request.verb == "close":
-            _call_close(environments.remove(request.episode))
+            try:
+                _close(environments.remove(request.episode))
+            except (Exception, SystemExit):  # the episode has ended: the log is enough
+                traceback.print_exc()
             answer = Answer(request.number, "observation")
         else:
             try:
@@ -238,7 +242,7 @@ class _AsyncServer:
                 returned = close()
                 if inspect.isawaitable(returned):
                     await asyncio.wait_for(returned, CLOSE_LIMIT_S)
-            except (Exception, SystemExit):  # the episode has ended: its log is enough
+            except (Exception, SystemExit):  # the episode has ended: the log is enough
                 traceback.print_exc()
 
 
@@ -248,17 +252,8 @@ def _open(picture: Picture) -> Any:
     return Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)
 
 
-def _close_now(environment: Environment) -> None:
-    """Close an environment outside of an event loop."""
-    _call_close(getattr(environment, "close", None))
-
-
-def _call_close(close: Callable[[], Any] | None) -> None:
-    if close is None:
-        return
-    try:
-        returned = close()
-        if inspect.iscoroutine(returned):
-            asyncio.run(asyncio.wait_for(returned, CLOSE_LIMIT_S))
-    except (Exception, SystemExit):  # the episode has ended: its log is enough
-        traceback.print_exc()
+def _close(close: Callable[[], Any] | None) -> None:
+    """Call an environment's `close` outside of an event loop."""
+    returned = None if close is None else close()
+    if inspect.iscoroutine(returned):
+        asyncio.run(asyncio.wait_for(returned, CLOSE_LIMIT_S))
