@@ -1,1 +1,5 @@
-"""Conversations of the policy with environments and tools."""
+"""Environments that users bring, and the conversations of a policy with them."""
+
+from vlmrl.agents.environment import Reply, tool
+
+__all__ = ["Reply", "tool"]

@@ -1,4 +1,4 @@
-"""The environment of reward functions: no tokens and keys but those that the run passes on."""
+"""The environment of users' functions: no tokens and keys but those that the run passes on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def hide_secrets(environment: MutableMapping[str, str], *, keep: Collection[str]
         del environment[name]
 
 
-def check_passed(names: Iterable[str]) -> None:
-    """Raise ConfigError if a variable of `reward.pass_env` does not exist."""
+def check_passed(names: Iterable[str], *, setting: str) -> None:
+    """Raise ConfigError if a variable that `setting` names does not exist."""
     for name in names:
         if name not in os.environ:
-            raise ConfigError(f"reward.pass_env: the environment has no variable {name}: export it, or leave it out")
+            raise ConfigError(f"{setting}: the environment has no variable {name}: export it, or leave it out")

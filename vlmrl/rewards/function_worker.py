@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import math
 import numbers
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -27,6 +25,7 @@ from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
 from vlmrl.system.lifeline import die_with
+from vlmrl.system.output import print_to
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
 
@@ -87,7 +86,7 @@ def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = 
     stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
     if log is not None:
-        _print_to(log)
+        print_to(log)
     load(names, spec)
 
 
@@ -264,31 +263,3 @@ def _open(file: str) -> Any:
     from PIL import Image
 
     return Image.fromarray(np.load(file, allow_pickle=False))
-
-
-def _print_to(log: Path) -> None:
-    """Write output line by line to the file, so that a process that is killed loses none."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.close(file)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(_Output(descriptor, "w", closefd=False)),
-            encoding="utf-8",
-            errors="backslashreplace",
-            line_buffering=True,
-        )
-        for descriptor in (1, 2)
-    )
-
-
-class _Output(io.FileIO):
-    """A file that drops output on a full disk, so that no response loses its score because a function prints."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)

@@ -103,7 +103,7 @@ class Functions:
         label_key: str = "label",
     ) -> None:
         """Raises ConfigError if a variable of `pass_env` does not exist, and if two functions have the same name."""
-        check_passed(pass_env)
+        check_passed(pass_env, setting="reward.pass_env")
         self._pass_env = pass_env
         self._built_in = tuple(names)
         self._spec = user_function

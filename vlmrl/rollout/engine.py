@@ -329,7 +329,7 @@ class RolloutEngine(Inbox):
             "trust_remote_code": settings.trust_remote_code,
         } | engine_arguments(
             vllm=settings.vllm,
-            max_images=settings.max_images,
+            max_images=settings.max_images or settings.columns.max_images_per_prompt,
             processor=self._processor,
             top_p=settings.top_p,
             adapter=settings.adapter,

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan, check_engine_dtype

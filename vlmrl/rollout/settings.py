@@ -27,11 +27,11 @@ class EngineSettings:
     """`bf16` or `fp32`."""
     max_model_len: int
     """Tokens of prompt and response together."""
-    max_images: int
-    """Images of prompt and response together."""
     top_p: float
     name: str
     """For messages."""
+    max_images: int | None = None
+    """Images of prompt and response together; None: `data.max_images_per_prompt`."""
     adapter: AdapterPlan | None = None
     """The adapter to make room for, one that `fits_engine`."""
     temperature: float | None = None

@@ -125,7 +125,7 @@ def _import_file(path: Path, flag: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything on import
         del sys.modules[module_name]
-        raise ConfigError(f"{flag}: {path} does not import: {_message(error)}") from error
+        raise ConfigError(f"{flag}: {path} does not import: {message_of(error)}") from error
     return module
 
 
@@ -139,10 +139,10 @@ def reason(error: BaseException, *, file: str | None = None) -> str:
     frame = (in_file or frames)[-1]
     # A call that does not match the signature fails before the function's first line: the traceback ends at the caller.
     is_caller = frame.filename == frames[0].filename
-    return _message(error) + ("" if is_caller else f" ({os.path.relpath(frame.filename)}:{frame.lineno})")
+    return message_of(error) + ("" if is_caller else f" ({os.path.relpath(frame.filename)}:{frame.lineno})")
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Format an error as `ValueError: its message` on one line."""
     kind = type(error).__name__
     try:

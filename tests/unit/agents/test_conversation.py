@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vlmrl.agents.conversation import Conversation, Message, first_prompt
 from vlmrl.config.data import Columns
+from vlmrl.data.image_tokens import collapse
 from vlmrl.data.media import Noise
 from vlmrl.errors import DataError, SyncError
 from vlmrl.models.tiny import build
 from vlmrl.plugins import Processor, processor
-from vlmrl.rollout.placeholders import collapse
 from vlmrl.types import Ints, Media, Prompt, Rollout, Segment
 
 

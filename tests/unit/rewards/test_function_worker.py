@@ -126,7 +126,8 @@ PRINTS = """
 import sys
 from pathlib import Path
 from vlmrl.rewards import function_worker
-function_worker._print_to(Path("/dev/full"))
+from vlmrl.system.output import print_to
+print_to(Path("/dev/full"))
 function_worker.load((), sys.argv[1] + ":reward")
 sys.exit(round(function_worker.call("reward", {"response": "7"}, ()).value))
 """

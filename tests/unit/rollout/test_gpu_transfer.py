@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.models.weight_buckets import device_digest
 from vlmrl.rollout.gpu_transfer import (
@@ -122,5 +121,5 @@ class TextProcessor:
 @pytest.mark.parametrize("backend", ["shm", "nccl", "ipc"])
 def test_vllm_gets_a_transfer_config_unless_weights_go_through_shared_memory(backend: str) -> None:
     vllm = Vllm.model_validate({"sync_backend": backend})
-    arguments = engine_arguments(vllm=vllm, columns=Columns(), processor=TextProcessor(), top_p=1.0)  # type: ignore[arg-type]
+    arguments = engine_arguments(vllm=vllm, max_images=8, processor=TextProcessor(), top_p=1.0)  # type: ignore[arg-type]
     assert arguments.get("weight_transfer_config") == (None if backend == "shm" else {"backend": backend})

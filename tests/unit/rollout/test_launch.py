@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from vlmrl.config.data import Columns
 from vlmrl.config.vllm import Vllm
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
@@ -30,7 +29,7 @@ class TextProcessor:
 def arguments_with(adapter: AdapterPlan | None, *, demand: Demand | None = None, **vllm: Any) -> dict[str, Any]:
     return engine_arguments(
         vllm=Vllm(**vllm),
-        columns=Columns(),
+        max_images=8,
         processor=TextProcessor(),  # type: ignore[arg-type]
         top_p=1.0,
         adapter=adapter,

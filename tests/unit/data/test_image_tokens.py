@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from chat_templates import text_processor
 
+from vlmrl.data.image_tokens import collapse
 from vlmrl.data.media import Blank
-from vlmrl.errors import SyncError
+from vlmrl.errors import DataError
 from vlmrl.models.tiny import build
 from vlmrl.plugins import Processor, processor
-from vlmrl.rollout.placeholders import collapse
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_without_images_nothing_changes(vlm: Processor) -> None:
 def test_other_images_than_those_of_the_tokens_are_an_error(vlm: Processor) -> None:
     text = vlm.image_text()  # type: ignore[attr-defined]
     tokens, _ = vlm.encode(f"{text}a{text}", [(56, 28), (28, 28)])
-    with pytest.raises(SyncError, match="3 image tokens where the 1 images have 2"):
+    with pytest.raises(DataError, match="a sample has 3 image tokens, but its 1 images take 2"):
         collapse(tokens, images((56, 28)), vlm)
-    with pytest.raises(SyncError, match="the 2 tokens of an image are not side by side"):
+    with pytest.raises(DataError, match="the tokens of its image 2 are not side by side"):
         collapse(tokens, images((28, 28), (56, 28)), vlm)

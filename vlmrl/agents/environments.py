@@ -1,0 +1,288 @@
+"""Environments in processes of their own, which are killed when they hang, and replaced in milliseconds.
+
+An environment with only synchronous methods has a process to itself, so that killing it affects no other. Asynchronous
+ones share a few processes by the hundred; one that blocks the event loop, or ends its process, takes the others there
+with it. A second attempt, `open(alone=True)`, has a process to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from vlmrl.agents.environment import ToolError, ToolSpec
+from vlmrl.agents.messages import Hello, Mode, Orders, Picture, Verb
+from vlmrl.agents.process import MAX_PROBLEM_CHARS, EnvironmentLost, EnvironmentRaised, Process, UnsendableError
+from vlmrl.agents.spawner import Spawner
+from vlmrl.agents.worker import CLOSE_LIMIT_S, FLAG
+from vlmrl.data.media import ImageLimits
+from vlmrl.errors import ConfigError
+from vlmrl.rewards.environment_variables import check_passed
+from vlmrl.system.plain_text import one_line
+from vlmrl.types import Pixels
+
+__all__ = [
+    "EnvironmentLost",
+    "EnvironmentRaised",
+    "Environments",
+    "Observation",
+    "OpenEnvironment",
+    "ToolError",
+    "ToolSpec",
+]
+
+START_LIMIT_S = 120.0
+"""Time limit for importing the user's file, including what it loads."""
+_CLOSE_LIMIT_S = CLOSE_LIMIT_S + 1.0
+"""Time limit of the call: that of `close` itself, and a second to answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """The reaction of an environment."""
+
+    parts: tuple[str | Pixels, ...]
+    """Text and images, in order. None after `reset`: the first message is the row's own prompt."""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environments:
+    """The environments of a run, made by the user's function `spec`, `path/to/file.py:make`. Belongs to one event loop.
+
+    Args:
+        num_workers: processes of synchronous environments, hence episodes at the same time; of asynchronous ones,
+            processes that they share, and as many for those that are alone.
+        step_limit_s: time limit of `reset` (including the making of the environment), `step` and each tool.
+        pass_env: environment variables with secrets that environments see.
+        log: file for their output; None: the output of this process.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        num_workers: int,
+        step_limit_s: float,
+        limits: ImageLimits,
+        pass_env: tuple[str, ...] = (),
+        log: Path | None = None,
+    ) -> None:
+        """Raises ConfigError if a variable of `pass_env` does not exist."""
+        check_passed(pass_env, setting="agent.pass_env")
+        file = None if log is None else str(log.absolute())
+        self._orders = Orders(spec, limits.image_pixels, limits.total_pixels, file)
+        self._num_workers, self._step_limit_s, self._pass_env = num_workers, step_limit_s, pass_env
+        self._spawner: Spawner | None = None
+        self._is_closed = False
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._is_async = False
+        self._episodes = itertools.count(1)
+        self._slots = asyncio.Semaphore(num_workers)
+        self._idle: list[Process] = []
+        """Processes without an episode, for one at a time."""
+        self._shared: list[Process] = []
+        self._choosing = asyncio.Lock()
+
+    async def start(self) -> tuple[ToolSpec, ...]:
+        """Start a process, load the user's file there, and return the tools of its environments.
+
+        Raises:
+            ConfigError: it cannot be loaded, or makes no environments.
+        """
+        try:
+            process, hello = await self._start_process("unknown")
+        except EnvironmentLost as error:
+            await self.close()
+            raise ConfigError(f"{FLAG}: {self._orders.spec} cannot be loaded: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
+        self._tools = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in hello.tools)
+        self._is_async = hello.is_async
+        (self._shared if self._is_async else self._idle).append(process)
+        return self._tools
+
+    @property
+    def is_async(self) -> bool:
+        """Whether environments have asynchronous methods. Known after `start`."""
+        return self._is_async
+
+    async def open(self, *, alone: bool = False) -> OpenEnvironment:
+        """Open an environment. Waits for a free process if it is synchronous or `alone`.
+
+        Raises:
+            EnvironmentLost: its process could not be started.
+        """
+        if not self._is_async or alone:
+            return await self._open_alone()
+        async with self._choosing:
+            self._shared = [process for process in self._shared if process.is_usable]
+            least = min(self._shared, key=lambda process: process.num_episodes, default=None)
+            if least is None or (least.num_episodes and len(self._shared) < self._num_workers):
+                least, _ = await self._start_process("async")
+                self._shared.append(least)
+            least.num_episodes += 1
+        return self._environment(least, None)
+
+    async def close(self) -> None:
+        """End all processes, and those that they have started. Idempotent."""
+        self._is_closed = True
+        if self._spawner is not None:
+            await self._spawner.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open_alone(self) -> OpenEnvironment:
+        await self._slots.acquire()
+        try:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_usable:
+                    break
+            else:
+                process, _ = await self._start_process("async" if self._is_async else "sync")
+        except BaseException:
+            self._slots.release()
+            raise
+        process.num_episodes += 1
+        return self._environment(process, self)
+
+    def _environment(self, process: Process, home: Environments | None) -> OpenEnvironment:
+        tools = tuple(tool.name for tool in self._tools)
+        return OpenEnvironment(process, next(self._episodes), tools, self._step_limit_s, home)
+
+    def _take_back(self, process: Process) -> None:
+        """Take back a process that was lent to one environment alone."""
+        if process.is_usable:
+            self._idle.append(process)
+        self._slots.release()
+
+    async def _start_process(self, mode: Mode) -> tuple[Process, Hello]:
+        """Start a process and wait until it has loaded the user's file. Raises ConfigError and EnvironmentLost."""
+        process = Process(await self._running_spawner(), self._orders)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                hello = await process.start(mode)
+        except TimeoutError:
+            process.kill()
+            raise ConfigError(f"{FLAG}: {self._orders.spec} takes over {START_LIMIT_S:g} s to load") from None
+        except BaseException:
+            process.kill()
+            raise
+        if hello.problem:
+            raise ConfigError(hello.problem)
+        return process, hello
+
+    async def _running_spawner(self) -> Spawner:
+        old = self._spawner
+        if old is not None and not old.is_running:
+            await old.close()
+            if self._spawner is old:
+                self._spawner = None
+        if self._is_closed:
+            raise EnvironmentLost("death", "the environments were closed")
+        if self._spawner is None:
+            self._spawner = Spawner(self._orders, pass_env=self._pass_env)
+        return self._spawner
+
+
+class OpenEnvironment:
+    """One episode of an environment. Its calls are made one after the other."""
+
+    def __init__(
+        self, process: Process, episode: int, tools: Sequence[str], limit_s: float, home: Environments | None
+    ) -> None:
+        """`home` takes back the process, if it is lent to this episode alone."""
+        self._process, self._episode, self._tools, self._limit_s, self._home = process, episode, tools, limit_s, home
+        self._is_closed = False
+
+    async def reset(self, row: Mapping[str, Any] | None, seed: int, images: Sequence[Pixels] = ()) -> Observation:
+        """Make the environment and start its episode.
+
+        Args:
+            row: question, label and metadata; None without a dataset.
+            images: those of the row, RGB.
+
+        Raises:
+            EnvironmentRaised, EnvironmentLost
+        """
+        pictures = [Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes()) for pixels in images]
+        arguments = None if row is None else dict(row)
+        try:
+            observation = await self._call("reset", arguments=arguments, seed=seed, images=pictures)
+        except UnsendableError as error:
+            raise EnvironmentRaised(f"the row cannot be passed to reset: {error}", blame="infrastructure") from error
+        if not observation.parts and row is None:
+            raise EnvironmentRaised("reset returned None, for the row's own prompt, but the run has no dataset")
+        return observation
+
+    async def step(self, response: str) -> Observation:
+        """Pass a response of the policy to the environment. Raises EnvironmentRaised and EnvironmentLost."""
+        return await self._call("step", response.encode(errors="replace").decode())
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Observation:
+        """Call a tool of the environment.
+
+        Raises:
+            ToolError: there is no such tool, the arguments do not fit, or it raised. The episode can go on.
+            EnvironmentRaised: it returned something unusable.
+            EnvironmentLost
+        """
+        if name not in self._tools:
+            raise ToolError(one_line(f"there is no tool {name}; there are: {', '.join(self._tools) or 'none'}"))
+        if not isinstance(arguments, Mapping):
+            raise ToolError(f"the arguments of {name} must be an object")
+        try:
+            return await self._call("tool", name, arguments=dict(arguments))
+        except UnsendableError as error:
+            raise ToolError(f"the arguments of {name} cannot be used: {error}") from error
+
+    async def close(self) -> None:
+        """Close the environment, and free its process. Raises nothing. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._process.is_usable:
+                with suppress(EnvironmentLost):
+                    await self._process.call("close", self._episode, _CLOSE_LIMIT_S, is_alone=self._home is not None)
+        finally:
+            self._process.num_episodes -= 1
+            if self._home is not None:
+                self._home._take_back(self._process)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, verb: Verb, text: str = "", **others: Any) -> Observation:
+        answer = await self._process.call(
+            verb, self._episode, self._limit_s, text, is_alone=self._home is not None, **others
+        )
+        problem = one_line(answer.problem, max_chars=MAX_PROBLEM_CHARS)
+        if answer.outcome == "tool_error" and verb == "tool":
+            raise ToolError(problem)
+        if answer.outcome != "observation":
+            raise EnvironmentRaised(problem, blame=answer.blame)
+        return Observation(
+            tuple(part if isinstance(part, str) else _pixels(part) for part in answer.parts), answer.reward, answer.done
+        )
+
+
+def _pixels(picture: Picture) -> Pixels:
+    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
