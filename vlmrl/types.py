@@ -75,6 +75,8 @@ class Prompt:
     """The row holds the question as a list of messages, not as one text."""
     label_key: str | None = None
     """The dataset column of the label."""
+    question: Any = None
+    """The question as the row has it, a text or a list of messages."""
 
 
 _MAX_SEED = 2**62 - 1
@@ -113,6 +115,12 @@ class Sampling:
                 f"cannot sample with temperature {self.temperature} and top_p {self.top_p}: "
                 "temperature is 0 or above, top_p in (0, 1]"
             )
+
+    def of_turn(self, *, episode: int, attempt: int, turn: int, max_new_tokens: int) -> Sampling:
+        """Return the settings of one response in a conversation, with a seed of its own and at most this length."""
+        name = f"{self.seed}/{episode}/{attempt}/{turn}".encode()
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
+        return replace(self, n=1, max_new_tokens=min(self.max_new_tokens, max_new_tokens), seed=seed)
 
     def request_seed(self, index: int) -> int:
         """Seed of the request for the prompt with this index, in [0, 2**62).
@@ -170,10 +178,10 @@ class Segment:
         return int(self.sampled.sum())
 
 
-StopReason = Literal["done", "length", "context", "images", "turns", "raised", "failed"]
-"""Why an episode ended: its environment was done; a turn was cut at `rollout.max_new_tokens`; the feedback would have
-exceeded `agent.context_len` or `agent.max_images`; `agent.max_turns` were made; the environment raised; or it hung or
-died more often than `agent.max_retries`."""
+StopReason = Literal["done", "context", "images", "turns", "raised", "failed"]
+"""Why an episode ended: its environment was done; the feedback would have exceeded `agent.context_len` or
+`agent.max_images`; `agent.max_turns` were made; the environment raised; or it hung or died more often than
+`agent.max_retries`."""
 
 
 @dataclass(frozen=True, slots=True)

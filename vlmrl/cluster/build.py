@@ -27,7 +27,8 @@ from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
 from vlmrl.cluster.role_settings import (
     critic_settings,
-    engine_settings,
+    engine_builder,
+    environment_limit_s,
     policy_settings,
     reference_settings,
     reward_model_settings,
@@ -176,16 +177,18 @@ class RoleBuilder:
     ) -> RemoteEngines:
         """Return the engines. They make room for `adapter` if they can apply it themselves."""
         timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
-        group = self.group("vllm", engine_settings(config, adapter).build, timeout_s=timeout_s, concurrent=True)
+        group = self.group("vllm", engine_builder(config, adapter), timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
             group,
-            timeout_s=config.vllm.generate_timeout_s,
+            timeout_s=config.vllm.generate_timeout_s + environment_limit_s(config),
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
             colocated=partial(self._colocated, config),
         )
         self.stack.callback(engines.shutdown)
-        report.say(format_limits(engines.status()[0]["limits"]))
+        status = engines.status()[0]
+        for line in (format_limits(status["limits"]), *status.get("notes", ())):
+            report.say(line)
         return engines
 
     def _colocated(self, config: RlConfig | EvalConfig) -> ColocatedGroups:
@@ -226,7 +229,11 @@ class RoleBuilder:
             WeightSync(ranks.group, engines, plan),
             learners.reference,
             learners.critic,
-            RewardSources(rewarder, remote_reward_models(config, ranks, models)),
+            RewardSources(
+                rewarder,
+                remote_reward_models(config, ranks, models),
+                turn_rewards_by_token=config.algo.advantage.rewards_turns,
+            ),
         )
 
     def learners(

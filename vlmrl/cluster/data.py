@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ray
 
+from vlmrl.agents.settings import EnvironmentSettings
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
 from vlmrl.config.rollout import EvalBase
@@ -60,6 +61,8 @@ class SourceSettings:
     functions: Sequence[str] = ()
     """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
     requirements: RowRequirements = NO_REQUIREMENTS
+    environments: EnvironmentSettings | None = None
+    """Environments whose tools the prompts show."""
 
     def build(self) -> Source:
         return Source(
@@ -71,6 +74,7 @@ class SourceSettings:
             share=put,
             label_problems=LabelCheck(self.functions),
             requirements=self.requirements,
+            tools=() if self.environments is None else self.environments.list_tools(),
         )
 
 

@@ -118,7 +118,7 @@ class RemoteEngines:
         return [groups[number] for number in range(len(prompts))]
 
     def _start_prompt(self, engine: int, prompt: Prompt, sampling: Sampling) -> ray.ObjectRef[Any]:
-        return self.group.submit_to(engine, lambda role: role.generate(prompt, sampling))
+        return self.group.submit_to(engine, lambda role: role.respond(prompt, sampling))
 
     def _start_scoring(self, number: int, group: Group) -> ray.ObjectRef[Any]:
         engine = self._engine_of.get(group.prompt.index, number % len(self.group))

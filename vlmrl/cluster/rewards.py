@@ -19,7 +19,7 @@ from vlmrl.data.packing import by_response
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError
 from vlmrl.rewards.failures import FirstFailures
-from vlmrl.types import Floats, Group, Sample, Score
+from vlmrl.types import Floats, Group, Rollout, Sample, Score
 
 if TYPE_CHECKING:
     from vlmrl.learning.reward_model import RewardModel
@@ -115,17 +115,30 @@ class RemoteRewardModel:
         return [np.concatenate(parts) if self.is_process else parts[-1] for parts in of_responses]
 
 
+ENVIRONMENT = "environment"
+"""Name of an environment's rewards in metrics."""
+
+
 class RewardSources:
     """All reward sources of a run: functions and servers score during the rollout, models after it."""
 
-    def __init__(self, functions: RemoteRewarder | None, models: Sequence[RemoteRewardModel]) -> None:
+    def __init__(
+        self,
+        functions: RemoteRewarder | None,
+        models: Sequence[RemoteRewardModel],
+        *,
+        turn_rewards_by_token: bool = False,
+    ) -> None:
+        """`turn_rewards_by_token`: an environment's reward for a turn is that of the turn's last token. If not, it is
+        added to the score of the conversation."""
         self._functions = functions
         self.models = models
+        self._turn_rewards_by_token = turn_rewards_by_token
 
     def begin(self, group: Group) -> None:
         """Start to score a group, and return at once."""
-        if self._functions is not None:
-            self._functions.begin(group)
+        if self._functions is not None and (scorable := _scorable(group)).rollouts:
+            self._functions.begin(scorable)
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """Return one score per response, group by group: the weighted sum over all sources. See `trainer.protocols`.
@@ -137,17 +150,58 @@ class RewardSources:
         Raises:
             RewardError: a model's score is not finite.
         """
+        scorable = [group for group in map(_scorable, groups) if group.rollouts]
+        known = iter(self._score(scorable, out_of=out_of, failed=failed))
+        scores = [
+            _with_turns(_failed(rollout) or next(known), rollout, by_token=self._turn_rewards_by_token)
+            for group in groups
+            for rollout in group.rollouts
+        ]
+        remaining = iter(scores)
+        return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
+
+    def _score(self, groups: Sequence[Group], *, out_of: int | None, failed: int) -> list[Score]:
+        """Return the scores of the sources that read the responses."""
+        if not groups:
+            return []
+        scores = [Score(0.0) for group in groups for _ in group.rollouts]
         if self._functions is not None:
             by_group = self._functions.score(groups, out_of=out_of, failed=failed)
             scores = [score for group in by_group for score in group]
-        else:
-            scores = [Score(0.0) for group in groups for _ in group.rollouts]
         prompts = [group.prompt.source for group in groups for _ in group.rollouts]
         for source in self.models:
             rows = zip(scores, source.score_responses(groups), prompts, strict=True)
             scores = [_with(score, source, value, prompt) for score, value, prompt in rows]
-        remaining = iter(scores)
-        return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
+        return scores
+
+
+def _scorable(group: Group) -> Group:
+    """Leave out conversations whose environment failed or raised: they are not scored."""
+    return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if _failed(rollout) is None))
+
+
+def _failed(rollout: Rollout) -> Score | None:
+    """Return the score of a conversation whose environment failed or raised; None if it did not."""
+    episode = rollout.episode
+    if episode is None or episode.failure is None:
+        return None
+    return Score(0.0, failure=episode.failure, problem=episode.problem)
+
+
+def _with_turns(score: Score, rollout: Rollout, *, by_token: bool) -> Score:
+    """Add the rewards that an environment gave for the turns of a conversation."""
+    if rollout.episode is None or not score.has_reward:
+        return score
+    total = sum(turn.reward for turn in rollout.turns)
+    score = replace(score, parts={**score.parts, ENVIRONMENT: total})
+    if not by_token:
+        return replace(score, total=score.total + total)
+    rewards = [np.zeros(len(segment.tokens), dtype=np.float32) for segment in rollout.segments]
+    for row, segment in zip(rewards, rollout.segments, strict=True):
+        for turn in segment.turns:
+            row[turn.end - 1] = turn.reward
+    by_turn = np.concatenate(rewards)
+    return replace(score, token_rewards=by_turn if score.token_rewards is None else score.token_rewards + by_turn)
 
 
 def _with_lowest(scores: list[Score], *, of_all: Sequence[Score]) -> list[Score]:

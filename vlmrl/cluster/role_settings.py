@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
-from vlmrl.cluster.data import SourceSettings, row_requirements
+from vlmrl.cluster.data import SourceSettings, put, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
@@ -20,6 +23,9 @@ from vlmrl.rewards.client import read_token
 from vlmrl.rollout.capacity import MIN_PROMPTS_AT_ONCE, Demand, prompts_at_once
 from vlmrl.rollout.settings import EngineSettings
 
+if TYPE_CHECKING:
+    from vlmrl.rollout.engine import RolloutEngine
+
 
 def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> SourceSettings:
     """Settings of the source of prompts."""
@@ -31,6 +37,7 @@ def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) ->
         seed=config.train.seed,
         functions=tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
         requirements=row_requirements(config),
+        environments=environment_settings(config) if isinstance(config, RlConfig | EvalConfig) else None,
     )
 
 
@@ -44,6 +51,28 @@ def rewarder_settings(config: RlConfig | EvalConfig) -> RewarderSettings | None:
         reward = reward.model_copy(update={"remote_url": absolute(reward.user_function)})
     log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).reward_log
     return RewarderSettings(reward=reward, token=read_token(), log=log, label_key=config.data.label_key)
+
+
+def environment_settings(config: RlConfig | EvalConfig) -> EnvironmentSettings | None:
+    """Settings of the environments; None without an agent."""
+    if config.train.agent_func_path is None:
+        return None
+    log = RunFolder(Path(config.ckpt.output_dir).expanduser().absolute()).agent_log
+    spec = absolute(config.train.agent_func_path)
+    return EnvironmentSettings(spec=spec, agent=config.agent, columns=config.data, log=log)
+
+
+def engine_builder(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = None) -> Callable[[], RolloutEngine]:
+    """Return what builds an engine in its process: one that plays episodes, if the run has an environment."""
+    settings, environments = engine_settings(config, adapter), environment_settings(config)
+    if environments is None:
+        return settings.build
+    return AgentEngineSettings(engine=settings, environments=environments, share=put).build
+
+
+def environment_limit_s(config: RlConfig | EvalConfig) -> float:
+    """Return the seconds that an environment may take for an episode, all attempts included; 0 without one."""
+    return (config.agent.max_retries + 1) * config.agent.episode_limit_s if config.has_agent else 0.0
 
 
 def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = None) -> EngineSettings:
@@ -156,16 +185,19 @@ def policy_loss(config: RlConfig) -> PolicyLoss:
 def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
     """Maximum numbers of requests that one engine of the run has in flight."""
     num_engines, rollout = config.vllm.num_engines, config.rollout
+    longest = config.data.max_len
+    if not isinstance(config, RolloutBench) and config.has_agent:
+        longest = config.agent.context_len
     if isinstance(config, EvalConfig):
         prompts = prompts_at_once(config.eval.max_samples, num_engines)
-        return Demand(prompts * config.eval.n_samples_per_prompt, prompts, config.data.max_len)
+        return Demand(prompts * config.eval.n_samples_per_prompt, prompts, longest)
     prompts = prompts_at_once(rollout.batch_size, num_engines)
     if isinstance(config, RolloutBench):
         return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
     responses = prompts * rollout.n_samples_per_prompt
     if config.evaluates:
         responses = max(responses, MIN_PROMPTS_AT_ONCE * config.eval.n_samples_per_prompt)
-    return Demand(responses, prompts, config.data.max_len)
+    return Demand(responses, prompts, longest)
 
 
 def absolute(spec: str) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text
 from vlmrl.algorithms import advantages, losses
 from vlmrl.cluster.data import row_requirements
 from vlmrl.cluster.placement import plan
+from vlmrl.cluster.role_settings import environment_settings
 from vlmrl.cluster.roles import num_nodes_required, placement_table, plan_arguments
 from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
@@ -214,6 +215,7 @@ def check_data(
     for line in (*format_checkpoint_plan(config), *warnings):
         print_line(console, line)
     functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
+    environments = None if isinstance(config, SftConfig) else environment_settings(config)
     with closing(LabelCheck(functions)) as label_problems:
         source = Source(
             model=config.actor.model_name_or_path,
@@ -223,6 +225,7 @@ def check_data(
             seed=config.train.seed,
             label_problems=label_problems,
             requirements=row_requirements(config),
+            tools=() if environments is None else environments.list_tools(),
         )
         _show_data(config, source, console)
     console.print("dry run: nothing was started and nothing written")

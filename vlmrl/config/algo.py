@@ -85,6 +85,12 @@ class Advantage(Section):
         """The estimator's row; None for the user's own function."""
         return ESTIMATORS.get(self.estimator)
 
+    @property
+    def rewards_turns(self) -> bool:
+        """The rewards of an environment's steps are rewards of the tokens that end their turns; else they are added up
+        to the reward of the conversation."""
+        return self.built_in is not None and not self.built_in.compares_group
+
     @model_validator(mode="after")
     def check_threshold(self) -> Self:
         low, high = self.correction_range

@@ -88,9 +88,10 @@ class PromptStream:
         label_problems: LabelProblems = _no_problems,
         requirements: RowRequirements = NO_REQUIREMENTS,
         run_sources: Sequence[Rows] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`run_sources`: all datasets that the settings apply to; a configured column must be in one of them. None: the
-        sources."""
+        sources. `tools`: functions that the prompts show."""
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
         if probs is not None and len(probs) != len(sources):
@@ -105,6 +106,7 @@ class PromptStream:
         self._processor = processor
         self._columns = columns
         self._share = share
+        self._tools = tools
         self._label_problems = label_problems
         self._order = RowOrder([len(source) for source in sources], probs, seed)
         self._drawn = 0
@@ -245,6 +247,7 @@ class PromptStream:
                     answer=question.answer,
                     is_chat=not isinstance(question.text, str),
                     label_key=question.label_key,
+                    question=question.text,
                 )
             )
         return prompts
@@ -339,7 +342,9 @@ class PromptStream:
 
     def _tokenize(self, question: _Question, media: Sequence[InlineMedia]) -> tuple[str, Ints, Ints]:
         with unusable_on_error("question and images do not fit" if media else "question unusable"):
-            rendered = self._processor.render(question.text, num_images=len(media), columns=self._columns)
+            rendered = self._processor.render(
+                question.text, num_images=len(media), columns=self._columns, tools=self._tools
+            )
             rendered.encode()  # raises on a lone surrogate
             tokens, request = self._processor.encode(rendered, [item.size for item in media])
         if not len(tokens):

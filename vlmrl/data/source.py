@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +78,7 @@ class Source:
         label_problems: finds the labels that the run's reward functions cannot use; their rows are dropped. None: all
             can be used.
         requirements: columns needed in every row. Evaluation rows need a label if training rows do.
+        tools: functions that the prompts show, in OpenAI's format.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Source:
         share: Callable[[InlineMedia], Media] = lambda media: media,
         label_problems: TimedLabelProblems | None = None,
         requirements: RowRequirements = NO_REQUIREMENTS,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
@@ -99,6 +101,7 @@ class Source:
         self._share = share
         self._label_problems: TimedLabelProblems = label_problems or _no_problems
         self._requirements = requirements
+        self._tools = tools
         self._bytes_moved = 0
         self._warnings = _WarningCollector()
         logging.getLogger("vlmrl.data").addHandler(self._warnings)
@@ -128,6 +131,7 @@ class Source:
             label_problems=self._label_problems,
             requirements=self._requirements,
             run_sources=run_sources,
+            tools=self._tools,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:

@@ -44,6 +44,11 @@ class RunFolder:
         return self.root / "logs" / "rewards.log"
 
     @property
+    def agent_log(self) -> Path:
+        """Output of environments."""
+        return self.root / "logs" / "agents.log"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 

@@ -181,6 +181,10 @@ class RolloutEngine(Inbox):
         self._num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
         return group
 
+    async def respond(self, prompt: Prompt, sampling: Sampling) -> Group:
+        """Return the responses of a training step or an evaluation to one prompt. Raises the errors of `generate`."""
+        return await self.generate(prompt, sampling)
+
     async def score(self, group: Group, *, adapter: bool = True) -> list[Floats]:
         """Return log-probs of existing responses: one [T] per segment, 0 where not sampled.
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
+from vlmrl.trainer.episodes import check_failed, episode_metrics
 from vlmrl.trainer.experience import batch_metrics, shaped_rewards
 from vlmrl.trainer.filtering import FilteredGroup, RewardRange, filter_groups, format_shortage, is_solved
 from vlmrl.trainer.protocols import Engine, Prompts, Report, Rewarder
@@ -103,8 +104,10 @@ def collect(
         with report.phase("rollout"):
             groups = engine.generate(drawn, sampling, rewarder.begin)
             check_versions(groups, version=step - 1)
-        with report.phase("reward"):
             num_responses = sampling.n * max(size, len(collected) + len(groups))
+            everything = [*(kept.group for kept in collected), *groups]
+            check_failed(config, everything, num_responses=num_responses)
+        with report.phase("reward"):
             scores = rewarder.score(groups, out_of=num_responses, failed=num_without_reward)
             num_failed += sum(score.failed for group_scores in scores for score in group_scores)
             num_without_reward += sum(not score.has_reward for group_scores in scores for score in group_scores)
@@ -123,7 +126,7 @@ def _collected_metrics(config: RlConfig, groups: Sequence[FilteredGroup]) -> Met
         plain, scores = [group.group for group in some], [group.scores for group in some]
         return batch_metrics(plain, scores, shaped_rewards(config, plain, scores))
 
-    metrics = metrics_of(groups)
+    metrics = metrics_of(groups) | episode_metrics([group.group for group in groups])
     if config.algo.dynamic_filtering_enable:
         kept = [group for group in groups if group.is_kept]
         metrics |= {"filter/kept_fraction": len(kept) / len(groups), "filter/groups_drawn": float(len(groups))}

@@ -1,0 +1,354 @@
+"""Episodes: the policy responds and the environment reacts, until one of them ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from vlmrl.agents.conversation import Conversation, Feedback, Message, first_prompt
+from vlmrl.agents.environment import ToolError, ToolSpec
+from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, Environments, Observation, OpenEnvironment
+from vlmrl.agents.tool_calls import ToolCall, ToolCallParser, as_function
+from vlmrl.config.agent import Agent
+from vlmrl.config.data import Columns
+from vlmrl.data.media import InlineMedia, make_row_media
+from vlmrl.errors import ConfigError, DataError
+from vlmrl.plugins import Processor
+from vlmrl.types import (
+    ChatMessage,
+    Episode,
+    Failure,
+    Group,
+    Media,
+    Pixels,
+    Prompt,
+    Rollout,
+    Sampling,
+    Segment,
+    StopReason,
+)
+
+_CUT_SHORT: frozenset[StopReason] = frozenset({"context", "images", "turns"})
+_MAX_SEED = 2**32
+"""Seeds of environments are below this, as NumPy wants them."""
+
+
+class Sampler(Protocol):
+    """Samples responses to a prompt."""
+
+    async def __call__(self, prompt: Prompt, sampling: Sampling) -> Group: ...
+
+
+@dataclass
+class _Course:
+    """Counts of an episode."""
+
+    limit_s: float
+    """Limit of `env_s`."""
+    env_s: float = 0.0
+    """Seconds that the environment took, in this attempt."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    retries: int = 0
+    timeouts: int = 0
+
+    async def call(self, reaction: Awaitable[Observation]) -> Observation:
+        """Wait for the environment. Raises EnvironmentLost when its calls take too long together."""
+        start = time.monotonic()
+        try:
+            observation = await reaction
+        finally:
+            self.env_s += time.monotonic() - start
+        if self.env_s > self.limit_s:
+            raise EnvironmentLost("timeout", f"its calls took over agent.episode_limit_s {self.limit_s:g} s together")
+        return observation
+
+    def begin(self) -> None:
+        """Begin another attempt."""
+        self.env_s, self.tool_calls, self.tool_errors = 0.0, 0, 0
+
+    def episode(
+        self,
+        stop: StopReason,
+        messages: Sequence[ChatMessage] = (),
+        *,
+        failure: Failure | None = None,
+        problem: str | None = None,
+    ) -> Episode:
+        return Episode(
+            stop,
+            tuple(messages),
+            env_s=self.env_s,
+            tool_calls=self.tool_calls,
+            tool_errors=self.tool_errors,
+            retries=self.retries,
+            timeouts=self.timeouts,
+            failure=failure,
+            problem=problem,
+        )
+
+
+class _Played(NamedTuple):
+    """An episode that ended, or failed."""
+
+    prompt: Prompt | None
+    """The prompt with which it began; None if it never did."""
+    rollout: Rollout | None
+    """None if it failed."""
+    episode: Episode
+
+
+class _Reaction(NamedTuple):
+    """The environment's reaction to a response."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """Plays episodes of one environment with one policy."""
+
+    settings: Agent
+    environments: Environments
+    tools: tuple[ToolSpec, ...]
+    parser: ToolCallParser | None
+    """Finds tool calls; None without tools."""
+    processor: Processor
+    columns: Columns
+    sample: Sampler
+    share: Callable[[InlineMedia], Media]
+    """Stores an image of the environment, and returns the handle that the trainer reads."""
+
+    async def play(self, prompt: Prompt, sampling: Sampling) -> Group:
+        """Play `sampling.n` episodes that begin with the same state of the environment.
+
+        An episode whose environment hangs or dies is played again, with the same seed of the environment and other
+        seeds of responses. After `agent.max_retries` it has failed: it has no response and no reward.
+
+        Raises:
+            ConfigError: `reset` returned different first observations for the same row and seed.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._episode(prompt, sampling, i)) for i in range(sampling.n)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        played = [task.result() for task in tasks]
+        first = _common_prompt([one.prompt for one in played if one.prompt is not None], prompt)
+        return Group(first, tuple(one.rollout or _failed(first, one.episode) for one in played))
+
+    async def _episode(self, prompt: Prompt, sampling: Sampling, number: int) -> _Played:
+        course = _Course(self.settings.episode_limit_s)
+        first: Prompt | None = None
+        for attempt in range(self.settings.max_retries + 1):
+            try:
+                environment = await self.environments.open(alone=attempt > 0)
+                try:
+                    first = await self._first_prompt(prompt, sampling, environment, course)
+                    play = _Play(self, first, environment, course)
+                    return await play.run(sampling, number=number, attempt=attempt)
+                finally:
+                    await environment.close()
+            except (EnvironmentLost, _UnusableStartError) as error:
+                problem = str(error)
+                course.timeouts += isinstance(error, EnvironmentLost) and error.kind == "timeout"
+                if attempt < self.settings.max_retries:
+                    course.retries += 1
+                    course.begin()
+        return _Played(first, None, course.episode("failed", failure="infrastructure", problem=problem))
+
+    async def _first_prompt(
+        self, prompt: Prompt, sampling: Sampling, environment: OpenEnvironment, course: _Course
+    ) -> Prompt:
+        """Reset the environment; return its first observation as a prompt, or the row's own prompt."""
+        row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        seed = sampling.request_seed(prompt.index) % _MAX_SEED
+        pixels: list[Pixels] = []
+        if prompt.media:
+            pixels = await asyncio.to_thread(lambda: [item.fetch() for item in prompt.media])
+        try:
+            observation = await course.call(environment.reset(row, seed, pixels))
+            if not observation.parts:
+                return prompt
+            first = first_prompt(
+                await self.to_parts(observation),
+                processor=self.processor,
+                columns=self.columns,
+                index=prompt.index,
+                source=prompt.source,
+                tools=[as_function(tool) for tool in self.tools],
+                label=prompt.label,
+                metadata=prompt.metadata,
+            )
+            first = replace(first, label_key=prompt.label_key, question=prompt.question)
+        except (EnvironmentRaised, DataError) as error:
+            raise _UnusableStartError(f"reset: {error}") from error
+        if len(first.tokens) >= self.settings.context_len or len(first.media) > self.settings.max_images:
+            raise _UnusableStartError(
+                f"reset: the first observation has {len(first.tokens)} tokens and {len(first.media)} images; the "
+                f"limits are agent.context_len {self.settings.context_len} and agent.max_images "
+                f"{self.settings.max_images}"
+            )
+        return first
+
+    async def to_parts(self, observation: Observation) -> list[str | Media]:
+        """Resize and store the images of an observation. Raises DataError when the model cannot take them."""
+        pixels = [part for part in observation.parts if not isinstance(part, str)]
+        if not pixels:
+            return [part for part in observation.parts if isinstance(part, str)]
+        if self.processor.resize_factor is None:
+            raise DataError("the environment returned an image, but the model takes text only")
+        media = iter(await asyncio.to_thread(self._store, pixels))
+        return [part if isinstance(part, str) else next(media) for part in observation.parts]
+
+    def _store(self, pixels: Sequence[Pixels]) -> list[Media]:
+        images = make_row_media(pixels, processor=self.processor, columns=self.columns)
+        return [self.share(image) for image in images]
+
+
+class _UnusableStartError(Exception):
+    """An environment could not begin an episode, which no response can be the cause of."""
+
+
+class _Play:
+    """One attempt to play an episode."""
+
+    def __init__(self, player: Player, prompt: Prompt, environment: OpenEnvironment, course: _Course) -> None:
+        self._player, self._prompt, self._environment, self._course = player, prompt, environment, course
+        self._settings = player.settings
+        self._conversation = Conversation(prompt, player.processor, history=self._settings.history)
+        self._messages: list[ChatMessage] = []
+        self._rewards: list[float] = []
+
+    async def run(self, sampling: Sampling, *, number: int, attempt: int) -> _Played:
+        """Play to the end. Raises EnvironmentLost."""
+        while True:
+            seeded = sampling.of_turn(
+                episode=number,
+                attempt=attempt,
+                turn=len(self._rewards),
+                max_new_tokens=self._settings.context_len - len(self._conversation.next_prompt.tokens),
+            )
+            (response,) = (await self._player.sample(self._conversation.next_prompt, seeded)).rollouts
+            self._conversation.add_response(response.segments[0])
+            try:
+                stop = await self._react(response)
+            except (EnvironmentRaised, DataError) as error:
+                if isinstance(error, EnvironmentRaised) and error.blame == "infrastructure":
+                    raise EnvironmentLost("death", str(error)) from error
+                if len(self._rewards) < self._conversation.num_turns:
+                    self._note(response, 0.0)
+                return self._ended("raised", response, failure="response", problem=str(error))
+            if stop is not None:
+                return self._ended(stop, response)
+
+    async def _react(self, response: Rollout) -> StopReason | None:
+        """Pass a response to the environment and append its feedback; return why the episode ends, if it does.
+
+        Raises EnvironmentLost, and EnvironmentRaised or DataError when the environment raises or returns something
+        unusable.
+        """
+        is_last = self._conversation.num_turns == self._settings.max_turns
+        reaction = await self._reaction(response, calls_tools=not is_last)
+        self._note(response, reaction.reward)
+        if reaction.done:
+            return "done"
+        if is_last:
+            return "turns"
+        feedback = self._conversation.feedback(reaction.messages)
+        if feedback.total_images > self._settings.max_images:
+            return "images"
+        if feedback.total_tokens >= self._settings.context_len:
+            return "context"
+        self._add(feedback)
+        return None
+
+    async def _reaction(self, response: Rollout, *, calls_tools: bool) -> _Reaction:
+        parser = self._player.parser
+        calls: tuple[ToolCall, ...] = ()
+        if parser is not None:
+            parsed = parser.parse(self._conversation.last_response)
+            if parsed.problem is not None:
+                self._course.tool_calls += 1
+                self._course.tool_errors += 1
+                return _Reaction((Message([parsed.problem], role="tool"),))
+            calls = parsed.calls
+        if calls and not calls_tools:  # nobody would read the results
+            return _Reaction()
+        if calls:
+            results = [await self._call(call) for call in calls]
+            messages = tuple(message for result in results for message in result.messages)
+            return _Reaction(messages, sum(r.reward for r in results), any(r.done for r in results))
+        observation = await self._course.call(self._environment.step(response.text))
+        parts = await self._player.to_parts(observation)
+        return _Reaction((Message(parts),), observation.reward, observation.done)
+
+    async def _call(self, call: ToolCall) -> _Reaction:
+        self._course.tool_calls += 1
+        try:
+            observation = await self._course.call(self._environment.call_tool(call.name, call.arguments))
+        except ToolError as error:
+            self._course.tool_errors += 1
+            return _Reaction((Message([f"Error: {error}"], role="tool", name=call.name, call_id=call.id),))
+        parts = await self._player.to_parts(observation)
+        message = Message(parts, role="tool", name=call.name, call_id=call.id)
+        return _Reaction((message,), observation.reward, observation.done)
+
+    def _note(self, response: Rollout, reward: float) -> None:
+        self._rewards.append(reward)
+        self._messages.append(ChatMessage("assistant", response.text, reward=reward))
+
+    def _add(self, feedback: Feedback) -> None:
+        self._conversation.add(feedback)
+        for message in feedback.messages:
+            text = "".join(part if isinstance(part, str) else "<image>" for part in message.parts)
+            self._messages.append(ChatMessage(message.role, text, tuple(item.hash for item in message.media)))
+
+    def _ended(
+        self, stop: StopReason, response: Rollout, *, failure: Failure | None = None, problem: str | None = None
+    ) -> _Played:
+        episode = self._course.episode(stop, self._messages, failure=failure, problem=problem)
+        is_cut = stop in _CUT_SHORT or response.finish_reason == "length"
+        segments = self._conversation.segments(self._rewards)
+        rollout = Rollout(segments, response.text, "length" if is_cut else "stop", episode)
+        return _Played(self._prompt, rollout, episode)
+
+
+def _common_prompt(prompts: Sequence[Prompt], row: Prompt) -> Prompt:
+    """Return the prompt with which all episodes of a group began; the row's own if none did.
+
+    Raises:
+        ConfigError: they began differently.
+    """
+    if not prompts:
+        return row
+    first = prompts[0]
+    for other in prompts[1:]:
+        same_images = [item.hash for item in first.media] == [item.hash for item in other.media]
+        if not same_images or first.tokens.tolist() != other.tokens.tolist():
+            raise ConfigError(
+                f"train.agent_func_path: two episodes of {row.source} with the same seed began with different "
+                f"{'texts' if same_images else 'images'}: the first observation may depend on the row and the seed only"
+            )
+    return first
+
+
+def _failed(prompt: Prompt, episode: Episode) -> Rollout:
+    """Return the rollout of an episode that failed: the prompt, and no response."""
+    nothing = np.zeros(len(prompt.tokens))
+    segment = Segment(
+        prompt.tokens,
+        nothing.astype(np.bool_),
+        nothing.astype(np.float32),
+        np.full(len(prompt.tokens), -1),
+        (),
+        prompt.media,
+    )
+    return Rollout((segment,), "", "stop", episode)

@@ -1,0 +1,79 @@
+"""Settings of environments, and of an engine that plays episodes with them.
+
+They import neither torch nor vLLM until `build` runs in the process that uses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmrl.config.agent import Agent
+from vlmrl.config.data import Columns
+from vlmrl.rollout.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vlmrl.agents.engine import AgentEngine
+    from vlmrl.agents.environments import Environments
+    from vlmrl.data.media import InlineMedia
+    from vlmrl.types import Media
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """Settings of `Environments`."""
+
+    spec: str
+    """`path/to/file.py:make`, absolute."""
+    agent: Agent
+    columns: Columns
+    log: Path | None
+    """File for the output of environments; None: the output of the process that starts them."""
+
+    def build(self) -> Environments:
+        from vlmrl.agents.environments import Environments
+        from vlmrl.data.media import ImageLimits
+
+        return Environments(
+            self.spec,
+            num_workers=self.agent.num_workers,
+            step_limit_s=self.agent.step_limit_s,
+            limits=ImageLimits.of(self.columns),
+            pass_env=self.agent.pass_env,
+            log=self.log,
+        )
+
+    def list_tools(self) -> tuple[dict[str, Any], ...]:
+        """Start a process, and return the tools of its environments in OpenAI's format.
+
+        Raises:
+            ConfigError: the user's file cannot be loaded, or makes no environments.
+        """
+        from vlmrl.agents.tool_calls import as_function
+
+        async def start() -> tuple[dict[str, Any], ...]:
+            environments = self.build()
+            try:
+                return tuple(as_function(tool) for tool in await environments.start())
+            finally:
+                await environments.close()
+
+        return asyncio.run(start())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEngineSettings:
+    """Settings of `AgentEngine`."""
+
+    engine: EngineSettings
+    environments: EnvironmentSettings
+    share: Callable[[InlineMedia], Media]
+    """Stores an image of an environment, and returns the handle that the trainer reads."""
+
+    def build(self) -> AgentEngine:
+        from vlmrl.agents.engine import AgentEngine
+
+        return AgentEngine(self)

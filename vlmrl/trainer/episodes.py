@@ -1,0 +1,57 @@
+"""Conversations with an environment in a training step: their metrics, and the bound on failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from vlmrl.config.verbs import EvalConfig, RlConfig
+from vlmrl.errors import RewardError
+from vlmrl.types import Group, Metrics, StopReason
+
+
+def episode_metrics(groups: Sequence[Group]) -> Metrics:
+    """Metrics of the conversations; {} if the responses are none."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.episode is not None]
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    turns = [len(rollout.turns) for rollout in rollouts]
+    stops = Counter(episode.stop for episode in episodes)
+    seconds = [episode.env_s for episode in episodes]
+    return {
+        "agent/turns_mean": float(np.mean(turns)),
+        "agent/turns_max": float(max(turns)),
+        "agent/tool_calls": float(sum(episode.tool_calls for episode in episodes)),
+        "agent/tool_errors": float(sum(episode.tool_errors for episode in episodes)),
+        "agent/env_s": float(np.mean(seconds)),
+        "agent/timeouts": float(sum(episode.timeouts for episode in episodes)),
+        "agent/retries": float(sum(episode.retries for episode in episodes)),
+        "agent/failed": float(stops["failed"]),
+        "time/env_s": float(max(seconds)),
+        **{f"agent/stop/{reason}": stops[reason] / len(episodes) for reason in get_args(StopReason)},
+    }
+
+
+def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int) -> None:
+    """Check how many episodes have failed, of `num_responses` in the whole step.
+
+    Raises:
+        RewardError: more than `agent.max_failed_fraction`.
+    """
+    failed = [
+        (group.prompt.source, rollout.episode)
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.episode is not None and rollout.episode.stop == "failed"
+    ]
+    bound = config.agent.max_failed_fraction
+    if failed and len(failed) > bound * num_responses:
+        source, episode = failed[0]
+        raise RewardError(
+            f"{len(failed)} of {num_responses} episodes failed, more than agent.max_failed_fraction {bound:g}; the "
+            f"first, on {source}: {episode.problem}"
+        )
