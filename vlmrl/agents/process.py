@@ -14,7 +14,7 @@ import msgspec
 from vlmrl.agents.messages import Answer, Framing, Hello, Mode, Orders, Picture, Request, Verb, decode_reply, encode
 from vlmrl.agents.observations import MAX_CHARS
 from vlmrl.agents.spawner import Spawner
-from vlmrl.system.exits import format_exit
+from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Failure, Retry
 
@@ -60,6 +60,7 @@ class Process:
         self._hello: asyncio.Future[Hello] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self._oom_kills = oom_kills()
         self._reason: str | None = None
         """Why it has ended."""
         self.num_episodes = 0
@@ -158,7 +159,8 @@ class Process:
 
     def _note_exit(self, code: int | None) -> None:
         self.is_usable = False
-        self._reason = self._reason or f"its process {format_exit(code, is_out_of_memory=False)}"
+        is_out_of_memory = may_be_out_of_memory(code) and oom_kills() > self._oom_kills
+        self._reason = self._reason or f"its process {format_exit(code, is_out_of_memory=is_out_of_memory)}"
         futures: list[asyncio.Future[Any]] = [*self._pending.values(), self._hello]
         for future in futures:
             if not future.done():
