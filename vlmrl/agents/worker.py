@@ -145,7 +145,10 @@ class _Environments:
             traceback.print_exception(error)
         if request.verb == "tool":
             return Answer(request.number, "tool_error", problem=message_of(error))
-        return Answer(request.number, "raised", problem=reason(error, file=self._file), blame=failure_of(error))
+        try:
+            return Answer(request.number, "raised", problem=reason(error, file=self._file), blame=failure_of(error))
+        except Exception:  # attributes of a user's exception may raise, and the working directory may be gone
+            return Answer(request.number, "raised", problem=message_of(error))
 
 
 def _serve(connection: socket.socket, environments: _Environments) -> None:

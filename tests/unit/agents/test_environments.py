@@ -125,6 +125,7 @@ async def test_what_an_environment_returns_is_checked_and_the_next_is_unaffected
         "nan": "step returned the reward nan, which is not a finite number",
         "none": "step returned None where a Reply is expected",
         "surrogate": r"ValueError: \\ud800",
+        "hostile": "HostileError",
         "sys.exit": r"SystemExit: 4 \(.*my_environment.py:\d+\)",
     }
     async with environments(user_file, make) as made:

@@ -20,6 +20,14 @@ from vlmrl.agents import Reply, tool
 WRONG = {"nan": Reply("x", reward=float("nan")), "none": None}
 
 
+class HostileError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    def __getattr__(self, name):
+        raise RuntimeError
+
+
 def act(response):
     if response in WRONG:
         return WRONG[response]
@@ -45,6 +53,8 @@ def act(response):
                 if stat.S_ISSOCK(os.fstat(number).st_mode):
                     os.write(number, b"\\xff\\xff\\xff\\xff" if response == "too long" else b"\\0\\0\\0\\1\\xc1")
         time.sleep(1000)
+    if response == "hostile":
+        raise HostileError
     if response == "surrogate":
         raise ValueError("\\ud800")
     if response == "fork":
