@@ -68,7 +68,7 @@ def test_reading_a_command_line_imports_nothing_heavy(module: str) -> None:
 
 
 def test_plugins_import_neither_a_framework_nor_a_role() -> None:
-    roles = "cluster|learning|rollout|rewards|trainer|verify|commands|cli"
+    roles = "agents|cluster|learning|rollout|rewards|trainer|verify|commands|cli"
     banned = re.compile(rf"^(ray|vllm|deepspeed|vlmrl\.({roles}))(\.|$)")
     for folder in PLUGINS:
         for path in _files(folder):

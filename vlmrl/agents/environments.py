@@ -107,6 +107,7 @@ class Environments:
             raise
         self._tools = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in hello.tools)
         self._is_async = hello.is_async
+        process.is_shared = self._is_async
         (self._shared if self._is_async else self._idle).append(process)
         return self._tools
 
@@ -119,7 +120,8 @@ class Environments:
         """Open an environment. Waits for a free process if it is synchronous or `alone`.
 
         Raises:
-            EnvironmentLost: its process could not be started.
+            EnvironmentLost: a new process has ended before it was ready.
+            ConfigError: the user's file, which was changed meanwhile, cannot be loaded.
         """
         if not self._is_async or alone:
             return await self._open_alone()
@@ -128,6 +130,7 @@ class Environments:
             least = min(self._shared, key=lambda process: process.num_episodes, default=None)
             if least is None or (least.num_episodes and len(self._shared) < self._num_workers):
                 least, _ = await self._start_process("async")
+                least.is_shared = True
                 self._shared.append(least)
             least.num_episodes += 1
         return self._environment(least, None)
@@ -258,7 +261,7 @@ class OpenEnvironment:
         try:
             if self._process.is_usable:
                 with suppress(EnvironmentLost):
-                    await self._process.call("close", self._episode, _CLOSE_LIMIT_S, is_alone=self._home is not None)
+                    await self._process.call("close", self._episode, _CLOSE_LIMIT_S)
         finally:
             self._process.num_episodes -= 1
             if self._home is not None:
@@ -271,9 +274,7 @@ class OpenEnvironment:
         await self.close()
 
     async def _call(self, verb: Verb, text: str = "", **others: Any) -> Observation:
-        answer = await self._process.call(
-            verb, self._episode, self._limit_s, text, is_alone=self._home is not None, **others
-        )
+        answer = await self._process.call(verb, self._episode, self._limit_s, text, **others)
         problem = one_line(answer.problem, max_chars=MAX_PROBLEM_CHARS)
         if answer.outcome == "tool_error" and verb == "tool":
             raise ToolError(problem)

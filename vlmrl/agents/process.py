@@ -14,15 +14,15 @@ import msgspec
 from vlmrl.agents.messages import Answer, Framing, Hello, Mode, Orders, Picture, Request, Verb, decode_reply, encode
 from vlmrl.agents.observations import MAX_CHARS
 from vlmrl.agents.spawner import Spawner
-from vlmrl.system.exits import format_exit
+from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Failure, Retry
 
 MAX_PROBLEM_CHARS = 500
 _LATE_S = 0.1
 """Time for an answer that has arrived while the run was busy."""
-_CANCEL_LIMIT_S = 1.0
-"""Time in which the event loop of asynchronous environments has to react."""
+_CANCEL_LIMIT_S = 5.0
+"""Time in which the event loop of asynchronous environments has to react. Hundreds of them may be at work before."""
 _OVERHEAD_BYTES = 2**20
 
 
@@ -60,9 +60,12 @@ class Process:
         self._hello: asyncio.Future[Hello] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self._oom_kills = oom_kills()
         self._reason: str | None = None
         """Why it has ended."""
         self.num_episodes = 0
+        self.is_shared = False
+        """It may have several episodes at the same time. A call of one that is not is ended by killing it."""
         self.is_usable = True
 
     async def start(self, mode: Mode) -> Hello:
@@ -83,10 +86,8 @@ class Process:
             self.is_usable, self._reason = False, reason
             self._spawner.kill(self._number)
 
-    async def call(
-        self, verb: Verb, episode: int, limit_s: float, text: str = "", *, is_alone: bool, **others: Any
-    ) -> Answer:
-        """Make a call. One that takes longer than `limit_s` is cancelled, by killing the process if it `is_alone`.
+    async def call(self, verb: Verb, episode: int, limit_s: float, text: str = "", **others: Any) -> Answer:
+        """Make a call.
 
         Raises:
             EnvironmentLost: it took too long, or the process ended.
@@ -101,29 +102,29 @@ class Process:
             raise UnsendableError(one_line(error, max_chars=MAX_PROBLEM_CHARS)) from error
         answer = self._pending[number] = self._loop.create_future()
         self._stream.transport.write(message)
-        timer = self._loop.call_later(limit_s, self._expire, number, episode, verb, limit_s, is_alone)
+        timer = self._loop.call_later(limit_s, self._expire, number, episode, verb, limit_s)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._abandon(number, episode, is_alone=is_alone)
+            self._abandon(number, episode)
             raise
         finally:
             timer.cancel()
             self._pending.pop(number, None)
 
-    def _expire(self, number: int, episode: int, verb: Verb, limit_s: float, is_alone: bool) -> None:
-        task = self._loop.create_task(self._end_call(number, episode, verb, limit_s, is_alone=is_alone))
+    def _expire(self, number: int, episode: int, verb: Verb, limit_s: float) -> None:
+        task = self._loop.create_task(self._end_call(number, episode, verb, limit_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _end_call(self, number: int, episode: int, verb: Verb, limit_s: float, *, is_alone: bool) -> None:
+    async def _end_call(self, number: int, episode: int, verb: Verb, limit_s: float) -> None:
         """End a call that has reached its limit."""
         await asyncio.sleep(_LATE_S)
         answer = self._pending.get(number)
         if answer is None or answer.done():
             return
-        self._abandon(number, episode, is_alone=is_alone)
-        if not is_alone:
+        self._abandon(number, episode)
+        if self.is_shared:
             confirmed = self._cancelled[number] = self._loop.create_future()
             await asyncio.wait([confirmed], timeout=_CANCEL_LIMIT_S)
             del self._cancelled[number]
@@ -132,8 +133,8 @@ class Process:
         if not answer.done():
             answer.set_exception(EnvironmentLost("timeout", f"{verb} took longer than {limit_s:g} s"))
 
-    def _abandon(self, number: int, episode: int, *, is_alone: bool) -> None:
-        if is_alone:
+    def _abandon(self, number: int, episode: int) -> None:
+        if not self.is_shared:
             self.kill("its process was killed in the middle of a call")
         elif self.is_usable:
             self._stream.transport.write(encode(Request(number, episode, "cancel")))
@@ -158,7 +159,8 @@ class Process:
 
     def _note_exit(self, code: int | None) -> None:
         self.is_usable = False
-        self._reason = self._reason or f"its process {format_exit(code, is_out_of_memory=False)}"
+        is_out_of_memory = may_be_out_of_memory(code) and oom_kills() > self._oom_kills
+        self._reason = self._reason or f"its process {format_exit(code, is_out_of_memory=is_out_of_memory)}"
         futures: list[asyncio.Future[Any]] = [*self._pending.values(), self._hello]
         for future in futures:
             if not future.done():

@@ -201,6 +201,7 @@ class _Server:
             os.close(descriptor)
 
     def _become_worker(self, server: int, connection: int, mode: Mode) -> None:
+        code = 1
         try:
             os.setsid()  # its own session, by which the processes that it starts are found
             die_with(server)
@@ -210,12 +211,14 @@ class _Server:
                 os.close(descriptor)
             random.seed()
             np.random.seed()  # noqa: NPY002 - the generator that every fork would share
-            worker.main(socket.socket(fileno=connection), self._orders, mode)
+            with suppress(ConnectionError):  # the run has ended
+                worker.main(socket.socket(fileno=connection), self._orders, mode)
+            code = 0
         except BaseException:
             with suppress(Exception):
                 traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
 
     def _reap(self) -> None:
         """Report the processes that have ended, and kill what they have left."""

@@ -35,6 +35,7 @@ from vlmrl.agents.observations import UnusableError
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ConfigError
 from vlmrl.rewards.failures import failure_of
+from vlmrl.system.plain_text import one_line
 from vlmrl.system.user_function import declared, load_function, message_of, parameters_of, reason
 
 FLAG = "train.agent_func_path"
@@ -137,14 +138,17 @@ class _Environments:
     def failure(self, request: Request, error: BaseException) -> Answer:
         """Convert an error of the environment; the log gets its traceback."""
         if isinstance(error, UnusableError):
-            return Answer(request.number, "raised", problem=str(error))
+            return Answer(request.number, "raised", problem=one_line(error))
         if isinstance(error, ToolError):
-            return Answer(request.number, "tool_error", problem=str(error))
+            return Answer(request.number, "tool_error", problem=one_line(error))
         with suppress(Exception):
             traceback.print_exception(error)
         if request.verb == "tool":
             return Answer(request.number, "tool_error", problem=message_of(error))
-        return Answer(request.number, "raised", problem=reason(error, file=self._file), blame=failure_of(error))
+        try:
+            return Answer(request.number, "raised", problem=reason(error, file=self._file), blame=failure_of(error))
+        except Exception:  # attributes of a user's exception may raise, and the working directory may be gone
+            return Answer(request.number, "raised", problem=message_of(error))
 
 
 def _serve(connection: socket.socket, environments: _Environments) -> None:

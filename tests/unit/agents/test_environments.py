@@ -85,6 +85,13 @@ async def test_tools_are_described_at_the_start(user_file: Path) -> None:
     }
 
 
+def nested(depth: int) -> list[Any]:
+    lists: list[Any] = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
 BAD_CALLS: list[tuple[str, Any, str]] = [
     ("zoom", {"x": "left"}, "x: Input should be a valid integer"),
     ("zoom", [1], "must be an object"),
@@ -92,6 +99,8 @@ BAD_CALLS: list[tuple[str, Any, str]] = [
     ("zoom", {"x": "\ud800"}, "cannot be used"),
     ("step", {}, "there is no tool step; there are: zoom, act, facts, fails"),
     ("fails", {}, "ValueError: not today"),
+    ("zoom", {"x": nested(400)}, "x: Input should be a valid integer"),
+    ("zoom", {"x": nested(5000)}, "cannot be used"),
     ("act", {"what": "sys.exit"}, "SystemExit: 4"),
 ]
 
@@ -115,6 +124,8 @@ async def test_what_an_environment_returns_is_checked_and_the_next_is_unaffected
         "bomb": r"\(30000x30000\) has more than 100000 pixels",
         "nan": "step returned the reward nan, which is not a finite number",
         "none": "step returned None where a Reply is expected",
+        "surrogate": r"ValueError: \\ud800",
+        "hostile": "HostileError",
         "sys.exit": r"SystemExit: 4 \(.*my_environment.py:\d+\)",
     }
     async with environments(user_file, make) as made:
@@ -158,6 +169,16 @@ async def test_a_killed_environment_affects_no_other(user_file: Path, response: 
         assert lost[2].startswith("EnvironmentLost: ")
         assert message in lost[2]
         assert await asyncio.gather(*[play(await made.open(), good) for _ in range(3)]) == [first] * 3
+
+
+@pytest.mark.parametrize("make", ["Sync", "Async"])
+@pytest.mark.parametrize(("response", "message"), [("too long", "killed by signal 9"), ("garbage", "something else")])
+async def test_a_process_that_breaks_the_protocol_is_killed(
+    user_file: Path, make: str, response: str, message: str
+) -> None:
+    async with environments(user_file, make) as made:
+        assert message in (await play(await made.open(), [response]))[1]
+        assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
 
 
 @pytest.mark.parametrize(("response", "kind"), [("sleep", "timeout"), ("spin", "timeout"), ("exit", "death")])
@@ -252,8 +273,9 @@ async def test_one_that_raises_cancelled_is_like_any_other_error(user_file: Path
 
 @pytest.mark.parametrize("response", ["spin", "exit"])
 async def test_one_that_blocks_the_loop_takes_its_process_with_it_and_a_second_attempt_is_alone(
-    user_file: Path, response: str
+    user_file: Path, response: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vlmrl.agents.process._CANCEL_LIMIT_S", 0.5)
     async with environments(user_file, "Async", num_workers=2, step_limit_s=0.5) as made:
         opened = [await made.open() for _ in range(4)]  # on processes 1, 2, 1, 2
         bad, away, near, _ = [

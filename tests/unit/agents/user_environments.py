@@ -10,7 +10,7 @@ from vlmrl.data.media import ImageLimits
 LIMITS = ImageLimits(image_bytes=0, image_pixels=100_000, total_pixels=150_000)
 
 ENVIRONMENTS = '''
-import asyncio, os, subprocess, sys, time
+import asyncio, contextlib, os, stat, subprocess, sys, time
 from pathlib import Path
 
 from PIL import Image
@@ -18,6 +18,14 @@ from PIL import Image
 from vlmrl.agents import Reply, tool
 
 WRONG = {"nan": Reply("x", reward=float("nan")), "none": None}
+
+
+class HostileError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    def __getattr__(self, name):
+        raise RuntimeError
 
 
 def act(response):
@@ -39,6 +47,16 @@ def act(response):
     if response == "print":
         print("I see it")
         subprocess.run(["echo", "natively"])
+    if response in ("too long", "garbage"):
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.write(number, b"\\xff\\xff\\xff\\xff" if response == "too long" else b"\\0\\0\\0\\1\\xc1")
+        time.sleep(1000)
+    if response == "hostile":
+        raise HostileError
+    if response == "surrogate":
+        raise ValueError("\\ud800")
     if response == "fork":
         return Reply(str(subprocess.Popen(["sleep", "1000"]).pid))
     if response == "variable":
