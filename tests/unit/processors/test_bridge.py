@@ -163,6 +163,24 @@ def test_a_special_token_that_is_split_over_parts_stays_text() -> None:
     assert one.encode(rendered, [])[0].tolist().count(end(one)) == 1
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3", "llama"])
+def test_prompt_response_and_bridge_of_tiny_models_are_what_the_engine_would_read(family: Any, tmp_path: Path) -> None:
+    """The whole conversation, rendered by Transformers and encoded as a prompt with all its images."""
+    one = processor(str(build(family, tmp_path / family, size="micro")), min_pixels=784, max_pixels=150_000)
+    side = one.resize_factor or 0
+    sizes = [(side, side), (2 * side, side), (side, 3 * side)] if side else []
+    first, follows = user("What is seen?", images=len(sizes[:1])), user(FEEDBACK, images=len(sizes[1:]))
+    rendered = one.render([first], num_images=len(sizes[:1]), columns=Columns())
+    prompt, prompt_request = one.encode(rendered, sizes[:1])
+    response = [*ids(one, RESPONSE), end(one)]
+    bridge, request = one.bridge([follows], sizes[1:], last_token=response[-1])
+    whole = [plain(first), {"role": "assistant", "content": RESPONSE}, plain(follows)]
+    text = one.tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    tokens, whole_request = one.encode(text, sizes)
+    assert [*prompt, *response, *bridge] == tokens.tolist()
+    assert [*prompt_request, *response, *request] == whole_request.tolist()
+
+
 def test_images_of_feedback_have_their_tokens(vlm: Processor) -> None:
     side = vlm.resize_factor or 0
     sizes = [(2 * side, side), (side, side), (side, 3 * side)]
