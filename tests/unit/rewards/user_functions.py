@@ -67,6 +67,12 @@ def forks(response):
         time.sleep(10)
         os._exit(0)
     return 1.0
+def starts(response):
+    import subprocess
+    program = subprocess.Popen(["sleep", "60"])
+    with open(f"{__file__}.pids", "a") as file:
+        print(program.pid, file=file)
+    program.wait()
 
 calls = 0
 def once(response):
