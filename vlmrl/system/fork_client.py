@@ -68,7 +68,8 @@ def _request(server: socket.socket, arguments: list[str]) -> None:
     ]
     data = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(server, [data], descriptors)
-    server.sendall(data[sent:])
+    if sent < len(data):  # else a short process may have ended already, and its socket, which nothing could be sent to
+        server.sendall(data[sent:])
     if not _wait(server, _PATIENCE_S) or not server.recv(1):
         raise ConnectionError("the server does not fork")
 
