@@ -41,7 +41,7 @@ import psutil
 from vlmrl import startup
 from vlmrl.startup.driver import has_gpu
 from vlmrl.system import stops
-from vlmrl.system.exits import log_tail
+from vlmrl.system.exits import format_exit, log_tail
 from vlmrl.system.lifeline import die_with
 
 VARIABLE = "VLMRL_FORK_SERVER"
@@ -85,6 +85,7 @@ def fork_server(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[None
         os.environ.pop(VARIABLE, None)
         if server.poll() is not None:
             reason = log_tail(folder / "fork_server.log").strip().rpartition("\n")[2]
+            reason = reason or f"it {format_exit(server.returncode, is_out_of_memory=False)}"
             logging.getLogger(__name__).warning("the fork server ended early, workers started slowly: %s", reason)
         with suppress(psutil.NoSuchProcess):
             family = psutil.Process(server.pid).children(recursive=True)

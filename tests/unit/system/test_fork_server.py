@@ -291,6 +291,18 @@ def test_forks_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(python, "-c", "print('without a server')").stdout == "without a server\n"
 
 
+def test_the_end_of_a_killed_server_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with fork_server(tmp_path, []):
+        run(os.environ[VARIABLE], "-c", "pass")
+        (server,) = servers()
+        server.kill()
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+    assert "workers started slowly: it was killed by signal 9 (SIGKILL)" in caplog.text
+
+
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
         "import time\n"
