@@ -167,6 +167,13 @@ async def test_close_does_not_wait_for_processes_forked_by_a_function(user_file:
     assert time.monotonic() - end < 5
 
 
+async def test_a_second_try_does_not_wait_for_threads_of_the_one_before(user_file: Path) -> None:
+    async with user_rewarder(user_file, "stays") as rewarder:
+        start = time.monotonic()
+        assert [score.total for score in (await rewarder.score([group("a", "b")]))[0]] == [1.0, 1.0]
+        assert time.monotonic() - start < 15
+
+
 async def test_a_program_that_a_function_waits_for_ends_with_its_process(user_file: Path) -> None:
     async with user_rewarder(user_file, "starts", max_failed_fraction=1.0, time_limit_s=0.5) as rewarder:
         await rewarder.score([group("a")])

@@ -73,6 +73,14 @@ def starts(response):
     with open(f"{__file__}.pids", "a") as file:
         print(program.pid, file=file)
     program.wait()
+def stays(response):
+    mark = f"{__file__}.{response}"
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(3)
+    import threading
+    threading.Thread(target=time.sleep, args=(20,)).start()
+    return 1.0
 
 calls = 0
 def once(response):
