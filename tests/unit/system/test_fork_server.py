@@ -118,7 +118,7 @@ def test_a_process_that_ends_before_its_client_goes_on_runs_once(monkeypatch: py
 
     monkeypatch.setattr(socket, "send_fds", send_to_a_short_process)
     with client:
-        fork_client._request(client, ["-c", "pass"])  # an error would start an ordinary Python
+        fork_client._request(client, ["-c", "pass"], [])  # an error would start an ordinary Python
         assert client.recv(64) == b"0"
 
 
