@@ -24,7 +24,7 @@ from vlmrl.rewards import batch
 from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
-from vlmrl.system.lifeline import die_with
+from vlmrl.system.lifeline import die_with, end_group_with_this
 from vlmrl.system.output import print_to
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
@@ -83,6 +83,7 @@ def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = 
     """Initialize a scoring process. Functions see the secrets of the environment that `pass_env` names, and print to
     `log`."""
     die_with(os.getppid())  # a killed run leaves none behind
+    end_group_with_this()  # nor what a function has started
     stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
     if log is not None:

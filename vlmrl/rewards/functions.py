@@ -340,6 +340,7 @@ class Functions:
         future = self._start_call(self._single, call, self._time_limit_s)
         await self._wait(future, self._single, call.function)
         results = outcome(future, call.function, self._time_limit_s)
+        await self._end_single()  # a thread of the function may keep its process, for which the next try would wait
         self._num_failed_retries = self._num_failed_retries + 1 if isinstance(results, Trouble) else 0
         if results is None:
             problem = f"{trouble.problem}, and no process could be started to try again"

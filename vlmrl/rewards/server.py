@@ -261,6 +261,8 @@ class _Server(uvicorn.Server):
             late = threading.Timer(self._limit_s, _end_now)
             late.daemon = True
             late.start()
+        else:  # uvicorn abandons its tasks, which would print a traceback each
+            logging.getLogger("uvicorn.error").disabled = True
         super().handle_exit(sig, frame)
 
 

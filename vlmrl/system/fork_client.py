@@ -72,7 +72,8 @@ def _request(server: socket.socket, arguments: list[str], blocked: Collection[in
     ]
     data = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(server, [data], descriptors)
-    server.sendall(data[sent:])
+    if sent < len(data):  # else a short process may have ended already, and its socket, which nothing could be sent to
+        server.sendall(data[sent:])
     end = time.monotonic() + _PATIENCE_S
     while not _wait(server, _POLL_S):
         # Those that come before the fork end this process, as they would end Python.

@@ -7,6 +7,7 @@ the child, and engines are started from a thread, so that the start can have a t
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -66,6 +67,37 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has died meanwhile
             _die()
+
+
+def end_group_with_this() -> None:
+    """Put this process into a group of its own, and have the group killed when this process ends, however it ends.
+
+    Programs that this process starts are in the group, unless they leave it (`start_new_session`). The process that
+    waits and kills is no child of this one, whose code may wait for all of its children.
+    """
+    os.setpgrp()
+    leader = os.getpid()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        os.setpgrp()
+        pidfd = os.pidfd_open(leader)
+        if os.fork() == 0:
+            _kill_group(leader, pidfd)
+    finally:  # also where the kernel has no pidfd, or no process left
+        os._exit(0)
+
+
+def _kill_group(leader: int, pidfd: int) -> None:
+    """Wait for the end of the leader, and kill its group."""
+    # Whoever reads from a pipe of the leader sees its end only once nobody else holds the other end.
+    os.closerange(0, pidfd)
+    os.closerange(pidfd + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    select.select([pidfd], [], [])
+    os.killpg(leader, signal.SIGKILL)
 
 
 def _watch(parent: int) -> None:

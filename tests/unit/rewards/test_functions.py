@@ -167,6 +167,27 @@ async def test_close_does_not_wait_for_processes_forked_by_a_function(user_file:
     assert time.monotonic() - end < 5
 
 
+async def test_a_second_try_does_not_wait_for_threads_of_the_one_before(user_file: Path) -> None:
+    async with user_rewarder(user_file, "stays") as rewarder:
+        start = time.monotonic()
+        assert [score.total for score in (await rewarder.score([group("a", "b")]))[0]] == [1.0, 1.0]
+        assert time.monotonic() - start < 15
+
+
+async def test_a_program_that_a_function_waits_for_ends_with_its_process(user_file: Path) -> None:
+    async with user_rewarder(user_file, "starts", max_failed_fraction=1.0, time_limit_s=0.5) as rewarder:
+        await rewarder.score([group("a")])
+        pids = [int(line) for line in Path(f"{user_file}.pids").read_text().split()]
+        deadline = time.monotonic() + 10
+        while not all(map(_is_zombie, pids)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        running = [pid for pid in pids if not _is_zombie(pid)]
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2
+    assert not running
+
+
 @pytest.mark.parametrize("limit", [0.5, 10.0], ids=["the pool stops it", "it stops itself"])
 async def test_a_hostile_response_fails_as_the_responses_failure(limit: float) -> None:
     reward = Reward(functions={"math": 1.0}, time_limit_s=limit, max_failed_fraction=0.5)

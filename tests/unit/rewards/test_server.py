@@ -383,6 +383,25 @@ def test_a_stopping_server_ends_within_its_limit(file: Path) -> None:
             assert waiting.recv(1000).startswith(b"HTTP/1.1 503 ")
 
 
+def test_a_second_signal_ends_a_server_without_a_traceback(file: Path) -> None:
+    words = ["--reward.remote_url", f"{file}:endless", "--reward.time_limit_s", "1000", "--serve.port", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}
+    command = [sys.executable, "-m", "vlmrl", "serve-rm", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, text=True) as server:
+        assert server.stdout is not None
+        host, port = server.stdout.readline().strip().rpartition("//")[2].split(":")
+        with _connected(host, int(port)) as client:
+            body = b'{"responses": ["x"]}'
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            time.sleep(0.5)
+            for _ in range(2):
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            _, errors = server.communicate(timeout=20)
+        assert (server.returncode, errors) == (130, "vlmrl: interrupted\n")
+
+
 def test_a_client_that_does_not_send_its_headers_loses_its_connection(file: Path) -> None:
     words = ["--reward.remote_url", f"{file}:length", "--serve.port", "0", "--serve.body_timeout_s", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "VLMRL_RM_TOKEN"}

@@ -67,6 +67,20 @@ def forks(response):
         time.sleep(10)
         os._exit(0)
     return 1.0
+def starts(response):
+    import subprocess
+    program = subprocess.Popen(["sleep", "60"])
+    with open(f"{__file__}.pids", "a") as file:
+        print(program.pid, file=file)
+    program.wait()
+def stays(response):
+    mark = f"{__file__}.{response}"
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(3)
+    import threading
+    threading.Thread(target=time.sleep, args=(20,)).start()
+    return 1.0
 
 calls = 0
 def once(response):

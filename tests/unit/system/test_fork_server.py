@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from vlmrl.system import fork_client
 from vlmrl.system import fork_server as module
 from vlmrl.system.fork_server import VARIABLE, fork_server
 
@@ -101,6 +103,23 @@ def test_the_client_ends_like_the_fork(python: str, code: str, expected: int) ->
     assert done.returncode == expected
     assert ("ZeroDivisionError" in done.stderr) == (code == "1 / 0")
     assert ("a reason" in done.stderr) == ("a reason" in code)
+
+
+def test_a_process_that_ends_before_its_client_goes_on_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, attendant = socket.socketpair()
+    send = socket.send_fds
+
+    def send_to_a_short_process(*request: Any) -> int:
+        sent = send(*request)
+        attendant.recv(1 << 20)
+        attendant.sendall(b"!0")
+        attendant.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_to_a_short_process)
+    with client:
+        fork_client._request(client, ["-c", "pass"], [])  # an error would start an ordinary Python
+        assert client.recv(64) == b"0"
 
 
 def test_threads_and_exit_functions_are_waited_for(python: str) -> None:
