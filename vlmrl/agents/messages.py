@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -123,8 +123,7 @@ class Framing(asyncio.Protocol):
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.transport = transport
+        self.transport = cast("asyncio.WriteTransport", transport)  # uvloop's, in Ray's workers, is of no such class
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

@@ -419,3 +419,11 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
+async def test_episodes_in_the_event_loop_of_rays_workers(user_file: Path, anyio_backend: object) -> None:
+    assert "uvloop" in type(asyncio.get_running_loop()).__module__
+    async with environments(user_file, "Sync") as made, await made.open() as environment:
+        assert text_of(await environment.reset(None, 7)) == "seed 7"
+        assert text_of(await environment.step("left")) == "you said left"
