@@ -30,6 +30,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
                 rewarder=reward_sources,
                 sampling=evaluation_sampling(config),
                 breakdown_key=config.eval.breakdown_key,
+                max_failed_fraction=config.agent.max_failed_fraction,
             )
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         for name, (groups, scores) in responses.items():

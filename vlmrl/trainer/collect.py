@@ -106,7 +106,7 @@ def collect(
             check_versions(groups, version=step - 1)
             num_responses = sampling.n * max(size, len(collected) + len(groups))
             everything = [*(kept.group for kept in collected), *groups]
-            check_failed(config, everything, num_responses=num_responses)
+            check_failed(everything, bound=config.agent.max_failed_fraction, num_responses=num_responses)
         with report.phase("reward"):
             scores = rewarder.score(groups, out_of=num_responses, failed=num_without_reward)
             num_failed += sum(score.failed for group_scores in scores for score in group_scores)

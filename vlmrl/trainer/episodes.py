@@ -8,7 +8,6 @@ from typing import get_args
 
 import numpy as np
 
-from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.types import Group, Metrics, StopReason
 
@@ -36,11 +35,11 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     }
 
 
-def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int) -> None:
-    """Check how many episodes have failed, of `num_responses` in the whole step.
+def check_failed(groups: Sequence[Group], *, bound: float, num_responses: int) -> None:
+    """Check how many episodes have failed, of `num_responses` in the whole step or evaluation.
 
     Raises:
-        RewardError: more than `agent.max_failed_fraction`.
+        RewardError: more than the fraction `bound` (`agent.max_failed_fraction`).
     """
     failed = [
         (group.prompt.source, rollout.episode)
@@ -48,7 +47,6 @@ def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_
         for rollout in group.rollouts
         if rollout.episode is not None and rollout.episode.stop == "failed"
     ]
-    bound = config.agent.max_failed_fraction
     if failed and len(failed) > bound * num_responses:
         source, episode = failed[0]
         raise RewardError(

@@ -19,6 +19,7 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import Ending
+from vlmrl.trainer.episodes import check_failed
 from vlmrl.trainer.protocols import Engine, Rewarder
 from vlmrl.trainer.rl import LoopState
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
@@ -77,8 +78,11 @@ def evaluate(
     rewarder: Rewarder,
     sampling: Sampling,
     breakdown_key: str | None = None,
+    max_failed_fraction: float = 1.0,
 ) -> tuple[Metrics, Responses]:
     """Sample and score responses to every prompt of every set; return metrics and the responses.
+
+    Raises RewardError when more than `max_failed_fraction` of the episodes of a set failed.
 
     With a `breakdown_key` there is also `eval/<set>/<value>/pass@1` for each value in that column of the prompts' rows.
     """
@@ -86,6 +90,7 @@ def evaluate(
     responses: Responses = {}
     for name, prompts in sets.items():
         groups = engine.generate(prompts, sampling, rewarder.begin)
+        check_failed(groups, bound=max_failed_fraction, num_responses=len(groups) * sampling.n)
         scores = rewarder.score(groups)
         responses[name] = (groups, scores)
         metrics |= set_metrics(name, groups, scores)
@@ -107,6 +112,8 @@ def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Sc
         f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
         f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
     }
+    if any(rollout.episode is not None for rollout in rollouts):
+        metrics[f"eval/{name}/turns_mean"] = float(np.mean([len(rollout.turns) for rollout in rollouts]))
     if scored:
         metrics[f"eval/{name}/reward"] = float(np.mean([score.earned for group in scored for score in group]))
     k = 1
@@ -251,6 +258,7 @@ class Evaluations:
                 rewarder=self.rewarder,
                 sampling=evaluation_sampling(self.config),
                 breakdown_key=self.config.eval.breakdown_key,
+                max_failed_fraction=self.config.agent.max_failed_fraction,
             )
             for name, (groups, scores) in responses.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
