@@ -40,6 +40,10 @@ __all__ = [
 
 START_LIMIT_S = 120.0
 """Time limit for importing the user's file, including what it loads."""
+_NUM_ALONE = 64
+"""Environments with a process to themselves, by default. Each is a fork, of some 10 MB."""
+_NUM_SHARED = 4
+"""Processes that asynchronous environments share, by default."""
 _CLOSE_LIMIT_S = CLOSE_LIMIT_S + 1.0
 """Time limit of the call: that of `close` itself, and a second to answer."""
 
@@ -58,8 +62,8 @@ class Environments:
     """The environments of a run, made by the user's function `spec`, `path/to/file.py:make`. Belongs to one event loop.
 
     Args:
-        num_workers: processes of synchronous environments, hence episodes at the same time; of asynchronous ones,
-            processes that they share, and as many for those that are alone.
+        num_workers: processes of synchronous environments, hence episodes at the same time (None: 64); of asynchronous
+            ones, processes that they share (None: 4), and as many for those that are alone (None: 64).
         step_limit_s: time limit of `reset` (including the making of the environment), `step` and each tool.
         pass_env: environment variables with secrets that environments see.
         log: file for their output; None: the output of this process.
@@ -69,7 +73,7 @@ class Environments:
         self,
         spec: str,
         *,
-        num_workers: int,
+        num_workers: int | None = None,
         step_limit_s: float,
         limits: ImageLimits,
         pass_env: tuple[str, ...] = (),
@@ -79,13 +83,14 @@ class Environments:
         check_passed(pass_env, setting="agent.pass_env")
         file = None if log is None else str(log.absolute())
         self._orders = Orders(spec, limits.image_pixels, limits.total_pixels, file)
-        self._num_workers, self._step_limit_s, self._pass_env = num_workers, step_limit_s, pass_env
+        self._num_shared = num_workers or _NUM_SHARED
+        self._step_limit_s, self._pass_env = step_limit_s, pass_env
         self._spawner: Spawner | None = None
         self._is_closed = False
         self._tools: tuple[ToolSpec, ...] = ()
         self._is_async = False
         self._episodes = itertools.count(1)
-        self._slots = asyncio.Semaphore(num_workers)
+        self._slots = asyncio.Semaphore(num_workers or _NUM_ALONE)
         self._idle: list[Process] = []
         """Processes without an episode, for one at a time."""
         self._shared: list[Process] = []
@@ -128,7 +133,7 @@ class Environments:
         async with self._choosing:
             self._shared = [process for process in self._shared if process.is_usable]
             least = min(self._shared, key=lambda process: process.num_episodes, default=None)
-            if least is None or (least.num_episodes and len(self._shared) < self._num_workers):
+            if least is None or (least.num_episodes and len(self._shared) < self._num_shared):
                 least, _ = await self._start_process("async")
                 least.is_shared = True
                 self._shared.append(least)

@@ -27,9 +27,10 @@ class Agent(Section):
     out of the loss."""
     max_failed_fraction: Fraction = 0.1
     """The run stops when more than this fraction of a step's episodes have failed."""
-    num_workers: PositiveInt = 8
+    num_workers: PositiveInt | None = None
     """Processes of each engine that hold environments. A synchronous environment has a process to itself, so this is
-    the number of episodes that an engine plays at a time; asynchronous ones share the processes by the hundred."""
+    the number of episodes that an engine plays at a time, by default 64; asynchronous ones share the processes by the
+    hundred, by default 4."""
     history: Literal["keep", "template"] = "keep"
     """What the policy reads of its earlier responses: `keep`: their tokens as sampled. `template`: what the chat
     template makes of them, such as Qwen3's, which strips thinking; training then has one sequence per rewritten
