@@ -69,7 +69,7 @@ def start_pool(
         max_tasks=max_tasks,
         context=context,
         initializer=function_worker.start,
-        initargs=(names, spec, pass_env, log),
+        initargs=(names, spec, os.getpid(), pass_env, log),
     )
 
 

@@ -248,7 +248,11 @@ def test_two_functions_of_one_name_are_refused() -> None:
         Rewarder(Reward(functions={"math": 1.0}, remote_url="x.py:math"))
 
 
-def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left", ["pass", "threading.Thread(target=time.sleep, args=(60,)).start()"], ids=["nothing left", "a thread left"]
+)
+def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path, left: str) -> None:
+    (tmp_path / "leaves.py").write_text(f"import threading, time\n{left}\ndef f(response): return 1.0\n")
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent("""
@@ -256,7 +260,7 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
             from vlmrl.config.reward import Reward
             from vlmrl.rewards.rewarder import Rewarder
             async def main():
-                async with Rewarder(Reward(functions={"exact": 1.0}, num_workers=2)):
+                async with Rewarder(Reward(functions={"exact": 1.0}, remote_url="leaves.py:f", num_workers=2)):
                     server = multiprocessing.forkserver._forkserver._forkserver_pid
                     print(server, *[child.pid for child in multiprocessing.active_children()], flush=True)
                     await asyncio.sleep(60)
@@ -266,15 +270,17 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
     )
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True) as run:
+    with subprocess.Popen(
+        [sys.executable, script], cwd=tmp_path, stdout=subprocess.PIPE, env=environment, text=True
+    ) as run:
         assert run.stdout is not None
         pids = [int(pid) for pid in run.stdout.readline().split()]
         assert len(pids) == 3
         run.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids) and time.monotonic() < deadline:
+    while not all(map(_is_zombie, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids)
+    assert all(map(_is_zombie, pids))
 
 
 def _work(pid: int | None) -> float:
