@@ -33,6 +33,8 @@ from vlmrl.types import Failure, Retry
 ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
 SETTING = "reward.remote_url"
 
+SAFE_PATH = "vlmrl"
+"""PYTHONSAFEPATH of the fork server, not of programs that a function starts."""
 _MAX_REASON_CHARS = 300
 
 
@@ -91,6 +93,8 @@ def start(
     end_group_with(owner)
     stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]
     if log is not None:
         _print_to(log)
     load(names, spec)

@@ -243,6 +243,17 @@ async def test_a_file_that_ends_its_process_is_refused_at_the_start(tmp_path: Pa
         await start_and_end(user_rewarder(tmp_path / "deadly.py", "f"))
 
 
+async def test_modules_in_the_working_directory_are_not_those_of_libraries(
+    user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    async with user_rewarder(user_file, "safe_path") as rewarder:
+        assert (await rewarder.score([group("x")]))[0][0].total == 0.0, "programs of a function see the folder"
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
 def test_two_functions_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="your function is called math"):
         Rewarder(Reward(functions={"math": 1.0}, remote_url="x.py:math"))
