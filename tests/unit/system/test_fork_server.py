@@ -323,8 +323,9 @@ def test_forks_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(python, "-c", "print('without a server')").stdout == "without a server\n"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["starts", "serves or imports"])
 @pytest.mark.parametrize("text", ["", "import time; time.sleep(60)"])
-def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Path) -> None:
+def test_a_server_ends_with_the_process_that_started_it(text: str, seconds: float, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(text)
     code = (
         "import time\n"
@@ -340,7 +341,7 @@ def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Pat
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"started\n"
         (server,) = psutil.Process(owner.pid).children()
-        time.sleep(1.0)  # it imports
+        time.sleep(seconds)
         owner.kill()
     assert not psutil.wait_procs([server], timeout=10)[1]
 
