@@ -30,6 +30,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -124,8 +125,14 @@ def _start(folder: Path, modules: Sequence[str]) -> subprocess.Popen[bytes] | No
                 start_new_session=True,
             )
     except OSError as error:  # an old kernel, a path that is too long for a socket, no memory
-        logging.getLogger(__name__).warning("no fork server, so workers start slowly: %s", error)
+        _warn(f"no fork server, so workers start slowly: {error}")
         return None
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once: a run starts a server for its checks, and tries again for its Ray."""
+    logging.getLogger(__name__).warning(message)
 
 
 class _Request(NamedTuple):

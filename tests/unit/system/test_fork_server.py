@@ -413,3 +413,14 @@ def test_threads_of_a_fork_are_those_of_its_environment(tmp_path: Path, monkeypa
             os.environ[VARIABLE], "-c", code, env=variables | {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "0"}
         )
     assert (one.stdout, two.stdout) == ("1 True\n", "2 False\n")
+
+
+def test_a_folder_where_no_program_runs_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(module.os, "access", lambda *_: False)
+    for _ in range(2):
+        with fork_server(tmp_path, []):
+            assert VARIABLE not in os.environ
+    assert caplog.messages == [f"no fork server, so workers start slowly: {tmp_path} is mounted with noexec"]
