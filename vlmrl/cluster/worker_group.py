@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import socket
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -46,12 +47,21 @@ class _Process(NamedTuple):
     """File of its error stream; empty if that is not a file."""
 
 
+def search_working_directory_last() -> None:
+    """Import libraries, not modules of the same name in the working directory (`datasets`), which Ray puts first."""
+    folder = str(Path.cwd())
+    if folder in sys.path:
+        sys.path.remove(folder)
+        sys.path.append(folder)
+
+
 class _Worker:
     """Ray actor that sets its environment, builds the role, and forwards calls to it."""
 
     def __init__(self) -> None:
         from vlmrl import startup
 
+        search_working_directory_last()
         enter_from_environment()
         startup.prepare()
         stops.ignore_signals()

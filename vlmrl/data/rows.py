@@ -175,7 +175,8 @@ def load_rows(spec: str, *, split: str, max_samples: int, seed: int) -> Rows:
     elif looks_local(name):
         raise DataError(f"dataset {name}: there is no such file or folder")
     else:
-        rows = load_hub(name, split=split, config=_hub_config(name, options))
+        _refuse_file(name)
+        rows = load_hub(name, split=split, config=_hub_config(name, options), hint=f"; {_hint(name)}")
     if len(rows) == 0:
         raise DataError(f"dataset {spec}: split {split!r} has no rows")
     rows = replace(rows, named_columns=named_columns)
@@ -187,23 +188,29 @@ def first_rows(rows: Rows, limit: int) -> Rows:
     return rows if len(rows) <= limit else replace(rows, rows=RowView(rows.rows, indices=range(limit)))
 
 
-def load_hub(name: str, *, split: str, config: str | None = None) -> Rows:
-    """Load a dataset from the Hub, with images left encoded. Raises DataError when that fails."""
+def load_hub(name: str, *, split: str, config: str | None = None, hint: str = "") -> Rows:
+    """Load a dataset from the Hub, with images left encoded. Raises DataError, which ends with `hint`, when that
+    fails."""
     import datasets
 
-    _refuse_file(name)
-    near = difflib.get_close_matches(name, plugin_names("datasets"), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the files in datasets/ are {', '.join(plugin_names('datasets'))}"
-    if near and "/" not in name:
-        raise ConfigError(f"no dataset {name!r}; {hint}")
     try:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises its own errors, the Hub client's and the network's
         reason = first_line(error)
-        raise DataError(f"dataset {name} ({split}) cannot be loaded from the Hub: {reason}; {hint}") from error
+        raise DataError(f"dataset {name} ({split}) cannot be loaded from the Hub: {reason}{hint}") from error
     # Images may only come from what the library downloaded, not from the working directory.
     repository, *others = hub_folders(name)
     return replace(from_hugging_face(name, data), root=repository, image_folders=tuple(others))
+
+
+def _hint(name: str) -> str:
+    """What to do if the Hub has no dataset of this name. Raises ConfigError if it is a file's in `datasets/`,
+    misspelled."""
+    near = difflib.get_close_matches(name, plugin_names("datasets"), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the files in datasets/ are {', '.join(plugin_names('datasets'))}"
+    if near and "/" not in name:
+        raise ConfigError(f"no dataset {name!r}; {hint}")
+    return hint
 
 
 def hub_folders(name: str | None = None) -> tuple[Path, ...]:

@@ -24,7 +24,7 @@ from vlmrl.rewards import batch
 from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.system import stops
-from vlmrl.system.lifeline import die_with, end_group_with_this
+from vlmrl.system.lifeline import die_with, end_group_with
 from vlmrl.system.output import print_to
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
@@ -32,6 +32,8 @@ from vlmrl.types import Failure, Retry
 ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
 SETTING = "reward.remote_url"
 
+SAFE_PATH = "vlmrl"
+"""PYTHONSAFEPATH of the fork server, not of programs that a function starts."""
 _MAX_REASON_CHARS = 300
 
 
@@ -79,13 +81,19 @@ class _Loaded:
 _loaded: dict[str, _Loaded | VlmrlError] = {}
 
 
-def start(names: tuple[str, ...], spec: str | None, pass_env: tuple[str, ...] = (), log: Path | None = None) -> None:
-    """Initialize a scoring process. Functions see the secrets of the environment that `pass_env` names, and print to
-    `log`."""
-    die_with(os.getppid())  # a killed run leaves none behind
-    end_group_with_this()  # nor what a function has started
+def start(
+    names: tuple[str, ...], spec: str | None, owner: int, pass_env: tuple[str, ...] = (), log: Path | None = None
+) -> None:
+    """Initialize a scoring process of the process `owner`. Functions see the secrets of the environment that `pass_env`
+    names, and print to `log`."""
+    # A killed run leaves none behind, nor what a function has started. The fork server alone does not see to that: it
+    # waits until every process has ended that it or a function has forked.
+    die_with(os.getppid())
+    end_group_with(owner)
     stops.accept_sigterm()  # its pool ends one that takes too long by SIGTERM
     hide_secrets(os.environ, keep=pass_env)
+    if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+        del os.environ["PYTHONSAFEPATH"]
     if log is not None:
         print_to(log)
     load(names, spec)

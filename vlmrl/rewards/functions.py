@@ -267,6 +267,8 @@ class Functions:
                 await asyncio.wait([future], timeout=1.0)
             declared = outcome(future, name, START_LIMIT_S)
         if not isinstance(declared, Declared):
+            if name in self._built_in:
+                raise RewardError("the processes that score responses end at their start: is there memory left?")
             raise ConfigError(f"{SETTING}: {self._spec} ends its process when it is imported")
         return declared
 

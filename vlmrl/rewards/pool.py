@@ -12,8 +12,9 @@ import multiprocessing.forkserver
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -64,13 +65,30 @@ def start_pool(
     # process with math-verify already imported, so that a worker that had to be killed is replaced in milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vlmrl.rewards.function_worker", *(f"vlmrl.rewards.{name}" for name in names)])
+    with _without_working_directory():
+        multiprocessing.forkserver.ensure_running()
     return ProcessPool(
         max_workers=num_workers,
         max_tasks=max_tasks,
         context=context,
         initializer=function_worker.start,
-        initargs=(names, spec, pass_env, log),
+        initargs=(names, spec, os.getpid(), pass_env, log),
     )
+
+
+@contextmanager
+def _without_working_directory() -> Iterator[None]:
+    """Keep the user's modules in the working directory (`random.py`) from Python processes that are started meanwhile:
+    they import libraries. Scoring processes have the module path of this process anyway."""
+    safe = "PYTHONSAFEPATH"
+    if os.environ.get(safe):
+        yield
+        return
+    os.environ[safe] = function_worker.SAFE_PATH
+    try:
+        yield
+    finally:
+        del os.environ[safe]
 
 
 def _make_folder_of_sockets() -> None:

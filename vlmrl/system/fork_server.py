@@ -30,6 +30,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ def _start(folder: Path, modules: Sequence[str]) -> subprocess.Popen[bytes] | No
             listener.listen(128)  # clients wait while the server imports
             return subprocess.Popen(
                 # -P: modules in the working directory are not those of libraries.
-                [sys.executable, "-P", "-m", __name__, str(listener.fileno()), *modules],
+                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -124,8 +125,14 @@ def _start(folder: Path, modules: Sequence[str]) -> subprocess.Popen[bytes] | No
                 start_new_session=True,
             )
     except OSError as error:  # an old kernel, a path that is too long for a socket, no memory
-        logging.getLogger(__name__).warning("no fork server, so workers start slowly: %s", error)
+        _warn(f"no fork server, so workers start slowly: {error}")
         return None
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once: a run starts a server for its checks, and tries again for its Ray."""
+    logging.getLogger(__name__).warning(message)
 
 
 class _Request(NamedTuple):
@@ -144,9 +151,9 @@ class _Request(NamedTuple):
     oom_score_adjustment: str
 
 
-def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Import `modules`, then fork a process for each client, until standard input ends."""
-    die_with(os.getppid())  # also while it imports, when it does not look at standard input
+def serve(owner: int, listener: socket.socket, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork a process for each client, until standard input or the process `owner` ends."""
+    die_with(owner)  # also while it imports, when it does not look at standard input
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     before = dict(os.environ)
     # The fork of a process that has imported Ray cannot connect to anything. vLLM imports it where it can.
@@ -308,4 +315,4 @@ def _run(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     startup.prepare()
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    serve(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

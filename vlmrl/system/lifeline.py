@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,9 @@ def die_with(parent: int) -> None:
             _die()
 
 
-def end_group_with_this() -> None:
-    """Put this process into a group of its own, and have the group killed when this process ends, however it ends.
+def end_group_with(owner: int) -> None:
+    """Put this process into a group of its own, and have the group killed when this process or `owner` ends, however it
+    ends.
 
     Programs that this process starts are in the group, unless they leave it (`start_new_session`). The process that
     waits and kills is no child of this one, whose code may wait for all of its children.
@@ -83,20 +85,22 @@ def end_group_with_this() -> None:
         return
     try:
         os.setpgrp()
-        pidfd = os.pidfd_open(leader)
+        pidfds = os.pidfd_open(leader), os.pidfd_open(owner)
         if os.fork() == 0:
-            _kill_group(leader, pidfd)
+            _kill_group(leader, pidfds)
+    except ProcessLookupError:  # the owner has ended meanwhile
+        os.killpg(leader, signal.SIGKILL)
     finally:  # also where the kernel has no pidfd, or no process left
         os._exit(0)
 
 
-def _kill_group(leader: int, pidfd: int) -> None:
-    """Wait for the end of the leader, and kill its group."""
+def _kill_group(leader: int, pidfds: tuple[int, ...]) -> None:
+    """Wait for the end of one of the processes, and kill the leader's group."""
     # Whoever reads from a pipe of the leader sees its end only once nobody else holds the other end.
-    os.closerange(0, pidfd)
-    os.closerange(pidfd + 1, os.sysconf("SC_OPEN_MAX"))
+    for before, after in pairwise((-1, *sorted(pidfds), os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(before + 1, after)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    select.select([pidfd], [], [])
+    select.select(pidfds, [], [])
     os.killpg(leader, signal.SIGKILL)
 
 

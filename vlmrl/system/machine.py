@@ -79,6 +79,8 @@ def open_files() -> Finding:
         return Finding("open files", ok=True, essential=False, detail="any number of open files")
     limit = min(hard, 65536) if hard > 0 else 65536
     detail, fix = f"at most {soft} open files", f"run `ulimit -n {limit}` first"
+    if limit < 1024:
+        fix = "raise the hard limit, as root or with `--ulimit nofile=65536` of the container"
     return _compare("open files", soft, detail, fix, wanted=1024, least=256)
 
 

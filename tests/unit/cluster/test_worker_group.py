@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import ray
 
 from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, StepPlan
 from vlmrl.cluster.worker_deaths import Member, Roster
-from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.cluster.worker_group import WorkerGroup, search_working_directory_last
 from vlmrl.errors import ClusterError, DiedError
 
 
@@ -60,3 +62,15 @@ def test_an_engine_whose_process_died_is_named_with_its_index_and_machine(
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ClusterError, match=r"^vllm 1 of 2 on 10\.0\.0\.2: rollout engine vllm has died$"):
         stopped.wait([])
+
+
+def test_modules_in_the_working_directory_are_not_those_of_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("colorsys", "only_here"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    search_working_directory_last()
+    found = [find_spec(name) for name in ("colorsys", "only_here")]
+    assert [spec is not None and Path(str(spec.origin)).parent == tmp_path for spec in found] == [False, True]

@@ -226,6 +226,19 @@ def test_hub_data_that_cannot_be_loaded_is_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_in_datasets_whose_hub_data_cannot_be_loaded_has_no_advice_on_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(DataError, match=r"\(train\) cannot be loaded from the Hub: (ConnectionError: )?no network$"):
+        load("geometry3k")
+    with pytest.raises(DataError, match=r"no network; did you mean geometry3k\?$"):
+        load("hiyuga/geometry3k")
+
+
 def test_the_random_numbers_of_a_row_are_stable() -> None:
     # Pinned: a change here would silently change every generated dataset.
     rows = Generated(lambda rng, row: Number(rng.randrange(10**6)), size=1, split="train", seed=0)

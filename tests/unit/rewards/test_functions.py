@@ -243,12 +243,27 @@ async def test_a_file_that_ends_its_process_is_refused_at_the_start(tmp_path: Pa
         await start_and_end(user_rewarder(tmp_path / "deadly.py", "f"))
 
 
+async def test_modules_in_the_working_directory_are_not_those_of_libraries(
+    user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    async with user_rewarder(user_file, "safe_path") as rewarder:
+        assert (await rewarder.score([group("x")]))[0][0].total == 0.0, "programs of a function see the folder"
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
 def test_two_functions_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="your function is called math"):
         Rewarder(Reward(functions={"math": 1.0}, remote_url="x.py:math"))
 
 
-def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "left", ["pass", "threading.Thread(target=time.sleep, args=(60,)).start()"], ids=["nothing left", "a thread left"]
+)
+def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path, left: str) -> None:
+    (tmp_path / "leaves.py").write_text(f"import threading, time\n{left}\ndef f(response): return 1.0\n")
     script = tmp_path / "run.py"
     script.write_text(
         textwrap.dedent("""
@@ -256,7 +271,7 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
             from vlmrl.config.reward import Reward
             from vlmrl.rewards.rewarder import Rewarder
             async def main():
-                async with Rewarder(Reward(functions={"exact": 1.0}, num_workers=2)):
+                async with Rewarder(Reward(functions={"exact": 1.0}, remote_url="leaves.py:f", num_workers=2)):
                     server = multiprocessing.forkserver._forkserver._forkserver_pid
                     print(server, *[child.pid for child in multiprocessing.active_children()], flush=True)
                     await asyncio.sleep(60)
@@ -266,15 +281,17 @@ def test_a_killed_run_leaves_no_scoring_process(tmp_path: Path) -> None:
     )
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True) as run:
+    with subprocess.Popen(
+        [sys.executable, script], cwd=tmp_path, stdout=subprocess.PIPE, env=environment, text=True
+    ) as run:
         assert run.stdout is not None
         pids = [int(pid) for pid in run.stdout.readline().split()]
         assert len(pids) == 3
         run.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids) and time.monotonic() < deadline:
+    while not all(map(_is_zombie, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() and not _is_zombie(pid) for pid in pids)
+    assert all(map(_is_zombie, pids))
 
 
 def _work(pid: int | None) -> float:

@@ -20,6 +20,7 @@ def everything(prompt, response, label, images, metadata):
     images[0].putpixel((0, 0), (9, 9, 9))
     seen = (prompt, label, images[0].size, pixel, metadata["family"])
     return float(seen == ("how many?", "7", (5, 4), (1, 2, 3), "x"))
+def safe_path(response): return float("PYTHONSAFEPATH" in os.environ)
 def by_keyword(response, **known): return float(sorted(known) == ["label", "metadata", "prompt"])
 def numpy_number(response): return np.float32(0.5)
 

@@ -323,8 +323,9 @@ def test_forks_end_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(python, "-c", "print('without a server')").stdout == "without a server\n"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["starts", "serves or imports"])
 @pytest.mark.parametrize("text", ["", "import time; time.sleep(60)"])
-def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Path) -> None:
+def test_a_server_ends_with_the_process_that_started_it(text: str, seconds: float, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(text)
     code = (
         "import time\n"
@@ -340,7 +341,7 @@ def test_a_server_ends_with_the_process_that_started_it(text: str, tmp_path: Pat
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"started\n"
         (server,) = psutil.Process(owner.pid).children()
-        time.sleep(1.0)  # it imports
+        time.sleep(seconds)
         owner.kill()
     assert not psutil.wait_procs([server], timeout=10)[1]
 
@@ -412,3 +413,14 @@ def test_threads_of_a_fork_are_those_of_its_environment(tmp_path: Path, monkeypa
             os.environ[VARIABLE], "-c", code, env=variables | {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "0"}
         )
     assert (one.stdout, two.stdout) == ("1 True\n", "2 False\n")
+
+
+def test_a_folder_where_no_program_runs_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(module.os, "access", lambda *_: False)
+    for _ in range(2):
+        with fork_server(tmp_path, []):
+            assert VARIABLE not in os.environ
+    assert caplog.messages == [f"no fork server, so workers start slowly: {tmp_path} is mounted with noexec"]

@@ -47,6 +47,11 @@ def test_too_few_open_files_are_reported_with_a_fix(
     assert ok or finding.fix == "run `ulimit -n 8192` first"
 
 
+def test_too_low_a_hard_limit_on_open_files_has_a_fix_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 256))
+    assert machine.open_files().fix.startswith("raise the hard limit")
+
+
 def test_the_disk_is_that_of_the_folder_that_a_run_creates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: asked.append(path) or Usage(GIB, 0, 2**20))
