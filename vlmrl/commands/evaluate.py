@@ -8,8 +8,8 @@ from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
+from vlmrl.trainer.evaluation import check_failed_sets, evaluation_sampling, with_metric_names
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
-from vlmrl.trainer.evaluation import evaluation_sampling, with_metric_names
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
@@ -35,4 +35,5 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in responses.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
+        check_failed_sets(config, responses)
         stops.mark_done()

@@ -46,13 +46,14 @@ def failed_episodes(groups: Sequence[Group]) -> list[tuple[str, Episode]]:
     ]
 
 
-def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int) -> None:
-    """Check how many episodes have failed, of `num_responses` in the whole step.
+def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int | None = None) -> None:
+    """Check how many episodes have failed, of `num_responses` in the whole step; None: of these.
 
     Raises:
         RewardError: more than `agent.max_failed_fraction`.
     """
     failed = failed_episodes(groups)
+    num_responses = num_responses or sum(len(group.rollouts) for group in groups)
     bound = config.agent.max_failed_fraction
     if failed and len(failed) > bound * num_responses:
         source, episode = failed[0]
