@@ -36,6 +36,8 @@ from vlmrl.types import (
 _CUT_SHORT: frozenset[StopReason] = frozenset({"context", "images", "turns"})
 _MAX_SEED = 2**32
 """Seeds of environments are below this, as NumPy wants them."""
+_UNPARSED = "unparsed0"
+"""Stands for the id of a call that could not be parsed: Mistral's templates want one of nine characters."""
 
 
 class Sampler(Protocol):
@@ -278,7 +280,7 @@ class _Play:
             if parsed.problem is not None:
                 self._course.tool_calls += 1
                 self._course.tool_errors += 1
-                return _Reaction((Message([parsed.problem], role="tool"),))
+                return _Reaction((Message([parsed.problem], role="tool", call_id=_UNPARSED),))
             calls = parsed.calls
         if calls and not calls_tools:  # nobody would read the results
             return _Reaction()

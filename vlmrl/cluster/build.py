@@ -233,6 +233,7 @@ class RoleBuilder:
                 rewarder,
                 remote_reward_models(config, ranks, models),
                 turn_rewards_by_token=config.algo.advantage.rewards_turns,
+                say=report.say,
             ),
         )
 
@@ -258,7 +259,7 @@ class RoleBuilder:
         max_tokens = (None if rl is None else rl.rollout.max_tokens_per_gpu) or loop.max_tokens_per_gpu
         ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, processor, say), max_tokens, PassMetrics())
         steps = StepPlan(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
-        policy = RemotePolicy(ranks, steps)
+        policy = RemotePolicy(ranks, steps, whole_responses=rl is not None and rl.loss_reads_responses)
         if rl is None:
             return Learners(policy, None, None)
         return Learners(

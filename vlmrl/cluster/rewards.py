@@ -128,11 +128,18 @@ class RewardSources:
         models: Sequence[RemoteRewardModel],
         *,
         turn_rewards_by_token: bool = False,
+        say: Callable[[str], None] = print,
     ) -> None:
-        """`turn_rewards_by_token`: an environment's reward for a turn is that of the turn's last token. If not, it is
-        added to the score of the conversation."""
+        """Combine sources.
+
+        Args:
+            turn_rewards_by_token: an environment's reward for a turn is that of the turn's last token. If not, it is
+                added to the score of the conversation.
+            say: shows users why conversations failed, once for each kind of failure.
+        """
         self._functions = functions
         self.models = models
+        self._first_failures = FirstFailures(say)
         self._turn_rewards_by_token = turn_rewards_by_token
 
     def begin(self, group: Group) -> None:
@@ -150,6 +157,7 @@ class RewardSources:
         Raises:
             RewardError: a model's score is not finite.
         """
+        self._first_failures.see_episodes(groups)
         scorable = [group for group in map(_scorable, groups) if group.rollouts]
         known = iter(self._score(scorable, out_of=out_of, failed=failed))
         scores = [

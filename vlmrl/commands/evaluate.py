@@ -8,8 +8,8 @@ from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
+from vlmrl.trainer.evaluation import check_failed_sets, evaluation_sampling, with_metric_names
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
-from vlmrl.trainer.evaluation import evaluation_sampling, with_metric_names
 
 
 def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
@@ -20,7 +20,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
-        reward_sources = RewardSources(builder.rewarder(config, report.say), [])
+        reward_sources = RewardSources(builder.rewarder(config, report.say), [], say=report.say)
         engines = builder.engines(config, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):
@@ -30,10 +30,10 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
                 rewarder=reward_sources,
                 sampling=evaluation_sampling(config),
                 breakdown_key=config.eval.breakdown_key,
-                max_failed_fraction=config.agent.max_failed_fraction,
             )
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
         for name, (groups, scores) in responses.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
+        check_failed_sets(config, responses)
         stops.mark_done()

@@ -218,6 +218,13 @@ def unread_of_updates(rollout: Rollout, train: TrainRl) -> Unread:
     return {"algo.kl.early_stop": reason}
 
 
+def loss_reads_responses(actor: Actor, advantage: Advantage) -> bool:
+    """Whether the loss of a token may depend on all of its response: that of GSPO, of a correction that masks whole
+    responses, or the user's own, which is given the response of each token."""
+    masks_responses = advantage.is_correction_enable and advantage.is_correction_type == "seq-mask-tis"
+    return masks_responses or actor.built_in_loss is None or actor.built_in_loss.weighs_responses
+
+
 def conflicts_of_correction(actor: Actor, advantage: Advantage) -> list[str]:
     kind, loss = advantage.is_correction_type, actor.built_in_loss
     if not advantage.is_correction_enable or kind == "seq-mask-tis" or loss is None or not loss.weighs_responses:

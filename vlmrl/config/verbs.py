@@ -225,6 +225,11 @@ class RlConfig(TrainingConfig, AgentConfig):
         return algo.needs_one_pass(self.rollout, self.train, self.algo)
 
     @property
+    def loss_reads_responses(self) -> bool:
+        """The loss of a token may depend on all of its response."""
+        return algo.loss_reads_responses(self.actor, self.algo.advantage)
+
+    @property
     def _zero_stages(self) -> dict[str, tuple[int | None, str]]:
         """For each trained model: the setting of its ZeRO stage -> that stage, and the optimizer."""
         stages: dict[str, tuple[int | None, str]] = {"ds.zero_stage": (self.ds.zero_stage, self.actor.optim)}

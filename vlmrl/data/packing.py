@@ -139,20 +139,18 @@ def make_pack(samples: Sequence[Sample], ids: Sequence[int], layout: Layout) -> 
 
 
 def _branches(samples: Sequence[Sample], ids: Sequence[int]) -> list[Branch]:
-    """Put adjacent samples that begin with the same prompt into one branch; fillers begin with none."""
+    """Put samples that begin with the same prompt into one branch, if no other prompt is between them; fillers and
+    samples with a rewritten history begin with none."""
     branches: list[Branch] = []
+    last: int | None = None  # the branch of the last prompt
     for i, sample in enumerate(samples):
-        last = branches[-1].members[0] if branches else None
-        if (
-            last is not None
-            and FILLER not in (ids[i], ids[last])
-            and sample.shares_prompt
-            and samples[last].shares_prompt
-            and samples[last].group == sample.group
-        ):
-            branches[-1] = Branch((*branches[-1].members, i), 0)
-        else:
-            branches.append(Branch((i,), 0))
+        has_prompt = sample.shares_prompt and ids[i] != FILLER
+        if has_prompt and last is not None and samples[branches[last].members[0]].group == sample.group:
+            branches[last] = Branch((*branches[last].members, i), 0)
+            continue
+        if has_prompt:
+            last = len(branches)
+        branches.append(Branch((i,), 0))
     return [branch._replace(prefix=_common_prefix([samples[i] for i in branch.members])) for branch in branches]
 
 

@@ -69,21 +69,29 @@ class FirstFailures:
         self._known: set[str] = set()
 
     def see(self, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
+        """Show responses that could not be scored."""
         for group, group_scores in zip(groups, scores, strict=True):
             for score in group_scores:
                 if score.problem is not None:
-                    self._see(group.prompt.source, score.problem, score.failure)
+                    what = f"reward: a response to {group.prompt.source} could not be scored"
+                    self._see(what, score.problem, f"reward/failed_{score.failure}")
 
-    def _see(self, source: str, problem: str, failure: Failure | None) -> None:
+    def see_episodes(self, groups: Sequence[Group]) -> None:
+        """Show conversations whose environment failed or raised."""
+        for group in groups:
+            for rollout in group.rollouts:
+                episode = rollout.episode
+                if episode is not None and episode.problem is not None:
+                    what = f"agent: the episode of {group.prompt.source} {episode.stop}"
+                    self._see(what, episode.problem, f"agent/stop/{episode.stop}")
+
+    def _see(self, what: str, problem: str, metric: str) -> None:
         # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError, without numbers.
-        kind = f"{failure} {re.sub(r'[0-9.]+', '#', problem.partition(': ')[0])}"
+        kind = f"{metric} {re.sub(r'[0-9.]+', '#', problem.partition(': ')[0])}"
         if kind in self._known or len(self._known) == _MAX_KINDS:
             return
         self._known.add(kind)
-        self._say(
-            f"reward: a response to {source} could not be scored: {problem}; more of this kind are counted in "
-            f"reward/failed_{failure}, and each is in the transcripts"
-        )
+        self._say(f"{what}: {problem}; more of this kind are counted in {metric}, and each is in the transcripts")
 
 
 def _is_about_content(error: BaseException) -> bool:

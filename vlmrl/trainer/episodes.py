@@ -8,8 +8,9 @@ from typing import get_args
 
 import numpy as np
 
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import RewardError
-from vlmrl.types import Group, Metrics, StopReason
+from vlmrl.types import Episode, Group, Metrics, StopReason
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
@@ -35,18 +36,25 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     }
 
 
-def check_failed(groups: Sequence[Group], *, bound: float, num_responses: int) -> None:
-    """Check how many episodes have failed, of `num_responses` in the whole step or evaluation.
-
-    Raises:
-        RewardError: more than the fraction `bound` (`agent.max_failed_fraction`).
-    """
-    failed = [
+def failed_episodes(groups: Sequence[Group]) -> list[tuple[str, Episode]]:
+    """Return the conversations that failed, each with the row of its prompt."""
+    return [
         (group.prompt.source, rollout.episode)
         for group in groups
         for rollout in group.rollouts
         if rollout.episode is not None and rollout.episode.stop == "failed"
     ]
+
+
+def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int | None = None) -> None:
+    """Check how many episodes have failed, of `num_responses` in the whole step; None: of these.
+
+    Raises:
+        RewardError: more than `agent.max_failed_fraction`.
+    """
+    failed = failed_episodes(groups)
+    num_responses = num_responses or sum(len(group.rollouts) for group in groups)
+    bound = config.agent.max_failed_fraction
     if failed and len(failed) > bound * num_responses:
         source, episode = failed[0]
         raise RewardError(

@@ -78,11 +78,8 @@ def evaluate(
     rewarder: Rewarder,
     sampling: Sampling,
     breakdown_key: str | None = None,
-    max_failed_fraction: float = 1.0,
 ) -> tuple[Metrics, Responses]:
     """Sample and score responses to every prompt of every set; return metrics and the responses.
-
-    Raises RewardError when more than `max_failed_fraction` of the episodes of a set failed.
 
     With a `breakdown_key` there is also `eval/<set>/<value>/pass@1` for each value in that column of the prompts' rows.
     """
@@ -90,13 +87,18 @@ def evaluate(
     responses: Responses = {}
     for name, prompts in sets.items():
         groups = engine.generate(prompts, sampling, rewarder.begin)
-        check_failed(groups, bound=max_failed_fraction, num_responses=len(groups) * sampling.n)
         scores = rewarder.score(groups)
         responses[name] = (groups, scores)
         metrics |= set_metrics(name, groups, scores)
         if breakdown_key is not None:
             metrics |= pass_rate_by_value(name, groups, scores, key=breakdown_key)
     return metrics, responses
+
+
+def check_failed_sets(config: RlConfig | EvalConfig, responses: Responses) -> None:
+    """Raise RewardError if more than `agent.max_failed_fraction` of a set's episodes failed."""
+    for groups, _ in responses.values():
+        check_failed(config, groups)
 
 
 def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
@@ -258,10 +260,10 @@ class Evaluations:
                 rewarder=self.rewarder,
                 sampling=evaluation_sampling(self.config),
                 breakdown_key=self.config.eval.breakdown_key,
-                max_failed_fraction=self.config.agent.max_failed_fraction,
             )
             for name, (groups, scores) in responses.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
+            check_failed_sets(self.config, responses)
         with stops.uninterrupted():
             self.checkpoints.keep_best(step, metrics)
         self.last_evaluated, self.checkpoints.evaluation_is_pending = step, False

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scripted_episodes import make_segment
 from torch import Tensor
 
 from vlmrl.algorithms.aggregation import reduce
@@ -27,7 +28,7 @@ from vlmrl.cluster.models import (
 )
 from vlmrl.cluster.remote_call import record_call
 from vlmrl.data.media import Blank
-from vlmrl.data.packing import Branch, Pack, make_pack
+from vlmrl.data.packing import Branch, Pack, make_pack, place
 from vlmrl.observe.metrics import Metric, Sum
 from vlmrl.types import Experience, Floats, Layout, Sample, Totals
 
@@ -289,3 +290,167 @@ def test_the_loss_is_that_of_a_batch_without_the_left_out_samples(aggregation: A
     whole = gradient([samples[0], samples[1].left_out(), samples[2], samples[3].left_out()])
     torch.testing.assert_close(whole[[0, 2]], gradient([samples[0], samples[2]]))
     assert whole[[1, 3]].abs().max() == 0
+
+
+# ---------------------------------------------------------------- responses of several segments
+
+
+SEGMENTS = [
+    (0, [[0, 1], [7, 7], [8], [9]]),
+    (0, [[0, 5, 5], [4, 4]]),
+    (1, [[0, 1], [6]]),
+    (2, [[0, 1, 2], [3, 3, 3]]),
+    (2, [[0, 1], [3], [8], [2]]),
+    (3, [[0, 1, 2], [5, 5]]),
+]
+"""Response and spans of each segment; the first two responses are to one prompt, the others to another."""
+
+
+def of_segments(*, joined: bool) -> list[Sample]:
+    """Samples of `SEGMENTS`, or one sample per response with the same tokens end to end."""
+    spans: dict[int, list[list[list[int]]]] = {}
+    for i, (number, tokens) in enumerate(SEGMENTS):
+        spans.setdefault(number if joined else i, []).append(tokens)
+    totals = [sum(len(s) for number, tokens in SEGMENTS if number == k for s in tokens[1::2]) for k in range(4)]
+    samples = []
+    for i, parts in spans.items():
+        number = i if joined else SEGMENTS[i][0]
+        segments = [make_segment(part) for part in parts]
+        samples.append(
+            Sample(
+                np.concatenate([s.tokens for s in segments]),
+                np.concatenate([s.sampled for s in segments]),
+                group=number // 2,
+                response=None if joined else number,
+                response_tokens=None if joined else totals[number],
+                shares_prompt=joined or i == 0 or SEGMENTS[i - 1][0] != number,
+            )
+        )
+    return samples
+
+
+def loss_and_gradients(
+    knobs: PolicyLoss, samples: list[Sample], packs: list[Pack], totals: Totals
+) -> tuple[float, list[float]]:
+    """The loss of an optimizer step over these packs, and the gradients of all sampled tokens in order.
+
+    Log-probs, advantages and engine log-probs of a sampled token depend on its number.
+    """
+    first = np.cumsum([0, *(int(sample.sampled.sum()) for sample in samples)])
+    total, gradients = 0.0, np.zeros(first[-1])
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0.0, 0.4, (4, first[-1])).astype(np.float32)
+    for pack in packs:
+        numbers = [np.full(len(s.tokens), -1) for s in pack.samples]
+        for row, i, sample in zip(numbers, pack.ids, pack.samples, strict=True):
+            if i >= 0:
+                row[sample.sampled] = np.arange(first[i], first[i + 1])
+        number = place(pack, numbers, -1)
+        sampled = place(pack, [s.sampled for s in pack.samples], False)
+        column = [torch.from_numpy(row)[number] for row in noise]
+        logprobs = (column[0] - 1).requires_grad_()
+        lengths = [np.full(len(s.tokens), s.length_of_response) for s in pack.samples]
+        owners = [np.full(len(s.tokens), o) for s, o in zip(pack.samples, pack.owners, strict=True)]
+        terms = policy_loss(
+            knobs,
+            logprobs=logprobs,
+            old=column[0].detach() - 1 + column[1] * 0.1,
+            rollout=column[0].detach() - 1 + column[2],
+            advantages=column[3] + 0.7,
+            sampled=sampled,
+            owner=place(pack, owners, 0),
+        )
+        loss = reduce(
+            terms.losses,
+            sampled,
+            aggregation=knobs.aggregation,
+            lengths=place(pack, lengths, 0),
+            totals=totals,
+            max_tokens=9,
+        )
+        loss.backward()
+        total += loss.item()
+        assert logprobs.grad is not None
+        gradients[number[sampled].numpy()] += logprobs.grad[sampled].numpy()
+    return total, gradients.tolist()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "aggregation", "correction", "whole"),
+    [
+        ("ppo", "token", None, False),
+        ("ppo", "sequence", Correction("tis", 0.0, 1.2), False),
+        ("cispo", "constant", Correction("icepop", 0.7, 1.5), False),
+        ("gspo", "sequence", None, True),
+        ("gspo", "sequence", Correction("seq-mask-tis", 0.85, 1.2), True),
+        ("ppo", "sequence", Correction("seq-mask-tis", 0.85, 1.2), True),
+        ("gspo", "token", None, True),
+    ],
+)
+def test_a_response_in_segments_has_the_loss_and_gradients_of_one_row(
+    kind: str, aggregation: Any, correction: Correction | None, whole: bool, num_ranks: int, layout: Layout
+) -> None:
+    knobs = PolicyLoss(
+        aggregation=aggregation, max_tokens=9, kind=kind, correction=correction, clip_low=0.03, clip_high=0.03
+    )
+    one_row, segments = of_segments(joined=True), of_segments(joined=False)
+    totals = loss_totals(one_row)
+    assert totals == loss_totals(segments) == Totals(num_tokens=13, num_responses=4)
+    expected = loss_and_gradients(knobs, one_row, [make_pack(one_row, range(4), "padded")], totals)
+    # Packs of 9 tokens: unless responses stay whole, their segments lie in different packs.
+    plan = packing(layout, max_tokens=9)
+    packs = [pack for rank in plan.spread(segments, num_ranks, whole_responses=whole) for pack in rank]
+    numbers = [{s.response for s in pack.samples if s.sampled.any()} for pack in packs]
+    is_split = sum(map(len, numbers)) > 4
+    assert is_split == (not whole)
+    loss, gradients = loss_and_gradients(knobs, segments, packs, totals)
+    assert loss == pytest.approx(expected[0], abs=1e-6)
+    assert gradients == pytest.approx(expected[1], abs=1e-6)
+    assert any(gradients)
+
+
+def test_the_ratio_of_gspo_needs_whole_responses() -> None:
+    """The test above would fail if the packs of `whole_responses` did not matter."""
+    knobs = PolicyLoss(aggregation="sequence", max_tokens=9, kind="gspo", clip_low=0.03, clip_high=0.03)
+    segments = of_segments(joined=False)
+    totals = loss_totals(segments)
+    apart = [make_pack([sample], [i], "padded") for i, sample in enumerate(segments)]
+    whole = [make_pack(segments, range(6), "padded")]
+    first, second = (loss_and_gradients(knobs, segments, packs, totals)[1] for packs in (apart, whole))
+    assert first != pytest.approx(second, abs=1e-4)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_policy_keeps_responses_whole_where_its_loss_reads_them(whole: bool) -> None:
+    packs_of: list[Pack] = []
+
+    class Recorder(FakeRanks):
+        def _call(self, rank: int, function: Any, item: Any) -> Any:
+            (work, _) = record_call(function, item)[1]
+            packs_of.extend(pack for step in work for pack, _ in step)
+            return super()._call(rank, function, item)
+
+    samples = of_segments(joined=False)
+    columns = [np.zeros(len(s.tokens), np.float32) for s in samples]
+    ranks = Ranks(Recorder(2), packing(max_tokens=9), 100, PassMetrics())  # type: ignore[arg-type]
+    remote_policy = RemotePolicy(ranks, StepPlan(batch_size=4, epochs=1, seed=0), whole_responses=whole)
+    remote_policy.update(Experience(samples, columns, columns, columns), step=1)
+    owners = [{s.response for s in pack.samples if s.sampled.any()} for pack in packs_of]
+    assert (sum(map(len, owners)) == 4) == whole
+
+
+def test_minibatches_count_responses_not_segments() -> None:
+    samples = of_segments(joined=False)
+    batches = minibatches(samples, 2, np.random.default_rng(0))
+    assert sorted(batches) == [[0, 1, 2], [3, 4, 5]], "three segments each, of two responses"
+    assert sorted(map(len, minibatches(samples, 4, np.random.default_rng(0)))) == [6]
+    order = [samples[i] for i in (4, 0, 2, 5, 3, 1)]
+    assert sorted(minibatches(order, 2, np.random.default_rng(0))) == [[0, 3, 4], [1, 2, 5]]
+
+
+def test_totals_do_not_count_responses_of_which_all_segments_are_left_out() -> None:
+    samples = of_segments(joined=False)
+    assert loss_totals([samples[0].left_out(), *samples[1:]]).num_responses == 4
+    assert loss_totals([s.left_out() for s in samples[:2]] + samples[2:]) == Totals(num_tokens=8, num_responses=3)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scripted_episodes import failed_rollout, make_episode_rollout, make_segment
 from scripted_loop import make_prompt, make_rollout
 
 from vlmrl.algorithms.advantages import advantages
@@ -178,3 +179,71 @@ def test_the_image_check_gets_scores_on_all_tokens_and_steps_as_log_odds() -> No
         [1.0 + 2 * n] * t for n, t in enumerate(lengths)
     ]
     assert steps.ranks.calls == ["step_scores {'as_odds': True}"]  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- conversations with an environment
+
+
+def conversations() -> list[Group]:
+    """Turns with rewards of 0.5 and 1 in two segments, an environment that raised after a reward of 5, a lost one."""
+    prompt = make_prompt(0)
+    done = make_episode_rollout(make_segment([[0, 1], [7, 7]], [0.5]), make_segment([[0, 4], [9], [4]], [1.0]))
+    raised = make_episode_rollout(
+        make_segment([[0, 1], [6], [8], [6]], [5.0, 0.0]), stop="raised", failure="response", problem="KeyError: 'x'"
+    )
+    other = make_prompt(1)
+    return [Group(prompt, (done, raised, failed_rollout(prompt))), Group(other, (failed_rollout(other),))]
+
+
+class RecordingFunctions(Functions):
+    def __init__(self, scores: list[list[Score]]) -> None:
+        super().__init__(scores)
+        self.seen: list[list[int]] = []
+
+    def begin(self, group: Group) -> None:
+        self.seen.append([rollout.num_sampled for rollout in group.rollouts])
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        self.seen += [[rollout.num_sampled for rollout in group.rollouts] for group in groups]
+        return self.scores
+
+
+def test_rewards_of_turns_are_added_to_those_of_the_sources() -> None:
+    functions = RecordingFunctions([[Score(10.0, {"math": 10.0})]])
+    model = source({0: 100.0, 1: 2.0}, weight=0.5)
+    sources = RewardSources(functions, [model])  # type: ignore[arg-type]
+    for group in conversations():
+        sources.begin(group)
+    (done, raised, failed), (alone,) = sources.score(conversations())
+    assert functions.seen == [[3], [3]], "episodes that raised or failed are not scored, nor are groups of them alone"
+    # The model's score is that of the last segment.
+    assert (done.total, done.parts) == (12.5, {"math": 10.0, "model": 2.0, "environment": 1.5})
+    assert done.token_rewards is None
+    assert (raised.failure, raised.problem, raised.earned) == ("response", "KeyError: 'x'", 0.0)
+    assert (failed.failure, failed.has_reward, alone.failure) == ("infrastructure", False, "infrastructure")
+
+
+def test_rewards_of_turns_by_token_are_those_of_their_last_tokens() -> None:
+    functions = RecordingFunctions([[Score(-10.0)]])
+    steps = {0: np.array([0, 0, 0.25, 0], np.float32), 1: np.zeros(4, np.float32)}
+    model = source(steps, weight=1.0, is_process=True)
+    sources = RewardSources(functions, [model], turn_rewards_by_token=True)  # type: ignore[arg-type]
+    (done, raised, failed), _ = sources.score(conversations())
+    assert done.token_rewards is not None
+    assert done.token_rewards.tolist() == [0, 0, 0.25, 0.5, 0, 0, 1.0, 0]
+    assert (done.total, done.earned) == (-10.0, -8.25)
+    assert raised.token_rewards is not None
+    assert raised.token_rewards.tolist() == [0, 0, 5.0, 0, 0]
+    assert raised.earned == -8.25, "raising pays no more than the lowest of the group, whatever its turns earned"
+    assert failed.token_rewards is None
+
+
+def test_failures_of_environments_are_shown_once_of_each_kind() -> None:
+    shown: list[str] = []
+    sources = RewardSources(None, [], say=shown.append)
+    for _ in range(2):
+        sources.score(conversations())
+    raised, lost = shown
+    assert "the episode of toy:0 raised: KeyError: 'x'" in raised
+    assert "agent/stop/raised" in raised
+    assert "the episode of toy:0 failed: the environment took over 60 s" in lost

@@ -1,5 +1,6 @@
 """Distribution over ranks: no sample lost, equal numbers of packs, balanced cost, shared parts on one rank."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_a_single_rank_needs_no_fillers() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         run([])
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("max_tokens", [1, 40, 1000])
+def test_whole_responses_are_in_one_pack_on_one_rank(layout: str, num_ranks: int, max_tokens: int) -> None:
+    rng = np.random.default_rng(2)
+    samples = []
+    for number in range(12):
+        for place in range(int(rng.integers(1, 4))):
+            one = response(2, int(rng.integers(2, 30)), group=number // 4)
+            samples.append(replace(one, response=number, shares_prompt=place == 0))
+    ranks = run(samples, num_ranks=num_ranks, layout=layout, max_tokens=max_tokens, whole_responses=True)
+    assert sorted(i for rank in ids(ranks) for i in rank if i != FILLER) == list(range(len(samples)))
+    assert len({len(packs) for packs in ranks}) == 1
+    packs = [pack for of_rank in ranks for pack in of_rank]
+    for number in range(12):
+        assert sum(number in {s.response for s in pack.samples} for pack in packs) == 1

@@ -1,6 +1,7 @@
 """Packing: layout and its inverse, shared prefixes, costs, and splitting a batch within a budget."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from vlmrl.data.media import Blank
-from vlmrl.data.packing import FILLER, Branch, Pack, collect, make_pack, make_packs, pack_cost, place, units
+from vlmrl.data.packing import FILLER, Branch, Pack, collect, cuts, make_pack, make_packs, pack_cost, place, units
 from vlmrl.errors import DataError
 from vlmrl.types import Layout, Media, Sample
 
@@ -332,3 +333,65 @@ def test_any_batch_is_split_into_packs_that_hold_each_sample_once(layout: Layout
         members = [i for i, sample in enumerate(samples) if sample.group == group]
         packs_of_group = {n for n, pack in enumerate(packs) if set(members) & set(pack.ids)}
         assert len(packs_of_group) == 1 or cost(members) > budget
+
+
+# ---------------------------------------------------------------- segments of conversations
+
+
+def segment(tokens: Sequence[int], sampled: Sequence[int], response: int, *, shares: bool, group: int = 0) -> Sample:
+    flags = np.isin(np.arange(len(tokens)), sampled)
+    return Sample(np.array(tokens), flags, group=group, response=response, shares_prompt=shares)
+
+
+SEGMENTS = [
+    segment([1, 2, 3, 4, 5, 6], [3, 5], 0, shares=True),
+    segment([1, 9, 4, 6, 7], [4], 0, shares=False),
+    segment([1, 2, 3, 8], [3], 1, shares=True),
+    segment([1, 9, 8, 7], [3], 1, shares=False),
+    segment([5, 6, 7], [2], 2, shares=True, group=1),
+]
+
+
+def test_responses_share_their_prompt_across_segments_with_a_rewritten_history() -> None:
+    pack = make_pack(SEGMENTS, range(5), "shared")
+    assert pack.rows == ((Branch((0, 2), 3), *singles(1, 3, 4)),)
+    assert pack.num_tokens == 22 - 3
+    assert pack_cost(SEGMENTS, "shared", lambda image: 0.0) == pack.num_tokens
+    rows = [np.arange(len(sample.tokens)) + 10 * i for i, sample in enumerate(SEGMENTS)]
+    back = collect(pack, place(pack, rows, fill=-1))
+    assert [row.tolist() for row in back[:2]] == [row.tolist() for row in rows[:2]]
+    assert back[2].tolist() == [0, 1, 2, 23], "the prompt has the values of the first"
+    assert pack.owners == (0, 0, 1, 1, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cost_of_any_pack_of_segments_is_the_tokens_that_it_computes(layout: Layout) -> None:
+    for pack in packs_of(SEGMENTS, layout=layout, max_tokens=16, whole_responses=False):
+        rows, columns = pack.shape
+        tokens = rows * columns if layout == "padded" else pack.num_tokens
+        assert pack_cost(pack.samples, layout, lambda image: 0.0) == tokens <= 16
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("max_tokens", [1, 9, 12, 100])
+def test_whole_responses_stay_in_one_pack(layout: Layout, max_tokens: int) -> None:
+    packs = packs_of(SEGMENTS, layout=layout, max_tokens=max_tokens, whole_responses=True)
+    assert sorted(i for pack in packs for i in pack.ids) == list(range(5))
+    for number in range(3):
+        assert sum(number in {s.response for s in pack.samples} for pack in packs) == 1
+    if max_tokens == 1:
+        assert len(packs) == 3, "a response above the budget has a pack of its own"
+
+
+def test_cuts_are_between_responses_if_those_stay_whole() -> None:
+    assert cuts(SEGMENTS, whole_responses=False) == [1, 2, 3, 4]
+    assert cuts(SEGMENTS, whole_responses=True) == [2, 4]
+
+
+def test_images_of_later_turns_may_differ_within_a_group() -> None:
+    first, second = (
+        replace(response([1, 2], [3, 4], media=(dot("one"), dot(name))), num_prompt_images=1) for name in "ab"
+    )
+    assert branches([first, second]) == (Branch((0, 1), 2),)
+    assert units([first, second], "image") == [[0, 1]]
+    assert list(make_pack([first, second], range(2), "shared").media) == ["one", "a", "b"]

@@ -1,11 +1,13 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from scripted_episodes import failed_rollout, make_episode_rollout, make_segment
 
 from vlmrl.observe.transcripts import Transcripts
-from vlmrl.types import Floats, Group, Media, Pixels, Prompt, Rollout, Score
+from vlmrl.types import ChatMessage, Episode, Floats, Group, Media, Pixels, Prompt, Rollout, Score
 
 
 class Picture:
@@ -150,3 +152,39 @@ def test_any_response_text_gives_valid_json(tmp_path: Path) -> None:
     file = Transcripts(tmp_path, MediaRecorder()).write_evaluation(1, "x", [group(0, [text])], [[Score(0.0)]])
     (line,) = file.read_bytes().decode("utf-8").strip("\n").split("\n")
     assert json.loads(line)["responses"][0]["text"] == text
+
+
+def test_a_conversation_is_written_turn_by_turn_with_its_images_and_rewards(tmp_path: Path) -> None:
+    recorder, start, later = MediaRecorder(), Picture("a"), Picture("b")
+    tokens = np.array([5, 6], np.int64)
+    prompt = Prompt(0, "steer:0", "which way?", tokens, tokens, None, (start,))
+    messages = (
+        ChatMessage("assistant", "left", reward=0.5),
+        ChatMessage("user", "<image>next?", ("b",)),
+        ChatMessage("assistant", "stop", reward=1.0),
+    )
+    segments = (
+        make_segment([[5, 6], [7, 7]], [0.5], version=3, media=(start,)),
+        make_segment([[5, 6, 8], [9]], [1.0], version=4, media=(start, later)),
+    )
+    rollouts = (
+        replace(make_episode_rollout(*segments), episode=Episode("done", messages)),
+        make_episode_rollout(make_segment([[5, 6], [4]], version=3), stop="raised", failure="response"),
+        failed_rollout(prompt),
+    )
+    scores = [Score(1.5), Score(0.0, failure="response", problem="KeyError"), Score(0.0, failure="infrastructure")]
+    advantages = [floats(0, 0, 1, 2), floats(0, 0, 0, 6), floats(0, 0, -1), floats(0, 0)]
+    rewards = floats(1.5, 0, float("nan"))
+    file = Transcripts(tmp_path, recorder).write(3, [Group(prompt, rollouts)], [scores], [rewards], advantages)
+    (line,) = lines(file)
+    done, raised, failed = line["responses"]  # type: ignore[misc]
+    assert done["messages"] == [
+        {"role": "assistant", "text": "left", "images": [], "reward": 0.5},
+        {"role": "user", "text": "<image>next?", "images": ["b"], "reward": None},
+        {"role": "assistant", "text": "stop", "images": [], "reward": 1.0},
+    ]
+    assert (done["advantage"], done["tokens"], done["versions"], done["stop"]) == (3.0, 3, [3, 4], "done")
+    assert (raised["stop"], raised["problem"], raised["advantage"]) == ("raised", "KeyError", -1.0)
+    assert (failed["stop"], failed["score"], failed["reward"], failed["tokens"]) == ("failed", None, None, 0)
+    assert (failed["version"], failed["versions"]) == (None, [])
+    assert recorder.saved == [("media", ["a", "b"])]

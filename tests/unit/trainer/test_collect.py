@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scripted_episodes import failed_rollout
 from scripted_loop import (
     CountingPrompts,
     LabelRewarder,
@@ -18,6 +19,7 @@ from scripted_loop import (
     run,
 )
 
+from vlmrl.config.agent import Agent
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.trainer.collect import Ending, ExhaustedError, PromptBudget
@@ -93,6 +95,43 @@ def test_failures_add_up_over_the_draws_of_a_step(kind: Failure) -> None:
         "the bound is on what the infrastructure failed"
     )
     assert notebook.steps[1]["reward/failed"] == 5
+
+
+def test_failed_episodes_do_not_count_towards_the_bound_on_failures_of_rewards() -> None:
+    reported: list[int] = []
+
+    class LosesEpisodes(ScriptedEngine):
+        """The third episode of each prompt fails."""
+
+        def generate(
+            self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
+        ) -> list[Group]:
+            groups = super().generate(prompts, sampling)
+            return [replace(group, rollouts=(*group.rollouts, failed_rollout(group.prompt))) for group in groups]
+
+    class Picky(PickyRewarder):
+        def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+            reported.append(failed)
+            scores = super().score([replace(group, rollouts=group.rollouts[:2]) for group in groups])
+            return [[*pair, Score(0.0, failure="infrastructure")] for pair in scores]
+
+    settings = config(
+        algo=FILTERING,
+        train={"batch_size": 6, "agent_func_path": "my_env.py:make"},
+        rollout={"batch_size": 2, "n_samples_per_prompt": 3, "max_new_tokens": 4},
+        agent={"max_failed_fraction": 0.4},
+        data={"prompt_dataset": "toy", "max_len": 128},
+    )
+    notebook = run(settings, RememberingPolicy(LosesEpisodes()), steps=1, rewarder=Picky())
+    assert reported == [0] * 5
+    assert (notebook.steps[1]["agent/failed"], notebook.steps[1]["reward/failed"]) == (7, 7)
+    with pytest.raises(RewardError, match=r"2 of 6 episodes failed, more than agent\.max_failed_fraction 0\.3"):
+        run(
+            settings.model_copy(update={"agent": Agent(max_failed_fraction=0.3)}),
+            RememberingPolicy(LosesEpisodes()),
+            steps=1,
+            rewarder=Picky(),
+        )
 
 
 def test_rejected_groups_reach_the_transcripts() -> None:

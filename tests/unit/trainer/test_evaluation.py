@@ -3,9 +3,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scripted_episodes import failed_rollout
+from scripted_loop import config
 
+from vlmrl.errors import RewardError
 from vlmrl.observe.metrics import check_name, evaluated_sets
 from vlmrl.trainer.evaluation import (
+    check_failed_sets,
     evaluate,
     is_correct,
     pass_at_k,
@@ -142,3 +146,16 @@ def test_a_set_without_the_column_has_totals_only(key: str | None, parts: list[s
     assert metrics["eval/with/pass@1"] == metrics["eval/without/pass@1"] == 0.5
     assert evaluated_sets(metrics) == {"with": parts, "without": []}
     assert {name: len(groups) for name, (groups, _) in answers.items()} == {"with": 1, "without": 1}
+
+
+def test_an_evaluation_of_failed_episodes_is_an_error() -> None:
+    settings = config(
+        train={"batch_size": 4, "agent_func_path": "my_env.py:make"},
+        agent={"max_failed_fraction": 0.5},
+        data={"prompt_dataset": "toy", "max_len": 128},
+    )
+    prompt = group(1).prompt
+    lost = failed_rollout(prompt)
+    check_failed_sets(settings, {"toy": ([Group(prompt, (lost, answer()))], [[WRONG, RIGHT]])})
+    with pytest.raises(RewardError, match=r"2 of 3 episodes failed, more than agent\.max_failed_fraction 0\.5"):
+        check_failed_sets(settings, {"toy": ([Group(prompt, (lost, lost, answer()))], [[WRONG, WRONG, RIGHT]])})
