@@ -31,9 +31,8 @@ class Agent(Section):
     """Processes of each engine that hold environments. A synchronous environment has a process to itself, so this is
     the number of episodes that an engine plays at a time; asynchronous ones share the processes by the hundred."""
     history: Literal["keep", "template"] = "keep"
-    """What the policy reads of its earlier responses: `keep`: their tokens as sampled. `template`: what the chat
-    template makes of them, such as Qwen3's, which strips thinking; training then has one sequence per rewritten
-    history."""
+    """How the policy reads its earlier responses. `keep`: their tokens as sampled. `template`: as the chat template
+    renders them, which for Qwen3 means without thinking; training then has one sequence per rewritten history."""
     tool_format: Text = "auto"
     """Format of tool calls: the name of one of vLLM's tool parsers, such as `hermes`; `auto`: that of the model's
     family."""
