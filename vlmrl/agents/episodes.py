@@ -17,21 +17,10 @@ from vlmrl.agents.tool_calls import ToolCall, ToolCallParser, as_function
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Columns
 from vlmrl.data.media import InlineMedia, make_row_media
+from vlmrl.episode import ChatMessage, Episode, StopReason
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import Processor
-from vlmrl.types import (
-    ChatMessage,
-    Episode,
-    Failure,
-    Group,
-    Media,
-    Pixels,
-    Prompt,
-    Rollout,
-    Sampling,
-    Segment,
-    StopReason,
-)
+from vlmrl.types import Failure, Group, Media, Pixels, Prompt, Rollout, Sampling, Segment
 
 _CUT_SHORT: frozenset[StopReason] = frozenset({"context", "images", "turns"})
 _MAX_SEED = 2**32

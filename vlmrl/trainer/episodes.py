@@ -8,8 +8,9 @@ from typing import get_args
 
 import numpy as np
 
+from vlmrl.episode import StopReason
 from vlmrl.errors import RewardError
-from vlmrl.types import Group, Metrics, StopReason
+from vlmrl.types import Group, Metrics
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
