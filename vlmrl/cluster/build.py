@@ -233,6 +233,7 @@ class RoleBuilder:
                 rewarder,
                 remote_reward_models(config, ranks, models),
                 turn_rewards_by_token=config.algo.advantage.rewards_turns,
+                say=report.say,
             ),
         )
 

@@ -128,9 +128,16 @@ class RewardSources:
         models: Sequence[RemoteRewardModel],
         *,
         turn_rewards_by_token: bool = False,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`turn_rewards_by_token`: an environment's reward for a turn is that of the turn's last token. If not, it is
-        added to the score of the conversation."""
+        """Take the sources, which have started.
+
+        Args:
+            turn_rewards_by_token: an environment's reward for a turn is that of the turn's last token. If not, it is
+                added to the score of the conversation.
+            say: shows users why environments failed, once for each kind of failure.
+        """
+        self._first_failures = FirstFailures(say, beginning="agent: the environment failed in an episode of {source}")
         self._functions = functions
         self.models = models
         self._turn_rewards_by_token = turn_rewards_by_token
@@ -157,6 +164,7 @@ class RewardSources:
             for group in groups
             for rollout in group.rollouts
         ]
+        self._first_failures.see(groups, [[_failed(rollout) or Score(0.0) for rollout in g.rollouts] for g in groups])
         remaining = iter(scores)
         return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
 

@@ -20,7 +20,7 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         sets = with_metric_names(prompts.evaluation())
-        reward_sources = RewardSources(builder.rewarder(config, report.say), [])
+        reward_sources = RewardSources(builder.rewarder(config, report.say), [], say=report.say)
         engines = builder.engines(config, report)
         report.begin(total_steps=0, done=0)
         with report.phase("eval"):

@@ -64,8 +64,11 @@ def count_failures(scores: Sequence[Score]) -> Metrics:
 class FirstFailures:
     """Shows people the first failure of each kind with its row; all are counted and in the transcripts."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(
+        self, say: Callable[[str], None], *, beginning: str = "reward: a response to {source} could not be scored"
+    ) -> None:
+        """`beginning` of each message; `{source}` stands for the row."""
+        self._say, self._beginning = say, beginning
         self._known: set[str] = set()
 
     def see(self, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
@@ -81,7 +84,7 @@ class FirstFailures:
             return
         self._known.add(kind)
         self._say(
-            f"reward: a response to {source} could not be scored: {problem}; more of this kind are counted in "
+            f"{self._beginning.format(source=source)}: {problem}; more of this kind are counted in "
             f"reward/failed_{failure}, and each is in the transcripts"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from scripted_loop import make_prompt, make_rollout
 from vlmrl.algorithms.advantages import advantages
 from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSources
+from vlmrl.episode import Episode
 from vlmrl.errors import RewardError
-from vlmrl.types import Group, Sample, Score
+from vlmrl.types import Failure, Group, Rollout, Sample, Score
 
 
 class FixedRanks:
@@ -178,3 +180,46 @@ def test_the_image_check_gets_scores_on_all_tokens_and_steps_as_log_odds() -> No
         [1.0 + 2 * n] * t for n, t in enumerate(lengths)
     ]
     assert steps.ranks.calls == ["step_scores {'as_odds': True}"]  # type: ignore[attr-defined]
+
+
+def conversation(rollout: Rollout, reward: float, failure: Failure | None = None) -> Rollout:
+    """The same as a conversation of one turn with this reward of the environment."""
+    (segment,) = rollout.segments
+    (turn,) = segment.turns
+    stop = "done" if failure is None else "raised" if failure == "response" else "failed"
+    problem = None if failure is None else "ValueError: no such move (env.py:7)"
+    segment = replace(segment, turns=(replace(turn, reward=reward),))
+    return replace(rollout, segments=(segment,), episode=Episode(stop, (), failure=failure, problem=problem))
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rewards_of_turns_are_added_or_are_at_the_last_token_of_their_turn(*, by_token: bool) -> None:
+    group = groups()[0]
+    group = replace(group, rollouts=(conversation(group.rollouts[0], 0.5), conversation(group.rollouts[1], -1.0)))
+    functions = Functions([[Score(1.0, {"math": 1.0}), Score(0.25)]])
+    sources = RewardSources(functions, [], turn_rewards_by_token=by_token)  # type: ignore[arg-type]
+    ((first, second),) = sources.score([group])
+    assert (first.earned, second.earned) == (1.5, -0.75)
+    assert first.parts == {"math": 1.0, "environment": 0.5}
+    if by_token:
+        assert first.token_rewards is not None
+        end = group.rollouts[0].turns[0].end
+        assert np.flatnonzero(first.token_rewards).tolist() == [end - 1]
+        assert first.total == 1.0
+    else:
+        assert (first.total, first.token_rewards) == (1.5, None)
+
+
+def test_failed_conversations_are_not_scored_and_their_reason_is_shown_once() -> None:
+    group = groups()[0]
+    plain = group.rollouts[0]
+    failures: tuple[Failure | None, ...] = (None, "response", "response", "infrastructure")
+    group = replace(group, rollouts=tuple(conversation(plain, -0.5, failure) for failure in failures))
+    shown: list[str] = []
+    functions = Functions([[Score(0.25)]])
+    ((good, raised, _, lost),) = RewardSources(functions, [], say=shown.append).score([group])  # type: ignore[arg-type]
+    assert (good.total, raised.total) == (-0.25, -0.25), "raising pays no more than the lowest reward of the group"
+    assert (raised.has_reward, lost.has_reward) == (True, False)
+    assert [line.partition("; ")[0] for line in shown] == [
+        "agent: the environment failed in an episode of toy:0: ValueError: no such move (env.py:7)"
+    ] * 2, "one for each kind: the response's and the infrastructure's"
