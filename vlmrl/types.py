@@ -1,4 +1,4 @@
-"""Types of the data in a run: Prompt -> Group -> Sample -> Experience. Each is frozen, and complete when created.
+"""Types of the data in a run: Prompt -> Group -> Sample. Each is frozen, and complete when created.
 
 Index t is about token t everywhere: `logprobs[t]` is the log-probability of `tokens[t]` given `tokens[:t]`, and
 `sampled[t]` is True where the policy chose `tokens[t]`. The one shift by one lives in `models/inputs.py`.
@@ -10,7 +10,7 @@ row, V vocabulary, D hidden size, P vision patches, H heads, L layers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -366,53 +366,6 @@ class Sample:
     def length_of_response(self) -> int:
         """Sampled tokens of the whole response."""
         return int(self.sampled.sum()) if self.response_tokens is None else self.response_tokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Experience:
-    """A batch of samples, with all per-token inputs of the loss. Lists run over samples."""
-
-    samples: Sequence[Sample]
-    """B of them."""
-    advantages: Sequence[Floats]
-    """B arrays of [T]; 0 where not sampled."""
-    old_logprobs: Sequence[Floats] | None
-    """B arrays of [T]: by the policy before the update, recomputed by the trainer. None: the update makes one pass, and
-    uses its own log-probs."""
-    rollout_logprobs: Sequence[Floats]
-    """B arrays of [T]: by the engine, when it sampled."""
-    ref_logprobs: Sequence[Floats] | None = None
-    """B arrays of [T]; None when no reference takes part in the loss."""
-    values: Sequence[Floats] | None = None
-    """B arrays of [T]: by the critic before the update; None without a critic."""
-    returns: Sequence[Floats] | None = None
-    """B arrays of [T]: the targets of the critic."""
-    kl_coef: float = 0.0
-    """Weight of the KL to the reference in the loss."""
-    span: tuple[float, float] | None = None
-    """Progress of the run before and after this step, from 0 to 1, which the learning rate follows. With dynamic
-    filtering steps take different numbers of prompts; None without it, where the schedule counts optimizer steps."""
-
-    def __post_init__(self) -> None:
-        lengths = [len(s.tokens) for s in self.samples]
-        for name in _COLUMNS:
-            column = getattr(self, name)
-            if column is not None and [len(row) for row in column] != lengths:
-                raise ValueError(f"the {name} of an experience do not match the lengths of its samples")
-
-    def select(self, rows: Sequence[int]) -> Experience:
-        """Return the experience of these samples, in this order."""
-        return self.rearranged([self.samples[r] for r in rows], lambda column: [column[r] for r in rows])
-
-    def rearranged(self, samples: Sequence[Sample], pick: Callable[[Sequence[Floats]], Sequence[Floats]]) -> Experience:
-        """Return an experience of `samples`, with `pick` applied to every column that is not None."""
-        picked: dict[str, Any] = {
-            name: pick(getattr(self, name)) for name in _COLUMNS if getattr(self, name) is not None
-        }
-        return replace(self, samples=samples, **picked)
-
-
-_COLUMNS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "returns")
 
 
 @dataclass(frozen=True, slots=True)

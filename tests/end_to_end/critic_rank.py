@@ -21,10 +21,11 @@ from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import Pack
 from vlmrl.errors import ConfigError
 from vlmrl.learning.settings import CriticSettings, PolicyAndCriticSettings, PolicySettings
-from vlmrl.types import Experience, Floats, Sample
+from vlmrl.types import Floats, Sample
 
 KL_COEF = 0.1
 LOSSES: dict[str, dict[str, Any]] = {

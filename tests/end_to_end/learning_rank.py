@@ -24,9 +24,10 @@ from vlmrl.config.lora import Lora
 from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
+from vlmrl.data.experience import Experience
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import FILLER, Pack, make_pack
-from vlmrl.types import Experience, Floats, Sample, Totals
+from vlmrl.types import Floats, Sample, Totals
 
 SHARED = {"layout": "shared", "max_tokens": 10_000}
 PACKED = {"layout": "packed", "max_tokens": 10_000}

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from vlmrl.config.verbs import RlConfig
+from vlmrl.data.experience import Experience
 from vlmrl.trainer.collect import Ending, PromptBudget
 from vlmrl.trainer.protocols import Critic
 from vlmrl.trainer.rl import LoopState, train
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Rollout, Sample, Sampling, Score
+from vlmrl.types import Floats, Group, Metrics, Prompt, Rollout, Sample, Sampling, Score
 from vlmrl.verify.logprobs import compare_engine
 
 ANSWER_LOGPROB = -0.5

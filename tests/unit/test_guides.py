@@ -62,7 +62,7 @@ COMMANDS = [(guide, line) for guide in GUIDES if guide != SNIPPETS_RUN_ELSEWHERE
 
 
 def test_each_subject_has_its_guide() -> None:
-    folders = ("algorithms", "rewards", "models", "config", "observe", "verify")
+    folders = ("agents", "algorithms", "rewards", "models", "config", "observe", "verify")
     others = ("README.md", "examples/README.md", "datasets/README.md", "processors/README.md")
     wanted = {*others, *(f"vlmrl/{folder}/README.md" for folder in folders), "tests/benchmarks/README.md"}
     assert wanted <= set(GUIDES)

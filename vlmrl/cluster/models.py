@@ -14,9 +14,10 @@ import numpy as np
 
 from vlmrl.cluster.worker_group import Role_co, WorkerGroup
 from vlmrl.data.balance import spread
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import FILLER, ImageCost, Pack, by_response
 from vlmrl.observe.metrics import Metric, merge, reduce
-from vlmrl.types import Experience, Floats, Layout, Metrics, Sample, Totals
+from vlmrl.types import Floats, Layout, Metrics, Sample, Totals
 
 if TYPE_CHECKING:
     from vlmrl.learning.critic import Critic

@@ -32,9 +32,8 @@ class Agent(Section):
     the number of episodes that an engine plays at a time, by default 64; asynchronous ones share the processes by the
     hundred, by default 4."""
     history: Literal["keep", "template"] = "keep"
-    """What the policy reads of its earlier responses: `keep`: their tokens as sampled. `template`: what the chat
-    template makes of them, such as Qwen3's, which strips thinking; training then has one sequence per rewritten
-    history."""
+    """How the policy reads its earlier responses. `keep`: their tokens as sampled. `template`: as the chat template
+    renders them, which for Qwen3 means without thinking; training then has one sequence per rewritten history."""
     tool_format: Text = "auto"
     """Format of tool calls: the name of one of vLLM's tool parsers, such as `hermes`; `auto`: that of the model's
     family."""

@@ -89,11 +89,12 @@ class TrainingConfig(VerbConfig):
 class AgentConfig(VerbConfig):
     """The settings of verbs that sample responses."""
 
-    agent: Agent
+    actor: Model
     data: Columns
+    train: AgentLoop
     reward: Scoring
     rollout: Rollout
-    train: AgentLoop
+    agent: Agent
 
     @property
     def has_agent(self) -> bool:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from vlmrl.algorithms.aggregation import token_mean
 from vlmrl.algorithms.losses import value_loss
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import Pack
 from vlmrl.learning.base import PackLoss, TrainableModel
 from vlmrl.learning.checkpoint import save_adapter, save_model
@@ -18,7 +19,7 @@ from vlmrl.learning.forward import RowsAndMetrics, ValueForward, read_value_mode
 from vlmrl.learning.settings import CriticSettings
 from vlmrl.models.value_head import ValueModel
 from vlmrl.observe.metrics import Mean, Metric, merge
-from vlmrl.types import Experience, Totals
+from vlmrl.types import Totals
 
 _MOMENTS = ("count", "returns", "returns_squared", "errors", "errors_squared")
 """Sums over sampled tokens, from which the explained variance is computed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmrl.algorithms.aggregation import reduce, token_mean
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import Pack
 from vlmrl.learning.base import PackLoss, TrainableModel
 from vlmrl.learning.checkpoint import save_adapter, save_model
@@ -29,7 +30,7 @@ from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.scorer import Scorer
 from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
 from vlmrl.system.user_function import name_or_function
-from vlmrl.types import Bools, Experience, Floats, Ints, Layout, Sample, Totals
+from vlmrl.types import Bools, Floats, Ints, Layout, Sample, Totals
 
 __all__ = ["Policy", "PolicyLoss"]
 

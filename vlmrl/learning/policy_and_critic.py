@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import Pack
 from vlmrl.learning.critic import Critic
 from vlmrl.learning.forward import ModelForward, RowsAndMetrics
@@ -14,7 +15,7 @@ from vlmrl.learning.settings import PolicyAndCriticSettings
 from vlmrl.learning.weights import gathered, split_by_bytes
 from vlmrl.models.weight_buckets import device_digest, fingerprint
 from vlmrl.observe.metrics import Metric
-from vlmrl.types import Experience, Totals
+from vlmrl.types import Totals
 
 _GATHER_BYTES = 1 << 28
 """Limit on the bytes of shards that are gathered at a time while the towers are compared."""

@@ -15,10 +15,11 @@ from vlmrl.algorithms.kl import kl_to_reference
 from vlmrl.algorithms.shaping import shape
 from vlmrl.algorithms.signal import has_signal
 from vlmrl.config.verbs import RlConfig
+from vlmrl.data.experience import Experience
 from vlmrl.data.responses import EndToEnd
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
-from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
+from vlmrl.types import Floats, Group, Metrics, Sample, Score
 from vlmrl.verify.logprobs import check_agreement, compare_engine
 
 

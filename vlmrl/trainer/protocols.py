@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from vlmrl.types import Experience, Floats, Group, Metrics, Prompt, Sample, Sampling, Score
+from vlmrl.data.experience import Experience
+from vlmrl.types import Floats, Group, Metrics, Prompt, Sample, Sampling, Score
 
 
 class Prompts(Protocol):

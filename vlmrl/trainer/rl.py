@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vlmrl.algorithms.kl import KlController
 from vlmrl.config.verbs import RlConfig
+from vlmrl.data.experience import Experience
 from vlmrl.data.responses import to_samples
 from vlmrl.parallel import run_parallel
 from vlmrl.system import stops
@@ -19,7 +20,7 @@ from vlmrl.trainer.collect import Ending, PromptBudget, collect
 from vlmrl.trainer.experience import ModelOutputs, ScoredBatch, make_experience
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.protocols import Critic, Engine, Policy, Prompts, Reference, Report, Rewarder, WeightSync
-from vlmrl.types import Experience, Group, Metrics, Sample
+from vlmrl.types import Group, Metrics, Sample
 from vlmrl.verify.logprobs import check_agreement
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlmrl.config.verbs import RlConfig
+from vlmrl.data.experience import Experience
 from vlmrl.errors import SyncError
-from vlmrl.types import Experience, Floats, Group, Metrics
+from vlmrl.types import Floats, Group, Metrics
 
 
 def check_versions(groups: Sequence[Group], *, version: int) -> None:

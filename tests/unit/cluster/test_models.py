@@ -27,10 +27,11 @@ from vlmrl.cluster.models import (
     pack_experience,
 )
 from vlmrl.cluster.remote_call import record_call
+from vlmrl.data.experience import Experience
 from vlmrl.data.media import Blank
 from vlmrl.data.packing import Branch, Pack, make_pack, place
 from vlmrl.observe.metrics import Metric, Sum
-from vlmrl.types import Experience, Floats, Layout, Sample, Totals
+from vlmrl.types import Floats, Layout, Sample, Totals
 
 dot = partial(Blank, size=(28, 28))
 

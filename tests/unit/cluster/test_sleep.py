@@ -15,7 +15,8 @@ from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
-from vlmrl.types import Experience, Prompt, Sample, Sampling
+from vlmrl.data.experience import Experience
+from vlmrl.types import Prompt, Sample, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
 PROMPT = Prompt(0, "row 0", "?", tokens=np.arange(2), request=np.arange(2), label=None)

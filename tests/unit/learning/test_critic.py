@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vlmrl.data.experience import Experience
 from vlmrl.learning.critic import _moments, explained_variance
-from vlmrl.types import Experience, Floats, Sample
+from vlmrl.types import Floats, Sample
 
 
 def experience(*rows: tuple[str, list[float], list[float]]) -> Experience:

@@ -25,12 +25,13 @@ from scripted_loop import (
     run,
 )
 
+from vlmrl.data.experience import Experience
 from vlmrl.errors import ClusterError
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.rl import LoopState
-from vlmrl.types import Experience, Group, Metrics, Prompt, Sample, Sampling, Score
+from vlmrl.types import Group, Metrics, Prompt, Sample, Sampling, Score
 
 GRACE_S = 60.0
 

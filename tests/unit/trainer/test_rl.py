@@ -17,11 +17,12 @@ from scripted_loop import (
     run,
 )
 
+from vlmrl.data.experience import Experience
 from vlmrl.errors import SyncError
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.rl import progress
-from vlmrl.types import Experience, Floats, Group, Metrics, Sample, Score
+from vlmrl.types import Floats, Group, Metrics, Sample, Score
 
 
 def test_a_step_runs_its_phases_and_each_sync_has_the_next_version() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scripted_loop import config, make_prompt, make_rollout
 
-from vlmrl.types import Experience, Group, Sample
+from vlmrl.data.experience import Experience
+from vlmrl.types import Group, Sample
 from vlmrl.verify.logprobs import check_versions, compare_engine, largest_gap, rounding
 
 

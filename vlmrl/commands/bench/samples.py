@@ -6,10 +6,11 @@ import numpy as np
 
 from vlmrl.config.bench import SyntheticBatch
 from vlmrl.config.data import Columns
+from vlmrl.data.experience import Experience
 from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ConfigError
 from vlmrl.plugins import Processor
-from vlmrl.types import Experience, Floats, Ints, Sample
+from vlmrl.types import Floats, Ints, Sample
 
 
 def make_samples(processor: Processor, vocabulary: int, sizes: SyntheticBatch, *, seed: int) -> list[Sample]:

@@ -36,6 +36,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.train import Layout
 from vlmrl.config.vision import Vision
 from vlmrl.data.balance import spread
+from vlmrl.data.experience import Experience
 from vlmrl.data.packing import Pack, place
 from vlmrl.learning.deepspeed_engine import device
 from vlmrl.learning.forward import LogprobForward
@@ -46,7 +47,7 @@ from vlmrl.models.patch_cost import patch_cost
 from vlmrl.observe.metrics import Metric, reduce
 from vlmrl.plugins import processor_of
 from vlmrl.system.malloc import keep_memory
-from vlmrl.types import Experience, Floats, Totals
+from vlmrl.types import Floats, Totals
 
 PARTS = ("forward", "backward", "optimizer")
 
