@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,9 @@ def test_images_go_through_a_frozen_tower_once_per_run(made: Any, family: tiny.F
         assert counts(kept.forward) == (0, sum(len(pack.media) for pack in cuts))
     assert_equal(kept.logprobs(packs(samples), gradient=True), expected)
     assert kept.calls == [3]
-    # New images beside cached ones.
-    kept.logprobs(packs([*samples, *batch(kept.read, seed=1)]))
+    # New images, of other prompts, beside cached ones.
+    others = [replace(sample, group=sample.group + len(samples)) for sample in batch(kept.read, seed=1)]
+    kept.logprobs(packs([*samples, *others]))
     assert kept.calls == [3, 3]
 
 
