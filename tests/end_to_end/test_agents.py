@@ -77,6 +77,20 @@ def make():
 '''
 
 
+WANDER = f"""
+import sys
+
+sys.path.insert(0, {str(STEER.parent)!r})
+from steer import MOVES, Steer
+
+
+class Wander(Steer):
+    def step(self, response):
+        return super().step([*MOVES][len(response) % 4])
+"""
+"""Steer for a random model: any response is a move."""
+
+
 class RecordingEngine(AgentEngine):
     """Keeps what vLLM sampled."""
 
@@ -94,14 +108,14 @@ class Stack:
     """An engine that plays episodes, and the trainer's passes of the same model."""
 
     def __init__(self, model: Path, spec: str, *, max_images: int | None, **agent: Any) -> None:
-        settings = Agent(**{"context_len": 600, "num_workers": 4, "max_images": max_images or 16} | agent)
+        settings = Agent(**{"context_len": 600, "num_workers": 6, "max_images": max_images or 16} | agent)
         engine = EngineSettings(
             model=str(model),
             vllm=Vllm(cpu_kv_cache_gib=0.25),
             columns=COLUMNS,
             trust_remote_code=False,
             dtype="fp32",
-            max_model_len=600,
+            max_model_len=settings.context_len,
             max_images=max_images,
             top_p=1.0,
             name="engine-0",
@@ -162,7 +176,7 @@ class Stack:
     async def check_agreement(self, groups: Sequence[Group]) -> None:
         """Check the log-probs of the trainer in all layouts, and the engine's of whole conversations."""
         segments = [segment for group in groups for segment in group.segments]
-        assert min(segment.logprobs[segment.sampled].min() for segment in segments if segment.turns) < -1
+        assert min(segment.logprobs.min() for segment in segments) < -1
         for layout in LAYOUTS:
             for row, segment in zip(self.logprobs(groups, layout), segments, strict=True):
                 np.testing.assert_allclose(row * segment.sampled, segment.logprobs, atol=EXACT, err_msg=layout)
@@ -202,9 +216,11 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_pictures_in_every_turn(tmp_path: Path) -> None:
     model = tiny.build("qwen2_5_vl", tmp_path / "model", size="micro")
+    file = tmp_path / "wander.py"
+    file.write_text(WANDER)
 
     async def run() -> None:
-        async with Stack(model, f"{STEER}:make", max_images=6) as stack:
+        async with Stack(model, f"{file}:Wander", max_images=6) as stack:
             groups = await stack.play(rows(stack.read, ["", "", ""]))
             await stack.check_agreement(groups)
             media = [len(segment.media) for group in groups for segment in group.segments]
@@ -219,7 +235,13 @@ def test_pictures_in_every_turn(tmp_path: Path) -> None:
 def test_tools_rewritten_histories_and_planted_faults(tmp_path: Path, environments: str) -> None:
     model = tiny.build("qwen3", tmp_path / "model", size="micro")
     lower_case_history(model)
-    agent: dict[str, Any] = {"max_turns": 5, "step_limit_s": 2.0, "max_retries": 1, "num_workers": 8}
+    agent: dict[str, Any] = {
+        "max_turns": 5,
+        "step_limit_s": 2.0,
+        "max_retries": 1,
+        "num_workers": 8,
+        "context_len": 1500,
+    }
 
     async def run() -> None:
         async with Stack(model, environments, max_images=None, **agent) as stack:
@@ -266,10 +288,10 @@ async def check_faults(stack: Stack) -> None:
             episode = rollout.episode
             assert episode is not None
             if fault in ("sleep", "exit"):
-                assert (episode.stop, episode.failure, episode.retries) == ("failed", "infrastructure", 1)
+                assert (episode.stop, episode.failure, episode.retries) == ("failed", "infrastructure", 1), episode
                 assert episode.timeouts == 2 * (fault == "sleep")
             else:
-                assert (episode.stop, episode.failure, episode.retries) == ("raised", "response", 0)
+                assert (episode.stop, episode.failure, episode.retries) == ("raised", "response", 0), episode
                 assert [turn.reward for turn in rollout.turns] == [0.25, 0.25, 0.0]
             assert episode.problem
     kept = [replace(group, rollouts=tuple(r for r in group.rollouts if r.turns)) for group in groups]

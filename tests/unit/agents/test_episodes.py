@@ -29,7 +29,7 @@ from vlmrl.types import Group, Prompt, Rollout, Sampling
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
 
 GAMES = '''
-import os, time
+import asyncio, os, time
 
 from PIL import Image
 
@@ -68,6 +68,13 @@ class Game:
         if response == "seed":
             return Reply(str(self.seed), reward=1)
         return Reply(f"you said {response}", reward=1)
+
+
+class AsyncGame(Game):
+    async def step(self, response):
+        if response == "wait":
+            await asyncio.sleep(1000)
+        return Game.step(self, response)
 
 
 class Tools(Game):
@@ -417,6 +424,26 @@ async def test_an_episode_that_is_lost_is_played_again_with_other_responses(
     other = group.rollouts[1].episode
     assert other is not None
     assert (other.retries, len(group.rollouts[1].turns)) == (0, 3), "the other episode went on"
+
+
+@pytest.mark.parametrize("response", ["wait", "exit"])
+async def test_asynchronous_episodes_in_a_process_that_dies_are_all_played_again(
+    games: Path, chat: Processor, response: str
+) -> None:
+    def script(episode: int, attempt: int, turn: int) -> str:
+        return "stop" if turn == 2 else response if (episode, attempt, turn) == (0, 0, 1) else f"{attempt}"
+
+    policy = ScriptedPolicy(chat, script, SAMPLING)
+    async with environments(games, "AsyncGame", num_workers=1, step_limit_s=3.0) as made:
+        group = await play(made, policy)
+    assert stops(group) == ["done", "done"]
+    first, second = (rollout.episode for rollout in group.rollouts)
+    assert first is not None
+    assert second is not None
+    assert (first.retries, first.timeouts) == (1, response == "wait")
+    if response == "wait":
+        assert second.retries == 0, "a call that waits is cancelled, and takes no other with it"
+    assert [len(rollout.turns) for rollout in group.rollouts] == [3, 3]
 
 
 @pytest.mark.parametrize("response", ["sleep", "exit"])
