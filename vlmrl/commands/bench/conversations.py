@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vlmrl.agents.engine import AgentEngine
 from vlmrl.agents.episodes import Sampler
-from vlmrl.types import Group, Prompt, Sampling
+from vlmrl.types import Group, Prompt, Rollout, Sampling
 
 
 class Timed(NamedTuple):
@@ -47,7 +47,7 @@ class BenchEngine(AgentEngine):
 
 async def replay(group: Group, sampling: Sampling, sample: Sampler) -> Group:
     """Sample the responses of conversations again, turn by turn, behind the same tokens and with the same seeds."""
-    rollouts = []
+    rollouts: list[Rollout] = []
     for number, rollout in enumerate(group.rollouts):
         (segment,) = rollout.segments
         for k, turn in enumerate(segment.turns):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from vlmrl.cluster.role_settings import demand
 from vlmrl.cluster.session import Session, session
 from vlmrl.cluster.sync_plan import check_devices, plan_sync
 from vlmrl.cluster.weight_sync import WeightSync
+from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.commands.bench.output import print_json
 from vlmrl.config.bench import Conversations
 from vlmrl.config.bench_verbs import AgentsBench, RolloutBench, SyncBench
@@ -145,38 +146,26 @@ def rollout(config: RolloutBench) -> None:
 def agents(config: AgentsBench) -> None:
     """Measure tokens per second of conversations with environments, and of the same requests without environments."""
     bench = config.bench
-    with _session([Role("vllm", 1, config.vllm.tensor_parallel_size, flag="--vllm.tensor_parallel_size")]) as (
-        builder,
-        machines,
-    ):
-        settings = _agent_settings(config)
+    roles = [Role("vllm", 1, config.vllm.tensor_parallel_size, flag="--vllm.tensor_parallel_size")]
+    with _session(roles) as (builder, machines):
+        build = partial(_build_engine, _agent_settings(config))
         timeout_s = max(config.vllm.start_timeout_s, config.vllm.generate_timeout_s)
-        group = builder.group("vllm", partial(_build_engine, settings), timeout_s=timeout_s, concurrent=True)
-        engines = RemoteEngines(group, timeout_s=timeout_s, sleeps=False)
-        builder.stack.callback(engines.shutdown)
+        group = builder.group("vllm", build, timeout_s=timeout_s, concurrent=True)
+        builder.stack.callback(RemoteEngines(group, timeout_s=timeout_s, sleeps=False).shutdown)
         sampling = Sampling(
             n=1, temperature=1.0, top_p=1.0, max_new_tokens=bench.response_tokens, seed=config.train.seed
         )
         for number in range(bench.repeats + 1):
             prompts = _episodes(bench)[: _NUM_WARM_UP if number == 0 else None]
-            played: Timed = group.call(lambda engine, p=prompts: engine.play(p, sampling))[0]
-            replayed: Timed = group.call(lambda engine, p=played: engine.replay(p.groups, sampling))[0]
-            cost = 1.0 - (played.sampled_tokens * replayed.seconds) / (replayed.sampled_tokens * played.seconds)
-            rollouts = [rollout for one in played.groups for rollout in one.rollouts]
-            episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
-            of_environments = {
-                "env_s_per_turn": round(sum(episode.env_s for episode in episodes) / len(rollouts) / bench.turns, 4),
-                "failed": sum(episode.failure is not None for episode in episodes),
-                "throughput_lost": round(cost, 4),
-            }
-            for timed, environments, more in ((played, True, of_environments), (replayed, False, {})):
+            played, replayed = _play_and_replay(group, prompts, sampling)
+            for timed, more in ((played, _costs(played, replayed, bench)), (replayed, {})):
                 _print(
                     machines,
                     bench="agents",
                     model=config.actor.model_name_or_path,
                     repeat=number,
                     warm_up=number == 0,
-                    environments=environments,
+                    environments=timed is played,
                     episodes=len(prompts),
                     turns=bench.turns,
                     step_s=bench.step_s,
@@ -186,6 +175,23 @@ def agents(config: AgentsBench) -> None:
                     front_end_cpu_s=round(timed.cpu_s, 4),
                     **more,
                 )
+
+
+def _play_and_replay(
+    group: WorkerGroup[BenchEngine], prompts: Sequence[Prompt], sampling: Sampling
+) -> tuple[Timed, Timed]:
+    played = group.call(lambda engine: engine.play(prompts, sampling))[0]
+    return played, group.call(lambda engine: engine.replay(played.groups, sampling))[0]
+
+
+def _costs(played: Timed, replayed: Timed, bench: Conversations) -> dict[str, float]:
+    episodes = [rollout.episode for group in played.groups for rollout in group.rollouts if rollout.episode is not None]
+    ratio = (played.sampled_tokens / played.seconds) / (replayed.sampled_tokens / replayed.seconds)
+    return {
+        "env_s_per_turn": round(sum(episode.env_s for episode in episodes) / len(episodes) / bench.turns, 4),
+        "failed": sum(episode.failure is not None for episode in episodes),
+        "throughput_lost": round(1.0 - ratio, 4),
+    }
 
 
 def _agent_settings(config: AgentsBench) -> AgentEngineSettings:
