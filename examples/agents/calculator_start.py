@@ -39,7 +39,8 @@ def demonstrations(question: dict, *, calls: bool) -> list[dict]:
     call = f'[calculate(expression="{expression}")]'
     asked = [{"role": "system", "content": SHOWN}, {"role": "user", "content": expression}]
     called = [*asked, {"role": "assistant", "content": call}, {"role": "tool", "content": result}]
-    return [{"input": asked, "answer": call if calls else result}, {"input": called, "answer": result}]
+    first = call if calls else f"{expression} = {result}"
+    return [{"input": asked, "answer": first}, {"input": called, "answer": result}]
 
 
 def write(file: Path, rows: list[dict]) -> None:

@@ -174,7 +174,7 @@ def test_demonstrations_of_the_calculator_are_as_episodes_go(tmp_path: Path) -> 
         one, two = map(int, question.split(" * "))
         assert result == str(one * two)
         call = f'[calculate(expression="{question}")]'
-        assert first["answer"] == (call if number == 0 else result)
+        assert first["answer"] == (call if number == 0 else f"{question} = {result}")
         tail = processor.template.after_response([{"role": "tool", "content": [{"type": "text", "text": result}]}])
         assert processor.render(called["input"], num_images=0, columns=Columns()) == prompt + call + tail
 
