@@ -27,7 +27,7 @@ def test_a_text_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
         "data.prompt_dataset": tmp_path / "demonstrations.jsonl",
         "data.max_len": 160,
         "train.batch_size": 32,
-        "train.max_steps": 350,
+        "train.max_steps": 400,
         "ckpt.output_dir": tmp_path / "warm",
     }
     train_sft(load(SftConfig, [word for name, value in warm_up.items() for word in (f"--{name}", str(value))]))
