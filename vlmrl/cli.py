@@ -31,6 +31,7 @@ Reinforcement learning of language and vision-language models.
   eval           evaluation on held-out prompts, scored by the reward functions
   bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
+  bench agents   throughput of conversations with environments, and of the same tokens without them
   bench step     time, FLOPs and memory of an optimizer step in each layout
   bench logprobs time and memory of log-probs with and without [T, V] logits
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
@@ -142,7 +143,7 @@ def _eval(words: list[str]) -> int:
 def _bench(words: list[str]) -> int:
     name, *rest = words or ["--help"]
     if name in ("--help", "-h"):
-        print("usage: vlmrl bench sync|rollout|step|logprobs [--config FILE.yaml ...] [--section.setting VALUE ...]")
+        print(f"usage: vlmrl bench {'|'.join(_BENCHMARKS)} [--config FILE.yaml ...] [--section.setting VALUE ...]")
         return 0
     if name not in _BENCHMARKS:
         raise ConfigError(_unknown("benchmark", name, _BENCHMARKS))
@@ -168,6 +169,17 @@ def _bench_rollout(words: list[str]) -> int:
 
         with handle_signals(arguments.config.train.stop_grace_s):
             rollout(arguments.config)
+    return 0
+
+
+def _bench_agents(words: list[str]) -> int:
+    from vlmrl.config.bench_verbs import AgentsBench
+
+    if (arguments := _parse(AgentsBench, words)) is not None:
+        from vlmrl.commands.bench.engines import agents
+
+        with handle_signals(arguments.config.train.stop_grace_s):
+            agents(arguments.config)
     return 0
 
 
@@ -262,6 +274,7 @@ def _memory_plan(words: list[str], *, as_json: bool) -> int:
 _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "sync": _bench_sync,
     "rollout": _bench_rollout,
+    "agents": _bench_agents,
     "step": _bench_step,
     "logprobs": _bench_logprobs,
 }

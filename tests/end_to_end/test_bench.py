@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vlmrl.commands.bench.engines import rollout, sync
-from vlmrl.config.bench_verbs import RolloutBench, SyncBench
+from vlmrl.commands.bench.engines import agents, rollout, sync
+from vlmrl.config.bench_verbs import AgentsBench, RolloutBench, SyncBench
 from vlmrl.config.load import load
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -51,3 +51,21 @@ def test_rollout_tells_the_tokens_of_every_width(
     assert [(line["n_samples_per_prompt"], line["prompts"]) for line in measured] == [(2, 4), (3, 4)]
     for line in measured:
         assert 0 < line["sampled_tokens"] <= 4 * line["n_samples_per_prompt"] * 8
+
+
+def test_conversations_are_measured_with_environments_and_without(
+    tiny_model: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"episodes": 6, "turns": 2, "response_tokens": 5, "step_s": 0.05}
+    more = {"agent.num_workers": 1, "vllm.cpu_kv_cache_gib": 0.1} | {f"bench.{k}": v for k, v in sizes.items()}
+    agents(load(AgentsBench, flags(tiny_model("qwen3", size="micro"), **more)))
+    played, replayed = [line for line in lines(capsys) if not line["warm_up"]]
+    assert (played["environments"], replayed["environments"]) == (True, False)
+    # Equal seeds behind equal tokens: the same responses.
+    assert 6 * 2 <= played["sampled_tokens"] == replayed["sampled_tokens"] <= 6 * 2 * 5
+    assert (played["episodes"], played["failed"]) == (6, 0)
+    assert played["env_s_per_turn"] >= 0.05
+    assert played["seconds"] > 2 * 0.05
+    assert 0 < replayed["front_end_cpu_s"] < 60
+    ratio = played["sampled_tokens_per_s"] / replayed["sampled_tokens_per_s"]
+    assert played["throughput_lost"] == pytest.approx(1 - ratio, abs=0.01)

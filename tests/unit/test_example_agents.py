@@ -1,6 +1,7 @@
 """The environments in examples/agents/ play episodes in processes of their own."""
 
 import importlib.util
+import json
 import os
 import random
 import re
@@ -18,8 +19,10 @@ import numpy as np
 import pytest
 
 from vlmrl.agents.environments import Environments, Observation, ToolError
+from vlmrl.config.data import Columns
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ConfigError
+from vlmrl.plugins import processor_of
 
 pytestmark = pytest.mark.anyio
 FOLDER = Path(__file__).parents[2] / "examples" / "agents"
@@ -148,6 +151,32 @@ async def test_the_calculator_rewards_a_right_result_after_a_call() -> None:
                     await environment.call_tool("calculate", {"expression": expression})
             assert text_of(await environment.call_tool("calculate", {"expression": "-7 // 2"})) == "-4"
             assert (await environment.step("4")).reward == 1.0
+
+
+def test_demonstrations_of_the_calculator_are_as_episodes_go(tmp_path: Path) -> None:
+    start = example("calculator_start")
+    start.main(tmp_path)
+    rows, questions, held_out = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("demonstrations", "questions", "held_out")
+    )
+    calls = [row["answer"] for row in rows[::2] if row["answer"].startswith("[")]
+    assert len(calls) / len(rows[::2]) == pytest.approx(1 / 8, abs=0.001)
+    asked = [row["input"][1]["content"] for row in rows[::2]] + [row["input"] for row in (*questions, *held_out)]
+    assert len(asked) == len(set(asked)) == 89 * 89
+    processor = processor_of(str(tmp_path / "start"), Columns(), trust_remote_code=False)
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "calculate", "description": "", "parameters": schema}}
+    for number, (first, called) in enumerate(zip(rows[:16:2], rows[1:16:2], strict=True)):
+        prompt = processor.render(first["input"], num_images=0, columns=Columns())
+        question, result = first["input"][-1]["content"], called["answer"]
+        assert prompt == processor.render(question, num_images=0, columns=Columns(), tools=[tool])
+        one, two = map(int, question.split(" * "))
+        assert result == str(one * two)
+        call = f'[calculate(expression="{question}")]'
+        assert first["answer"] == (call if number == 0 else f"{question} = {result}")
+        tail = processor.template.after_response([{"role": "tool", "content": [{"type": "text", "text": result}]}])
+        assert processor.render(called["input"], num_images=0, columns=Columns()) == prompt + call + tail
 
 
 HARMFUL = {

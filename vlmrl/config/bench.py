@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import PositiveInt, Section
+from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section
 from vlmrl.config.train import Layout, Loop
 
 
@@ -22,6 +22,21 @@ class ResponseCounts(Section):
     """Numbers of responses per prompt; each is measured separately."""
     repeats: PositiveInt = 3
     """Measurements of each number, after one that is discarded."""
+
+
+class Conversations(Section):
+    """Repetitions, and the conversations of one engine with environments that wait."""
+
+    episodes: PositiveInt = 1000
+    """Conversations at the same time."""
+    turns: PositiveInt = 3
+    """Responses of each."""
+    response_tokens: PositiveInt = 64
+    """Longest response, in tokens; one that ends earlier is shorter in both measurements."""
+    step_s: NonNegativeFloat = 0.2
+    """Seconds that an environment takes for each response."""
+    repeats: PositiveInt = 1
+    """Measurements, after one of a few conversations that is discarded."""
 
 
 class SyntheticBatch(Section):

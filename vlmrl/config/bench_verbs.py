@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from vlmrl.config import adapters, data, ds, optimizer
 from vlmrl.config.actor import Model
+from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
-from vlmrl.config.bench import OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
+from vlmrl.config.bench import Conversations, OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
 from vlmrl.config.data import Data
 from vlmrl.config.ds import Ds
 from vlmrl.config.names import all_but
@@ -67,6 +68,26 @@ class RolloutBench(VerbConfig):
 
     def conflicts(self) -> list[str]:
         return data.conflicts_of_data(self.data)
+
+
+class AgentsBench(VerbConfig):
+    """Measure conversations with environments that wait, against the same tokens without them. Prints JSON lines."""
+
+    verb: ClassVar[str] = "bench agents"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *CHECKPOINT)
+        | all_but(Agent, "agent", "num_workers")
+        | frozenset(f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "num_engines", "qlora_base"))
+        | all_but(Loop, "train", *COMMON)
+        | all_but(Ds, "ds", "param_dtype")
+    )
+
+    actor: Model
+    agent: Agent = Agent()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    bench: Conversations = Conversations()
 
 
 class StepBench(VerbConfig):

@@ -1,10 +1,10 @@
 """All verbs of the command line."""
 
-from vlmrl.config.bench_verbs import LogprobsBench, RolloutBench, StepBench, SyncBench
+from vlmrl.config.bench_verbs import AgentsBench, LogprobsBench, RolloutBench, StepBench, SyncBench
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, MergeConfig, RlConfig, ServeConfig, SftConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
-    *(SyncBench, RolloutBench, StepBench, LogprobsBench),
+    *(SyncBench, RolloutBench, AgentsBench, StepBench, LogprobsBench),
 )
