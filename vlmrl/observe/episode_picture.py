@@ -88,4 +88,9 @@ def _turns(record: Mapping[str, Any], number: int) -> Sequence[_Turn]:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), _CHARS_PER_LINE, max_lines=_MAX_LINES, placeholder="...")
+    """Break a response into a few lines. Characters that the font lacks become squares."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+    shown = "".join(c if font.get_char_index(ord(c)) else "\N{WHITE SQUARE}" for c in " ".join(text.split()))
+    return textwrap.fill(shown, _CHARS_PER_LINE, max_lines=_MAX_LINES, placeholder="...")

@@ -22,7 +22,7 @@ def test_the_longest_rewarded_episode_is_drawn(tmp_path: Path) -> None:
         Image.new("RGB", (56, 56), colour).save(tmp_path / f"{name}.png")
     lost = response(0.0, *[("up", 0.0)] * 9)
     short = response(1.0, ("left", 1.0))
-    won = response(1.0, *[("down $x^{", 0.0)] * 7, ("right", 1.0))
+    won = response(1.0, *[("down $x^{ \a \u4e0b \ud800", 0.0)] * 7, ("right", 1.0))
     transcript = tmp_path / "step.jsonl"
     transcript.write_text(
         "".join(json.dumps({"images": ["a"], "responses": group}) + "\n" for group in ([short, lost], [lost, won]))
