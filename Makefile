@@ -6,7 +6,7 @@ JOBS ?= 2
 UNIT := $(BIN)/python -m pytest -q -m "not prove" -n $(JOBS) --dist loadfile tests/unit
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock quickstart quickstart-qlora test prove check lint unit bench coverage clean
+.PHONY: help setup lock quickstart quickstart-qlora quickstart-agent test prove check lint unit bench coverage clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -22,6 +22,9 @@ quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft,
 
 quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that train beside it
 	@$(BIN)/python -m vlmrl.commands.quickstart qlora
+
+quickstart-agent: setup  ## the same model learns to steer by pictures, turn by turn: sft, then GRPO with an environment
+	@$(BIN)/python -m vlmrl.commands.quickstart agent
 
 test: unit  ## every test: unit, and end to end on the real stack
 	$(BIN)/python -m pytest -q -m "not prove" tests/end_to_end tests/gpu

@@ -95,5 +95,10 @@ def make():
     return Steer()
 
 
+def make_small():
+    """Pictures of 56 x 56 pixels, the smallest that Qwen-VL models take, for tiny models on CPUs."""
+    return Steer(cell=14)
+
+
 def make_with_zoom():
     return SteerWithZoom()

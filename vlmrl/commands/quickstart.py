@@ -1,7 +1,8 @@
 """`make quickstart`: train a tiny Qwen2.5-VL on visual math with Ray, vLLM and DeepSpeed, on two CPU cores.
 
-`make quickstart-qlora` does the same with a 4-bit base, of which only the adapters are trained and synced. The last
-line is one JSON object: held-out accuracy before and after, seconds, peak memory.
+`make quickstart-qlora` does the same with a 4-bit base, of which only the adapters are trained and synced; `make
+quickstart-agent` trains on episodes of an environment, and draws one. The last line is one JSON object: held-out
+accuracy before and after, seconds, peak memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vlmrl import startup
@@ -20,16 +22,57 @@ from vlmrl.config.verbs import RlConfig, SftConfig
 from vlmrl.system.stops import handle_signals
 
 _RUNS = Path("runs")
-_NEXT = {
-    "quickstart": ".venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8",
-    "quickstart_qlora": ".venv/bin/vlmrl merge --merge.adapter runs/quickstart_qlora/rl/adapter --merge.output "
-    "runs/quickstart_qlora/merged --merge.model_name_or_path runs/quickstart_qlora/sft/model",
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A quickstart: its folder in `runs/` and its two stages."""
+
+    folder: str
+    warm_up: tuple[str, ...]
+    """Flags of `vlmrl sft`."""
+    recipe: tuple[str, ...]
+    """Flags of `vlmrl rl`."""
+    accuracy: str
+    """Name of what pass@1 measures."""
+    next: str
+    """Command to try next."""
+
+
+_COUNTING = ("--config", "examples/counting_tiny.yaml", "--config")
+_WARM_UP = ("--config", "examples/quickstart_sft.yaml")
+_VARIANTS = {
+    "": _Variant(
+        "quickstart",
+        _WARM_UP,
+        (*_COUNTING, "examples/counting_tiny/quickstart.yaml"),
+        "Accuracy on held-out prompts",
+        ".venv/bin/vlmrl rl --config examples/visual_math_tiny.yaml --rollout.temperature 0.8",
+    ),
+    "qlora": _Variant(
+        "quickstart_qlora",
+        (
+            *_WARM_UP,
+            *("--actor.model_name_or_path", "runs/quickstart_qlora/start"),
+            *("--ckpt.output_dir", "runs/quickstart_qlora/sft"),
+        ),
+        (*_COUNTING, "examples/counting_tiny/quickstart_qlora.yaml"),
+        "Accuracy on held-out prompts",
+        ".venv/bin/vlmrl merge --merge.adapter runs/quickstart_qlora/rl/adapter --merge.output "
+        "runs/quickstart_qlora/merged --merge.model_name_or_path runs/quickstart_qlora/sft/model",
+    ),
+    "agent": _Variant(
+        "quickstart_agent",
+        ("--config", "examples/steer_tiny_sft.yaml"),
+        ("--config", "examples/steer_tiny.yaml"),
+        "Held-out episodes that reach the goal",
+        "your own environment: --train.agent_func_path my_env.py:make, as examples/agents/steer.py",
+    ),
 }
-_WARM_UP = ["--config", "examples/quickstart_sft.yaml"]
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Build a model, fine-tune it, train it with RL, and print the result; `argv` is empty, or `qlora`.
+    """Build a model, fine-tune it, train it with RL, and print the result; `argv` is empty, or names a variant.
 
     Returns the exit code.
     """
@@ -37,12 +80,12 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    if list(argv) not in ([], ["qlora"]):
-        print(f"quickstart takes no argument or qlora, not {' '.join(argv)}", file=sys.stderr)
+    variant = _VARIANTS.get(" ".join(argv))
+    if variant is None:
+        names = " or ".join(filter(None, _VARIANTS))
+        print(f"quickstart takes no argument or {names}, not {' '.join(argv)}", file=sys.stderr)
         return 2
-    name = "_".join(["quickstart", *argv])
-    folder = _RUNS / name
-    recipe = ["--config", "examples/counting_tiny.yaml", "--config", f"examples/counting_tiny/{name}.yaml"]
+    folder = _RUNS / variant.folder
     startup.prepare()
     started = time.monotonic()
     _set_aside(folder)
@@ -52,11 +95,9 @@ def _main(argv: Sequence[str]) -> int:
     from vlmrl.models import tiny
 
     tiny.build("qwen2_5_vl", model)
-    # The example of the plain quickstart has these paths already.
-    paths = ["--actor.model_name_or_path", str(model), "--ckpt.output_dir", str(folder / "sft")] if argv else []
     stages = (
-        ("supervised warm-up", "sft", [*_WARM_UP, *paths], _train_sft),
-        ("reinforcement learning, GRPO", "rl", recipe, _train_rl),
+        ("supervised warm-up", "sft", variant.warm_up, _train_sft),
+        ("reinforcement learning, GRPO", "rl", variant.recipe, _train_rl),
     )
     for number, (title, verb, words, train) in enumerate(stages, start=2):
         print(f"\n{number}/3  {title}: vlmrl {verb} {' '.join(words)}", flush=True)
@@ -68,12 +109,24 @@ def _main(argv: Sequence[str]) -> int:
         "seconds": round(time.monotonic() - started, 1),
         "peak_memory_gib": round(memory.stop(), 2),
     }
-    print(f"\nAccuracy on held-out prompts: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
+    print(f"\n{variant.accuracy}: {result['before']:.0%} before GRPO, {result['after']:.0%} after.")
     print(f"Curves:    {folder / 'rl' / 'curves.png'}")
     print(f"Responses: {folder / 'rl' / 'rollouts'}")
-    print(f"Try next:  {_NEXT[name]}")
+    if variant is _VARIANTS["agent"]:
+        print(f"Episode:   {_draw_last_episode(folder / 'rl' / 'rollouts', folder / 'episode.png')}")
+    print(f"Try next:  {variant.next}")
     print(json.dumps(result), flush=True)
     return 0
+
+
+def _draw_last_episode(rollouts: Path, out: Path) -> Path:
+    """Draw the longest rewarded episode of the last evaluation; return the picture's path."""
+    from vlmrl.observe.episode_picture import draw_episode, longest_episode
+
+    last = max(rollouts.glob("eval_*_step_*.jsonl"))
+    record, number = longest_episode(last)
+    draw_episode(record, number, media=rollouts / "media", out=out)
+    return out
 
 
 def _train_sft(words: Sequence[str]) -> None:
