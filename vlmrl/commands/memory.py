@@ -74,13 +74,15 @@ class MemoryPlan:
     shares: tuple[Share, ...]
     sequence_bytes: float
     """KV cache of a sequence of the greatest length; 0 without engines."""
+    settings_of_length: str = ""
+    """The settings that the greatest length follows from."""
 
     def check(self) -> None:
         """Raise ClusterError, with the setting to change, if the run does not fit."""
         if self.sequence_bytes > (cache := sum(_part_bytes(role, "KV cache") for role, _ in self.roles)):
             raise ClusterError(
-                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of the greatest length "
-                f"takes {self.sequence_bytes / GIB:.2f}: raise vllm.gpu_memory_utilization, "
+                f"an engine has {cache / GIB:.2f} GiB for its KV cache, and one sequence of "
+                f"{self.settings_of_length} takes {self.sequence_bytes / GIB:.2f}: raise vllm.gpu_memory_utilization, "
                 "vllm.tensor_parallel_size, or on CPU vllm.cpu_kv_cache_gib"
             )
         for share in self.shares:
@@ -146,10 +148,10 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
         cache_bytes=_cache_bytes(config, config.actor, size, adapter),
         has_average=isinstance(config, RlConfig) and config.train.enable_ema,
     )
-    roles, sequence = [(actor, ranks)], 0.0
+    roles, sequence, settings_of_length = [(actor, ranks)], 0.0, ""
     if isinstance(config, RlConfig):
-        longest = config.max_sequence_tokens
-        sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=longest)
+        sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=config.max_sequence_tokens)
+        settings_of_length = config.settings_of_length
         if config.has_critic:
             roles.append(_critic(config, actor, machine.device))
         roles += _frozen(config, max(tokens, config.rollout.max_tokens_per_gpu or 0), machine.device)
@@ -164,7 +166,7 @@ def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
         roles.append((serving, config.vllm.num_engines * config.vllm.tensor_parallel_size))
     separate = [role.name for role, _ in roles if role.name != "critic" or not _is_with_actor(config)]
     complete = tuple((_with_process(role, machine, has_imports=role.name in separate), count) for role, count in roles)
-    return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence)
+    return MemoryPlan(complete, tuple(_shares(config, complete, machine)), sequence, settings_of_length)
 
 
 def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemory, int]:
