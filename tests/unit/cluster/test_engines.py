@@ -32,7 +32,7 @@ class Engines:
         method, (item, *_), _ = record_call(function)
         index = item.prompt.index if method == "score" else item.index
         self.log.append((method, engine, index))
-        return (method, index) if method == "generate" else []
+        return (method, index) if method == "respond" else []
 
     def wait(self, results: Any, timeout_s: float | None = None) -> Any:
         return results
@@ -45,6 +45,6 @@ def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.Mo
     prompts = [Prompt(i, f"row {i}", "?", tokens=np.arange(2), request=np.arange(2), label=None) for i in range(3)]
     engines.generate(prompts, SAMPLING)
     engines.score([Group(prompt, ()) for prompt in prompts[::-1]])
-    generated = {index: engine for method, engine, index in group.log if method == "generate"}
+    generated = {index: engine for method, engine, index in group.log if method == "respond"}
     assert sorted(generated.values()) == [0, 1, 2]
     assert {index: engine for method, engine, index in group.log if method == "score"} == generated

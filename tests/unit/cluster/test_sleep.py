@@ -26,6 +26,7 @@ RESULTS = {
     "finish_update": "abc",
     "update": [{}],
     "generate": "group",
+    "respond": "group",
 }
 
 
@@ -109,7 +110,7 @@ def test_memory_is_released_before_the_weights_wake_and_again_before_the_cache_w
     assert log == [
         "actor update",
         *(*release, "engines wake weights", *SYNC),
-        *(*release, "engines wake weights kv_cache", "engines generate", "engines sleep"),
+        *(*release, "engines wake weights kv_cache", "engines respond", "engines sleep"),
     ]
 
 
@@ -129,4 +130,4 @@ def test_memory_that_is_awake_is_not_woken_again(monkeypatch: pytest.MonkeyPatch
 def test_engines_that_never_sleep_need_no_release(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, policy, weight_sync, log = start("ref", sleeps=False)
     step(engines, policy, weight_sync, monkeypatch)
-    assert log == ["engines start", "actor update", *SYNC, "engines generate"]
+    assert log == ["engines start", "actor update", *SYNC, "engines respond"]
