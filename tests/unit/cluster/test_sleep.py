@@ -27,6 +27,7 @@ RESULTS = {
     "finish_update": "abc",
     "update": [{}],
     "generate": "group",
+    "respond": "group",
 }
 
 
