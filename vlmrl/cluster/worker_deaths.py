@@ -2,7 +2,7 @@
 
 The line replaces the errors that follow from the death: a broken collective in another rank, an image whose owner has
 died, or Ray's forty lines about a dead actor. `worker_group.py` raises it. The death of vLLM's own process, inside a
-worker that lives, is reported by `rollout/launch.py` (`DiedError`).
+worker that lives, is reported by `rollout/engine.py` (`DiedError`).
 """
 
 from __future__ import annotations

@@ -50,12 +50,17 @@ def failure_of(error: BaseException) -> Failure:
     return "response"
 
 
+_METRICS: dict[Failure, str] = {
+    "infrastructure": "reward/failed_infrastructure",
+    "response": "reward/failed_response",
+}
+
+
 def count_failures(scores: Sequence[Score]) -> Metrics:
     """Return the number of responses that could not be scored, by kind, and of those scored a second time, by
     reason."""
     return {
-        "reward/failed_infrastructure": float(sum(score.failure == "infrastructure" for score in scores)),
-        "reward/failed_response": float(sum(score.failure == "response" for score in scores)),
+        **{name: float(sum(score.failure == kind for score in scores)) for kind, name in _METRICS.items()},
         "reward/retried_timeouts": float(sum(score.retried == "timeout" for score in scores)),
         "reward/retried_deaths": float(sum(score.retried == "death" for score in scores)),
     }
@@ -72,9 +77,9 @@ class FirstFailures:
         """Show responses that could not be scored."""
         for group, group_scores in zip(groups, scores, strict=True):
             for score in group_scores:
-                if score.problem is not None:
+                if score.problem is not None and score.failure is not None:
                     what = f"reward: a response to {group.prompt.source} could not be scored"
-                    self._see(what, score.problem, f"reward/failed_{score.failure}")
+                    self._see(what, score.problem, _METRICS[score.failure])
 
     def see_episodes(self, groups: Sequence[Group]) -> None:
         """Show conversations whose environment failed or raised."""
