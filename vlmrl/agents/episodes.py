@@ -177,19 +177,7 @@ class Player:
             pixels = await asyncio.to_thread(lambda: [item.fetch() for item in prompt.media])
         try:
             observation = await course.call(environment.reset(row, seed, pixels))
-            if not observation.parts:
-                return prompt
-            first = first_prompt(
-                await self.to_parts(observation),
-                processor=self.processor,
-                columns=self.columns,
-                index=prompt.index,
-                source=prompt.source,
-                tools=[as_function(tool) for tool in self.tools],
-                label=prompt.label,
-                metadata=prompt.metadata,
-            )
-            first = replace(first, label_key=prompt.label_key, question=prompt.question)
+            first = prompt if not observation.parts else self._to_prompt(await self.to_parts(observation), prompt)
         except (EnvironmentRaised, DataError) as error:
             raise _UnusableStartError(f"reset: {error}") from error
         if len(first.tokens) >= self.settings.context_len or len(first.media) > self.settings.max_images:
@@ -200,13 +188,35 @@ class Player:
             )
         return first
 
+    def _to_prompt(self, parts: Sequence[str | Media], row: Prompt) -> Prompt:
+        """Make the first prompt of an episode from its first observation. Raises DataError as `first_prompt` does."""
+        first = first_prompt(
+            parts,
+            processor=self.processor,
+            columns=self.columns,
+            index=row.index,
+            source=row.source,
+            tools=[as_function(tool) for tool in self.tools],
+            label=row.label,
+            metadata=row.metadata,
+        )
+        return replace(first, label_key=row.label_key, question=row.question)
+
     async def to_parts(self, observation: Observation) -> list[str | Media]:
-        """Resize and store the images of an observation. Raises DataError when the model cannot take them."""
+        """Resize and store the images of an observation.
+
+        Raises:
+            DataError: an image cannot be used.
+            ConfigError: the model takes text only.
+        """
         pixels = [part for part in observation.parts if not isinstance(part, str)]
         if not pixels:
             return [part for part in observation.parts if isinstance(part, str)]
         if self.processor.resize_factor is None:
-            raise DataError("the environment returned an image, but the model takes text only")
+            raise ConfigError(
+                "train.agent_func_path: the environment returned an image, but the model takes text only: choose a "
+                "vision-language model, or an environment without images"
+            )
         media = iter(await asyncio.to_thread(self._store, pixels))
         return [part if isinstance(part, str) else next(media) for part in observation.parts]
 

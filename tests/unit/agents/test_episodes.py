@@ -358,6 +358,12 @@ async def test_a_cut_response_is_passed_on_and_its_end_is_not_trained(games: Pat
     assert [rollout.finish_reason for rollout in group.rollouts] == ["stop", "length"]
 
 
+@pytest.mark.parametrize(("make", "response"), [("Album", "stop"), ("Game", "look")])
+async def test_an_image_for_a_text_model_ends_the_run(games: Path, chat: Processor, make: str, response: str) -> None:
+    with pytest.raises(ConfigError, match="the environment returned an image, but the model takes text only"):
+        await played(games, make, chat, [[response, "stop"]])
+
+
 async def test_images_of_all_turns_and_their_limit(games: Path, vlm: Processor) -> None:
     group, policy = await played(games, "Album", vlm, [["look", "look", "stop"], ["look", "a", "look"]], max_images=2)
     assert stops(group) == ["images", "images"]
@@ -381,7 +387,6 @@ async def test_images_of_all_turns_and_their_limit(games: Path, vlm: Processor) 
         ("raise", "RuntimeError: no such move"),
         ("nan", "reward"),
         ("bomb", "30000"),
-        ("look", "the model takes text only"),
     ],
 )
 async def test_an_environment_that_raises_or_returns_nonsense_ends_the_episode_as_the_responses_doing(
@@ -483,7 +488,6 @@ async def test_different_first_observations_of_a_group_are_an_error(
     [
         ("Closed", "reset: KeyError: 'level'"),
         ("LongStart", "agent.context_len 2000"),
-        ("Album", "the model takes text only"),
     ],
 )
 async def test_an_environment_that_cannot_begin_has_failed(
