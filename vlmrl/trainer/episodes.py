@@ -10,7 +10,7 @@ import numpy as np
 
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import RewardError
-from vlmrl.types import Episode, Group, Metrics, StopReason
+from vlmrl.types import Episode, Group, Metrics, Rollout, StopReason
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
@@ -19,7 +19,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    turns = [len(rollout.turns) for rollout in rollouts]
+    turns = [len(rollout.turns) for rollout in responses_of(groups)]
     stops = Counter(episode.stop for episode in episodes)
     seconds = [episode.env_s for episode in episodes]
     return {
@@ -34,6 +34,12 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "time/env_s": float(max(seconds)),
         **{f"agent/stop/{reason}": stops[reason] / len(episodes) for reason in get_args(StopReason)},
     }
+
+
+def responses_of(groups: Sequence[Group]) -> list[Rollout]:
+    """Return the responses without conversations that failed, which have none; all, if there are no others."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [rollout for rollout in rollouts if rollout.episode is None or rollout.turns] or rollouts
 
 
 def failed_episodes(groups: Sequence[Group]) -> list[tuple[str, Episode]]:

@@ -19,7 +19,7 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import Ending
-from vlmrl.trainer.episodes import check_failed
+from vlmrl.trainer.episodes import check_failed, responses_of
 from vlmrl.trainer.protocols import Engine, Rewarder
 from vlmrl.trainer.rl import LoopState
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
@@ -108,7 +108,7 @@ def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Sc
     the prompts with at least k such responses, and is left out when there are none.
     """
     scored = [with_reward for group in scores if (with_reward := _with_reward(group))]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = responses_of(groups)
     metrics = {
         f"eval/{name}/failed": float(sum(not score.has_reward for group in scores for score in group)),
         f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),

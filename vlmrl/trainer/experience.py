@@ -19,6 +19,7 @@ from vlmrl.data.experience import Experience
 from vlmrl.data.responses import EndToEnd
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
+from vlmrl.trainer.episodes import responses_of
 from vlmrl.types import Floats, Group, Metrics, Sample, Score
 from vlmrl.verify.logprobs import check_agreement, compare_engine
 
@@ -192,7 +193,7 @@ def batch_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sh
 
 def length_metrics(groups: Sequence[Group]) -> Metrics:
     """Response lengths in sampled tokens, and the share of responses that were truncated."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = responses_of(groups)
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     return {
         "response/tokens_mean": float(lengths.mean()),

@@ -183,7 +183,8 @@ def test_lengths_and_truncation_are_those_of_whole_conversations() -> None:
 def test_metrics_of_episodes() -> None:
     groups = two_prompts()
     metrics = episode_metrics(groups)
-    assert (metrics["agent/turns_mean"], metrics["agent/turns_max"]) == (1.5, 3.0)
+    assert (metrics["agent/turns_mean"], metrics["agent/turns_max"]) == (2.0, 3.0), "a failed one has no turns"
+    assert length_metrics(groups)["response/tokens_mean"] == 8 / 3
     assert (metrics["agent/failed"], metrics["agent/retries"]) == (1.0, 2.0)
     assert (metrics["agent/stop/done"], metrics["agent/stop/failed"], metrics["agent/stop/turns"]) == (0.75, 0.25, 0.0)
     assert episode_metrics([]) == {}
