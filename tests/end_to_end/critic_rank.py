@@ -78,7 +78,7 @@ def gradients(out: Path, *, model: str, old: str) -> None:
     # Outside of DeepSpeed's engine, which would accumulate them for a step.
     learner._forward._call = learner._forward._module
     for name, knobs in LOSSES.items():
-        given = {"kind": name, "aggregation": "token", "max_new_tokens": 8, "kl_estimator": "k3"} | knobs
+        given = {"kind": name, "aggregation": "token", "max_tokens": 8, "kl_estimator": "k3"} | knobs
         if "correction" in given:
             given["correction"] = Correction(*given["correction"])
         learner._loss = PolicyLoss(**given)
