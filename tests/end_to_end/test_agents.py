@@ -39,7 +39,7 @@ SAMPLING = Sampling(n=3, temperature=TEMPERATURE, top_p=1.0, max_new_tokens=8, s
 ENVIRONMENTS = '''
 import os, time
 
-from PIL import Image
+import numpy as np
 
 from vlmrl.agents import Reply, tool
 
@@ -59,7 +59,7 @@ class Faulty:
             if self.what == "exit":
                 os._exit(1)
             if self.what == "bomb":
-                return Reply(Image.new("L", (30_000, 30_000)))
+                return Reply(np.zeros((30_000, 30_000, 3), np.uint8))
             if self.what == "nan":
                 return Reply("more", reward=float("nan"))
             if self.what == "raise":
@@ -237,7 +237,7 @@ def test_tools_rewritten_histories_and_planted_faults(tmp_path: Path, environmen
     lower_case_history(model)
     agent: dict[str, Any] = {
         "max_turns": 5,
-        "step_limit_s": 2.0,
+        "step_limit_s": 5.0,
         "max_retries": 1,
         "num_workers": 8,
         "context_len": 1500,

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vlmrl.agents.environment import Reply
 from vlmrl.agents.messages import Answer, Picture
-from vlmrl.data.decode import check_pixels, upright_rgb
+from vlmrl.data.decode import check_pixels, check_size, upright_rgb
 from vlmrl.data.media import MAX_ASPECT_RATIO, ImageLimits
 from vlmrl.errors import DataError
 
@@ -104,7 +104,7 @@ def _parts(content: Any, method: str, limits: ImageLimits) -> list[str | Picture
                 raise UnusableError(f"{method} returned more than {MAX_CHARS} characters")
             parts.append(item.encode(errors="replace").decode())  # lone surrogates are no text
             continue
-        image = _image(item, method)
+        image = _image(item, method, limits)
         parts.append(_picture(image, f"an image that {method} returned", limits))
         num_pixels += image.width * image.height
         if num_pixels > limits.total_pixels:
@@ -112,7 +112,7 @@ def _parts(content: Any, method: str, limits: ImageLimits) -> list[str | Picture
     return parts
 
 
-def _image(item: Any, method: str) -> Image.Image:
+def _image(item: Any, method: str, limits: ImageLimits) -> Image.Image:
     if isinstance(item, Image.Image):
         return item
     if not isinstance(item, np.ndarray):
@@ -122,6 +122,10 @@ def _image(item: Any, method: str) -> Image.Image:
         raise UnusableError(
             f"{method} returned an array of {item.dtype} {list(item.shape)}; an image is [height, width, 3] of uint8"
         )
+    try:  # before the pixels are copied
+        check_size((item.shape[1], item.shape[0]), f"an image that {method} returned", limits.image_pixels)
+    except DataError as error:
+        raise UnusableError(str(error)) from error
     return Image.fromarray(np.ascontiguousarray(item))
 
 

@@ -94,8 +94,14 @@ def open_header(encoded: Encoded, *, max_pixels: int) -> Image.Image:
 
 def check_pixels(image: Image.Image, name: str, max_pixels: int) -> None:
     """Raise DataError for an image of more than `max_pixels` pixels."""
-    if image.width * image.height > max_pixels:
-        raise DataError(_bomb(f"{name} ({image.width}x{image.height})", max_pixels))
+    check_size(image.size, name, max_pixels)
+
+
+def check_size(size: tuple[int, int], name: str, max_pixels: int) -> None:
+    """Raise DataError for a (width, height) of more than `max_pixels` pixels."""
+    width, height = size
+    if width * height > max_pixels:
+        raise DataError(_bomb(f"{name} ({width}x{height})", max_pixels))
 
 
 def upright_rgb(image: Image.Image, name: str, *, keep_open: bool) -> Image.Image:

@@ -101,3 +101,9 @@ def test_a_damaged_image_and_an_object_of_a_tool_are_unusable() -> None:
         of_reset(1, Image.open(io.BytesIO(file.getvalue()[:5000])), LIMITS)
     with pytest.raises(UnusableError, match="zoom returned an object where text, images or JSON are expected"):
         of_tool(1, "zoom", object(), LIMITS)
+
+
+def test_an_array_is_measured_before_its_pixels_are_copied() -> None:
+    million_by_million = np.broadcast_to(np.uint8(0), (10**6, 10**6, 3))
+    with pytest.raises(UnusableError, match=r"an image that step returned \(1000000x1000000\) has more than"):
+        of_step(1, Reply(million_by_million), LIMITS)
