@@ -32,7 +32,7 @@ test: unit  ## every test: unit, and end to end on the real stack
 prove: setup  ## the long proofs that `make test` leaves out: models learn, sweeps of kills, full matrices
 	$(BIN)/python -m pytest -q -m prove tests
 
-check: lint unit  ## what to run before a commit: lint and unit tests, two minutes
+check: lint unit  ## what to run before a commit: lint and unit tests, about five minutes
 
 lint: setup  ## ruff, mypy, import rules
 	$(BIN)/ruff check

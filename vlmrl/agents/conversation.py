@@ -68,14 +68,6 @@ class Feedback:
     history: str | None = None
     """With `agent.history template`: text of the history behind the first prompt."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_images(self) -> int:
-        return len(self.media)
-
 
 class Conversation:
     """The tokens of one episode: appends responses as sampled and feedback as rendered; nothing is tokenised again.

@@ -168,8 +168,8 @@ def test_images_of_any_turn_are_in_the_next_prompt_and_the_segment(vlm: Processo
     feedback = conversation.feedback(
         [Message([pictures[2]], role="tool"), Message(["Next?", pictures[3], pictures[4]])]
     )
-    assert (feedback.num_images, feedback.total_images) == (3, 5)
-    assert feedback.total_tokens == len(conversation.next_prompt.tokens) + feedback.num_tokens
+    assert (len(feedback.media), feedback.total_images) == (3, 5)
+    assert feedback.total_tokens == len(conversation.next_prompt.tokens) + len(feedback.tokens)
     assert conversation.next_prompt.media == tuple(pictures[:2])  # not added yet
     conversation.add(feedback)
     assert len(conversation.next_prompt.tokens) == feedback.total_tokens
