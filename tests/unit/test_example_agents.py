@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmrl.agents.environments import Environments, Observation, ToolError
+from vlmrl.agents.environments import EnvironmentRaised, Environments, Observation, ToolError
 from vlmrl.config.data import Columns
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ConfigError
@@ -131,6 +131,28 @@ async def test_the_zoom_shows_a_cell() -> None:
         assert cell[56, 56].tolist() == [42, 157, 80]
         with pytest.raises(ToolError, match="columns and rows are 0 to 3"):
             await environment.call_tool("zoom", {"x": 4, "y": 0})
+
+
+async def test_a_part_of_the_rows_picture_is_enlarged() -> None:
+    pixels = np.zeros((80, 120, 3), np.uint8)
+    pixels[40:70, 60:120] = (10, 200, 30)
+    async with environments("zoom") as made, await made.open() as environment:
+        first = await environment.reset({"question": "How many?", "label": "3", "metadata": {}}, 1, images=[pixels])
+        assert not first.parts  # the row's own prompt
+        (part,) = (await environment.call_tool("zoom", {"left": 60, "top": 40, "right": 500, "bottom": 70})).parts
+        assert isinstance(part, np.ndarray)
+        assert part.shape == (280, 560, 3)
+        assert (part == (10, 200, 30)).all()
+        with pytest.raises(ToolError, match="at least 28 x 28 pixels; the picture has \\(120, 80\\)"):
+            await environment.call_tool("zoom", {"left": 60, "top": 40, "right": 80, "bottom": 70})
+        with pytest.raises(ToolError, match="there are 1 pictures"):
+            await environment.call_tool("zoom", {"left": 0, "top": 0, "right": 80, "bottom": 70, "picture": 2})
+        last = await environment.step("\\boxed{3}")
+        assert last.done
+        assert last.reward == 0  # the run's reward functions score the response
+    async with environments("zoom") as made, await made.open() as environment:
+        with pytest.raises(EnvironmentRaised, match="needs rows with images"):
+            await environment.reset({"question": "How many?", "label": "3", "metadata": {}}, 1)
 
 
 async def test_the_calculator_rewards_a_right_result_after_a_call() -> None:
