@@ -33,9 +33,10 @@ def warmed_up(model: str, out: Path, **flags: Any) -> str:
     return str(out / "model")
 
 
-def steered(model: str, out: Path, **flags: Any) -> list[float]:
+def steered(model: str, out: Path, *, overlay: str | None = None, **flags: Any) -> list[float]:
     """Train on episodes; return the fraction of held-out episodes that reach the goal, for every evaluation."""
-    words = recipe("steer_tiny.yaml", model, out, **{"train.agent_func_path": ENVIRONMENT}, **flags)
+    name = f"steer_tiny/{overlay}.yaml" if overlay else "steer_tiny.yaml"
+    words = recipe(name, model, out, **{"train.agent_func_path": ENVIRONMENT}, **flags)
     train_rl(load(RlConfig, words))
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
     return [line[PASS_RATE] for line in read_metrics(out) if PASS_RATE in line]
@@ -77,10 +78,54 @@ def test_two_steps_with_images_in_every_turn(tmp_path: Path, tiny_model: Callabl
     assert picture.stat().st_size > 2_000
 
 
+def test_adapters_on_four_bits_and_a_critic_learn_from_conversations_on_two_ranks(
+    tmp_path: Path, tiny_model: Callable[..., str]
+) -> None:
+    flags: dict[str, Any] = {
+        "actor.adam.lr": 1e-3,
+        "actor.num_gpus_per_node": 2,
+        "vllm.num_engines": 2,
+        "ds.load_in_4bit": True,
+        "ds.lora.rank": 8,
+        "critic.freezing_steps": 0,
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 3,
+        "train.batch_size": 12,
+        "train.max_steps": 2,
+        "agent.max_turns": 4,
+        "eval.max_samples": 2,
+    }
+    out = tmp_path / "run"
+    steered(tiny_model("qwen2_5_vl"), out, overlay="ppo", **flags)
+    steps = steps_of(out)
+    assert [line["sync/version"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["agent/failed"] == 0
+        assert line["agent/turns_mean"] > 2
+        assert line["policy/grad_norm"] > 0
+        assert line["value/grad_norm"] > 0
+    records = [json.loads(line) for line in (out / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    assert {version for record in records for one in record["responses"] for version in one["versions"]} == {1}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., str]) -> str:
+    """The tiny model after the recipe's warm-up."""
+    return warmed_up(tiny_model("qwen2_5_vl"), tmp_path_factory.mktemp("sft"))
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(3600)
-def test_the_policy_steers_by_the_pictures_of_all_turns(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
-    warm = warmed_up(tiny_model("qwen2_5_vl"), tmp_path / "sft")
+@pytest.mark.parametrize("overlay", ["lora", "ppo"])
+def test_adapters_and_ppo_learn_to_steer_as_well(overlay: str, warm: str, tmp_path: Path) -> None:
+    rates = steered(warm, tmp_path / "rl", overlay=overlay)
+    assert rates[-1] >= 0.8, rates
+    assert rates[-1] > rates[0] + 0.1, rates
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_the_policy_steers_by_the_pictures_of_all_turns(warm: str, tmp_path: Path) -> None:
     out = tmp_path / "rl"
     rates = steered(warm, out)
     assert rates[-1] >= 0.8, rates
