@@ -2,7 +2,7 @@
 
     vlmrl rl --train.agent_func_path examples/agents/calculator.py:make ...
 
-With a dataset, the question and the label are those of the row.
+With a dataset, the question and the label are those of the row; a row without a label is refused.
 """
 
 import ast
@@ -29,7 +29,9 @@ class Calculator:
     def reset(self, row, seed):
         self.has_called = False
         if row is not None:
-            self.label = row["label"]
+            self.label = row.get("label")
+            if self.label is None:
+                raise ValueError("the row has no label to compare results with: set data.label_key to its column")
             return None  # the row's own prompt
         one, two = random.Random(seed).choices(range(11, 100), k=2)
         self.label = str(one * two)

@@ -7,7 +7,7 @@ folder of 16 MiB in memory, and limits of time and of the memory of each process
 send them nowhere.
 Where namespaces are not permitted, the environment refuses to start.
 
-With a dataset, the question and the label are those of the row.
+With a dataset, the question and the label are those of the row; a row without a label is refused.
 """
 
 import functools
@@ -54,7 +54,9 @@ class PythonTool:
 
     def reset(self, row, seed):
         if row is not None:
-            self.label = row["label"]
+            self.label = row.get("label")
+            if self.label is None:
+                raise ValueError("the row has no label to compare results with: set data.label_key to its column")
             return None  # the row's own prompt
         numbers = random.Random(seed)
         bound, divisor = numbers.randint(100, 999), numbers.randint(3, 9)

@@ -54,6 +54,12 @@ def test_a_bug_in_an_actor_keeps_its_traceback() -> None:
     group.shutdown()
 
 
+def test_workers_run_at_the_priority_of_the_run() -> None:
+    group = start(partial(importlib.import_module, "os"))
+    assert group.call(lambda os: os.nice(0)) == [os.nice(0)]
+    group.shutdown()
+
+
 def test_an_actor_that_hangs_is_an_error_that_names_it() -> None:
     group = start(threading.Event)
     with pytest.raises(ClusterError, match=r"helper did not respond within 1 s.*--train.timeout_s"):

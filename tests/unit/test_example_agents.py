@@ -175,6 +175,15 @@ async def test_the_calculator_rewards_a_right_result_after_a_call() -> None:
             assert (await environment.step("4")).reward == 1.0
 
 
+@pytest.mark.parametrize(("name", "make"), [("calculator", "Calculator"), ("python_tool", "PythonTool")])
+@pytest.mark.parametrize("row", [{"question": "2 + 2?", "label": None, "metadata": {}}, {"question": "2 + 2?"}])
+async def test_a_row_without_a_label_is_refused_in_one_line(name: str, make: str, row: dict[str, Any]) -> None:
+    async with environments(name, make) as made, await made.open() as environment:
+        message = r"^ValueError: the row has no label to compare results with: set data.label_key .*\.py:\d+\)$"
+        with pytest.raises(EnvironmentRaised, match=message):
+            await environment.reset(row, 0)
+
+
 def test_demonstrations_of_the_calculator_are_as_episodes_go(tmp_path: Path) -> None:
     start = example("calculator_start")
     start.main(tmp_path)

@@ -23,7 +23,7 @@ class AgentEngine(RolloutEngine):
         self._agent = settings.environments.agent
         self._columns = settings.engine.columns
         self._share = settings.share
-        self._environments = settings.environments.build()
+        self._environments = settings.environments.build(engine_limit_s=settings.engine.vllm.generate_timeout_s)
         self._player: Player | None = None
         self._notes: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ from vlmrl.agents.process import MAX_PROBLEM_CHARS, EnvironmentLost, Environment
 from vlmrl.agents.spawner import Spawner
 from vlmrl.agents.worker import CLOSE_LIMIT_S, FLAG
 from vlmrl.data.media import ImageLimits
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.rewards.environment_variables import check_passed
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Pixels
@@ -40,12 +40,13 @@ __all__ = [
 
 START_LIMIT_S = 120.0
 """Time limit for importing the user's file, including what it loads."""
-_NUM_ALONE = 64
+NUM_ALONE = 64
 """Environments with a process to themselves, by default. Each is a fork, of some 10 MB."""
 _NUM_SHARED = 4
 """Processes that asynchronous environments share, by default."""
-_CLOSE_LIMIT_S = CLOSE_LIMIT_S + 1.0
+CLOSE_CALL_LIMIT_S = CLOSE_LIMIT_S + 1.0
 """Time limit of the call: that of `close` itself, and a second to answer."""
+_WAIT_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,8 @@ class Environments:
         num_workers: processes of synchronous environments, hence episodes at the same time (None: 64); of asynchronous
             ones, processes that they share (None: 4), and as many for those that are alone (None: 64).
         step_limit_s: time limit of `reset` (including the making of the environment), `step` and each tool.
+        wait_limit_s: longest time for which an episode may keep a process to itself. A wait for a free one ends with an
+            error if no episode gives its process back for that long.
         pass_env: environment variables with secrets that environments see.
         log: file for their output; None: the output of this process.
     """
@@ -75,6 +78,7 @@ class Environments:
         *,
         num_workers: int | None = None,
         step_limit_s: float,
+        wait_limit_s: float = _WAIT_LIMIT_S,
         limits: ImageLimits,
         pass_env: tuple[str, ...] = (),
         log: Path | None = None,
@@ -90,7 +94,10 @@ class Environments:
         self._tools: tuple[ToolSpec, ...] = ()
         self._is_async = False
         self._episodes = itertools.count(1)
-        self._slots = asyncio.Semaphore(num_workers or _NUM_ALONE)
+        self._num_alone, self._wait_limit_s = num_workers or NUM_ALONE, wait_limit_s
+        self._slots = asyncio.Semaphore(self._num_alone)
+        self._num_returned = 0
+        """Processes that episodes have given back."""
         self._idle: list[Process] = []
         """Processes without an episode, for one at a time."""
         self._shared: list[Process] = []
@@ -121,15 +128,19 @@ class Environments:
         """Whether environments have asynchronous methods. Known after `start`."""
         return self._is_async
 
-    async def open(self, *, alone: bool = False) -> OpenEnvironment:
+    async def open(self, *, alone: bool = False, source: str = "an episode") -> OpenEnvironment:
         """Open an environment. Waits for a free process if it is synchronous or `alone`.
+
+        Args:
+            source: row of the episode, for messages.
 
         Raises:
             EnvironmentLost: a new process has ended before it was ready.
             ConfigError: the user's file, which was changed meanwhile, cannot be loaded.
+            ClusterError: no process has become free for `wait_limit_s`.
         """
         if not self._is_async or alone:
-            return await self._open_alone()
+            return await self._open_alone(source)
         async with self._choosing:
             self._shared = [process for process in self._shared if process.is_usable]
             least = min(self._shared, key=lambda process: process.num_episodes, default=None)
@@ -153,8 +164,8 @@ class Environments:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _open_alone(self) -> OpenEnvironment:
-        await self._slots.acquire()
+    async def _open_alone(self, source: str) -> OpenEnvironment:
+        await self._wait_for_slot(source)
         try:
             while self._idle:
                 process = self._idle.pop()
@@ -168,6 +179,22 @@ class Environments:
         process.num_episodes += 1
         return self._environment(process, self)
 
+    async def _wait_for_slot(self, source: str) -> None:
+        """Wait until a process is free, which is as long as it takes while episodes end. Raises ClusterError."""
+        while True:
+            num_returned = self._num_returned
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_limit_s):
+                    await self._slots.acquire()
+                    return
+            if self._num_returned == num_returned:
+                raise ClusterError(
+                    f"{source} waits for an environment, and none of the {self._num_alone} episodes that play has "
+                    f"ended within {self._wait_limit_s:.0f} s, which is all that an episode may take: raise "
+                    "--vllm.generate_timeout_s if the engine is that slow, or --agent.num_workers if the machine has "
+                    "room for more processes"
+                )
+
     def _environment(self, process: Process, home: Environments | None) -> OpenEnvironment:
         tools = tuple(tool.name for tool in self._tools)
         return OpenEnvironment(process, next(self._episodes), tools, self._step_limit_s, home)
@@ -176,6 +203,7 @@ class Environments:
         """Take back a process that was lent to one environment alone."""
         if process.is_usable:
             self._idle.append(process)
+        self._num_returned += 1
         self._slots.release()
 
     async def _start_process(self, mode: Mode) -> tuple[Process, Hello]:
@@ -266,7 +294,7 @@ class OpenEnvironment:
         try:
             if self._process.is_usable:
                 with suppress(EnvironmentLost):
-                    await self._process.call("close", self._episode, _CLOSE_LIMIT_S)
+                    await self._process.call("close", self._episode, CLOSE_CALL_LIMIT_S)
         finally:
             self._process.num_episodes -= 1
             if self._home is not None:

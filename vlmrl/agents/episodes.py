@@ -60,15 +60,20 @@ class _Course:
     timeouts: int = 0
 
     async def call(self, reaction: Awaitable[Observation]) -> Observation:
-        """Wait for the environment. Raises EnvironmentLost when its calls take too long together."""
+        """Wait for the environment."""
         start = time.monotonic()
         try:
-            observation = await reaction
+            return await reaction
         finally:
             self.env_s += time.monotonic() - start
+
+    def check_time(self) -> None:
+        """Check that there is time for another call: an episode that has ended counts, however long its last one took.
+
+        Raises EnvironmentLost when the calls have taken too long together.
+        """
         if self.env_s > self.limit_s:
             raise EnvironmentLost("timeout", f"its calls took over agent.episode_limit_s {self.limit_s:g} s together")
-        return observation
 
     def begin(self) -> None:
         """Begin another attempt."""
@@ -135,7 +140,9 @@ class Player:
         seeds of responses. After `agent.max_retries` it has failed: it has no response and no reward.
 
         Raises:
-            ConfigError: `reset` returned different first observations for the same row and seed.
+            ConfigError: `reset` returned different first observations for the same row and seed, or the environment an
+                image for a model that takes text only.
+            ClusterError: no episode that plays has ended in the time that it may take, while this one waits.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -151,7 +158,7 @@ class Player:
         first: Prompt | None = None
         for attempt in range(self.settings.max_retries + 1):
             try:
-                environment = await self.environments.open(alone=attempt > 0)
+                environment = await self.environments.open(alone=attempt > 0, source=prompt.source)
                 try:
                     first = await self._first_prompt(prompt, sampling, environment, course)
                     play = _Play(self, first, environment, course)
@@ -177,6 +184,7 @@ class Player:
             pixels = await asyncio.to_thread(lambda: [item.fetch() for item in prompt.media])
         try:
             observation = await course.call(environment.reset(row, seed, pixels))
+            course.check_time()
             first = prompt if not observation.parts else self._to_prompt(await self.to_parts(observation), prompt)
         except (EnvironmentRaised, DataError) as error:
             raise _UnusableStartError(f"reset: {error}") from error
@@ -279,6 +287,7 @@ class _Play:
             return "images"
         if feedback.total_tokens >= self._settings.context_len:
             return "context"
+        self._course.check_time()
         self._add(feedback)
         return None
 
@@ -295,12 +304,21 @@ class _Play:
         if calls and not calls_tools:  # nobody would read the results
             return _Reaction()
         if calls:
-            results = [await self._call(call) for call in calls]
-            messages = tuple(message for result in results for message in result.messages)
-            return _Reaction(messages, sum(r.reward for r in results), any(r.done for r in results))
+            return await self._results(calls)
         observation = await self._course.call(self._environment.step(response.text))
         parts = await self._player.to_parts(observation)
         return _Reaction((Message(parts),), observation.reward, observation.done)
+
+    async def _results(self, calls: Sequence[ToolCall]) -> _Reaction:
+        """Make the calls of a response, up to one that ends the episode."""
+        results: list[_Reaction] = []
+        for call in calls:
+            self._course.check_time()
+            results.append(await self._call(call))
+            if results[-1].done:
+                break
+        messages = tuple(message for result in results for message in result.messages)
+        return _Reaction(messages, sum(result.reward for result in results), results[-1].done)
 
     async def _call(self, call: ToolCall) -> _Reaction:
         self._course.tool_calls += 1

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from vlmrl.types import Media
 
 
+def attempt_limit_s(agent: Agent) -> float:
+    """Return the seconds that an environment may take to play an episode once, from the start of its process to
+    `close`."""
+    from vlmrl.agents.environments import CLOSE_CALL_LIMIT_S, START_LIMIT_S
+
+    # The call in which the limit of the episode is reached may come to its own end.
+    return START_LIMIT_S + agent.episode_limit_s + agent.step_limit_s + CLOSE_CALL_LIMIT_S
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings:
     """Settings of `Environments`."""
@@ -33,7 +42,8 @@ class EnvironmentSettings:
     log: Path | None
     """File for the output of environments; None: the output of the process that starts them."""
 
-    def build(self) -> Environments:
+    def build(self, *, engine_limit_s: float = 0.0) -> Environments:
+        """Return the environments. `engine_limit_s`: seconds that an engine may take for an episode."""
         from vlmrl.agents.environments import Environments
         from vlmrl.data.media import ImageLimits
 
@@ -41,6 +51,7 @@ class EnvironmentSettings:
             self.spec,
             num_workers=self.agent.num_workers,
             step_limit_s=self.agent.step_limit_s,
+            wait_limit_s=engine_limit_s + attempt_limit_s(self.agent),
             limits=ImageLimits.of(self.columns),
             pass_env=self.agent.pass_env,
             log=self.log,

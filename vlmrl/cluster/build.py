@@ -28,7 +28,7 @@ from vlmrl.cluster.rewards import RemoteRewarder, RemoteRewardModel, RewardSourc
 from vlmrl.cluster.role_settings import (
     critic_settings,
     engine_builder,
-    environment_limit_s,
+    generation_limit_s,
     policy_settings,
     reference_settings,
     reward_model_settings,
@@ -180,7 +180,7 @@ class RoleBuilder:
         group = self.group("vllm", engine_builder(config, adapter), timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
             group,
-            timeout_s=config.vllm.generate_timeout_s + environment_limit_s(config),
+            timeout_s=generation_limit_s(config),
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
             colocated=partial(self._colocated, config),

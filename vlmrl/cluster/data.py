@@ -62,7 +62,7 @@ class SourceSettings:
     """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
     requirements: RowRequirements = NO_REQUIREMENTS
     environments: EnvironmentSettings | None = None
-    """Environments whose tools the prompts show."""
+    """Environments whose tools the prompts show, and whose conversations begin with them."""
 
     def build(self) -> Source:
         return Source(
@@ -75,6 +75,7 @@ class SourceSettings:
             label_problems=LabelCheck(self.functions),
             requirements=self.requirements,
             tools=() if self.environments is None else self.environments.list_tools(),
+            agent_max_images=None if self.environments is None else self.environments.agent.max_images,
         )
 
 

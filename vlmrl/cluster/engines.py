@@ -102,9 +102,10 @@ class RemoteEngines:
             with stops.interruptible_wait():
                 done, _ = ray.wait(list(in_flight), num_returns=1, timeout=self._timeout_s)
             if not done:
+                oldest = prompts[min(number for number, _ in in_flight.values())].source
                 raise ClusterError(
                     f"no engine finished a response within {self._timeout_s:.0f} s "
-                    f"({len(in_flight)} prompts in flight): raise --vllm.generate_timeout_s "
+                    f"({len(in_flight)} prompts in flight, the oldest: {oldest}): raise --vllm.generate_timeout_s "
                     "or lower --rollout.max_new_tokens"
                 )
             for ref in done:

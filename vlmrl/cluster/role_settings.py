@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings
+from vlmrl.agents.environments import NUM_ALONE
+from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings, attempt_limit_s
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
 from vlmrl.cluster.data import SourceSettings, put, row_requirements
@@ -70,9 +71,19 @@ def engine_builder(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = 
     return AgentEngineSettings(engine=settings, environments=environments, share=put).build
 
 
-def environment_limit_s(config: RlConfig | EvalConfig) -> float:
-    """Return the seconds that an environment may take for an episode, all attempts included; 0 without one."""
-    return (config.agent.max_retries + 1) * config.agent.episode_limit_s if config.has_agent else 0.0
+def generation_limit_s(config: RlConfig | EvalConfig) -> float:
+    """Return the seconds in which an engine must finish the responses to one of its prompts.
+
+    With an environment these are episodes with all their attempts, which may have to be played one after the other.
+    """
+    limit_s, agent = config.vllm.generate_timeout_s, config.agent
+    if not config.has_agent:
+        return limit_s
+    num_episodes = config.eval.n_samples_per_prompt
+    if isinstance(config, RlConfig):
+        num_episodes = max(num_episodes, config.rollout.n_samples_per_prompt)
+    rounds = -(-num_episodes // (agent.num_workers or NUM_ALONE))
+    return rounds * (limit_s + (agent.max_retries + 1) * attempt_limit_s(agent))
 
 
 def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = None) -> EngineSettings:

@@ -22,6 +22,8 @@ from vlmrl.system import fork_server, machine, scratch, stops
 from vlmrl.system.stops import Stopped
 
 _REMOVE_S = 10.0
+_NICENESS = "RAY_worker_niceness"
+"""Variable that each of Ray's workers reads when it starts. By default it adds 15 to its niceness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
         yield _running_session(joins=joins)
         return
     temporary = ExitStack()
+    if not joins:
+        temporary.enter_context(_workers_of_equal_priority())
     folder = temporary.enter_context(scratch.scratch())
     temporary.enter_context(fork_server.fork_server(folder))
     before = set(psutil.Process().children())
@@ -156,6 +160,20 @@ def session(*, num_cpus: int | None = None) -> Iterator[Session]:
             if joins and ray.is_initialized():
                 _remove_from_others(folder)
             _stop_ray(_new_children(before) if processes is None else processes)
+
+
+@contextmanager
+def _workers_of_equal_priority() -> Iterator[None]:
+    """Let Ray's workers run at the priority of this process: they do its work, and would get few of the cores beside
+    other processes of the machine. A value that the user has set is kept."""
+    if _NICENESS in os.environ:
+        yield
+        return
+    os.environ[_NICENESS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NICENESS, None)
 
 
 def _new_children(before: set[psutil.Process]) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from vlmrl.commands.run import prepare, run_session
 from vlmrl.config.verbs import EvalConfig
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
-from vlmrl.trainer.evaluation import check_failed_sets, evaluation_sampling, with_metric_names
+from vlmrl.trainer.evaluation import check_sets, evaluation_sampling, with_metric_names
 from vlmrl.trainer.evaluation import evaluate as evaluate_sets
 
 
@@ -35,5 +35,5 @@ def evaluate(config: EvalConfig, *, dry_run: bool = False) -> None:
         for name, (groups, scores) in responses.items():
             transcripts.write_evaluation(0, name, groups, scores)
         report.evaluation(0, metrics)
-        check_failed_sets(config, responses)
+        check_sets(config, responses)
         stops.mark_done()

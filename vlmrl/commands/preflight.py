@@ -226,6 +226,7 @@ def check_data(
             label_problems=label_problems,
             requirements=row_requirements(config),
             tools=() if environments is None else environments.list_tools(),
+            agent_max_images=None if environments is None else environments.agent.max_images,
         )
         _show_data(config, source, console)
     console.print("dry run: nothing was started and nothing written")

@@ -15,6 +15,8 @@ from vlmrl.errors import DataError
 
 _DATES = (dt.date, dt.time, dt.timedelta)
 """`datetime` is a subclass of `date`."""
+_MAX_CHARS = 80
+"""Of a label in a message."""
 
 
 def label_text(value: Any, *, precision: str | None = None) -> str | None:
@@ -64,6 +66,12 @@ def _plain(value: Any, precision: str | None) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_item(part, precision) for part in value]
     raise DataError(f"a label is text, a number, a date or a list of them, not {type(value).__name__}")
+
+
+def format_label(label: object) -> str:
+    """Format a label for a message, shortened if it is long."""
+    text = repr(label)
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
 
 
 def _plain_item(value: Any, precision: str | None) -> Any:

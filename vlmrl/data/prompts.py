@@ -19,7 +19,7 @@ from vlmrl.data.conversations import read_conversation, split_answer
 from vlmrl.data.digests import RowHasher
 from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
-from vlmrl.data.labels import class_name, label_text
+from vlmrl.data.labels import class_name, format_label, label_text
 from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import RowIndex, RowOrder
 from vlmrl.data.rows import Rows
@@ -33,8 +33,6 @@ logger = logging.getLogger("vlmrl.data")
 
 _MIN_ROWS_FOR_FRACTION = 1000
 """The fraction of dropped rows is computed over at least this many rows, or over all if there are fewer."""
-_MAX_LABEL_CHARS = 80
-"""Of a label in a warning."""
 _MAX_DETAIL_CHARS = 500
 """Of the reason in a warning about a dropped row."""
 _NUM_DECODERS = min(8, os.cpu_count() or 1)
@@ -89,9 +87,11 @@ class PromptStream:
         requirements: RowRequirements = NO_REQUIREMENTS,
         run_sources: Sequence[Rows] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        agent_max_images: int | None = None,
     ) -> None:
         """`run_sources`: all datasets that the settings apply to; a configured column must be in one of them. None: the
-        sources. `tools`: functions that the prompts show."""
+        sources. `tools`: functions that the prompts show. `agent_max_images`: images of a conversation that begins with
+        the prompt; None without an environment."""
         if not sources:
             raise DataError("there is no dataset to draw prompts from")
         if probs is not None and len(probs) != len(sources):
@@ -107,6 +107,9 @@ class PromptStream:
         self._columns = columns
         self._share = share
         self._tools = tools
+        self._max_images = columns.max_images_per_prompt, "data.max_images_per_prompt"
+        if agent_max_images is not None:
+            self._max_images = min(self._max_images, (agent_max_images, "agent.max_images"))
         self._label_problems = label_problems
         self._order = RowOrder([len(source) for source in sources], probs, seed)
         self._drawn = 0
@@ -300,9 +303,9 @@ class PromptStream:
                 f"{len(inline)} images inside the messages and {len(images)} in data.image_key: use only one",
             )
         images = inline or images
-        if len(images) > self._columns.max_images_per_prompt:
-            bound = self._columns.max_images_per_prompt
-            raise UnusableError("too many images", f"{len(images)} images, data.max_images_per_prompt is {bound}")
+        bound, setting = self._max_images
+        if len(images) > bound:
+            raise UnusableError("too many images", f"{len(images)} images, {setting} is {bound}")
         if images and self._processor.resize_factor is None:
             raise UnusableError("model takes no images", f"{len(images)} images, but the model takes text only")
         return images
@@ -350,8 +353,20 @@ class PromptStream:
         if not len(tokens):
             raise UnusableError("question unusable", "it has no tokens")
         if len(tokens) > self._columns.max_len:
-            raise UnusableError("too long", f"{len(tokens)} tokens, data.max_len is {self._columns.max_len}")
+            reason = f"{len(tokens)} tokens, data.max_len is {self._columns.max_len}"
+            raise UnusableError("too long", reason + self._share_of_tools(question, media, len(tokens)))
         return self._processor.readable(rendered), tokens, request
+
+    def _share_of_tools(self, question: _Question, media: Sequence[InlineMedia], num_tokens: int) -> str:
+        """Say how many of a prompt's tokens describe tools, which users do not see in their data."""
+        if not self._tools:
+            return ""
+        plain = self._processor.render(question.text, num_images=len(media), columns=self._columns)
+        tokens, _ = self._processor.encode(plain, [item.size for item in media])
+        return (
+            f"; {num_tokens - len(tokens)} of them describe the environment's tools: raise data.max_len, which holds "
+            "also where reset replaces the prompt"
+        )
 
     def _shared(self, media: InlineMedia, shared: dict[str, Media]) -> Media:
         if media.hash not in shared:
@@ -380,9 +395,3 @@ class PromptStream:
             "datasets": [fingerprint(hasher) for hasher in self.hashers],
             "shares and seed": self._order.settings(),
         }
-
-
-def format_label(label: object) -> str:
-    """Format a label for a message, shortened if it is long."""
-    text = repr(label)
-    return text if len(text) <= _MAX_LABEL_CHARS else f"{text[:_MAX_LABEL_CHARS]}..."

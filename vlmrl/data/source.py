@@ -15,8 +15,9 @@ from vlmrl.config.rollout import EvalBase
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
+from vlmrl.data.labels import format_label
 from vlmrl.data.media import InlineMedia
-from vlmrl.data.prompts import PromptStream, format_label
+from vlmrl.data.prompts import PromptStream
 from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import Rows, first_rows, load_all
 from vlmrl.plugins import Processor, processor_of
@@ -79,6 +80,7 @@ class Source:
             can be used.
         requirements: columns needed in every row. Evaluation rows need a label if training rows do.
         tools: functions that the prompts show, in OpenAI's format.
+        agent_max_images: images of a conversation that begins with a prompt; None without an environment.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Source:
         label_problems: TimedLabelProblems | None = None,
         requirements: RowRequirements = NO_REQUIREMENTS,
         tools: Sequence[Mapping[str, Any]] = (),
+        agent_max_images: int | None = None,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
         self._data = data
@@ -101,7 +104,7 @@ class Source:
         self._share = share
         self._label_problems: TimedLabelProblems = label_problems or _no_problems
         self._requirements = requirements
-        self._tools = tools
+        self._tools, self._agent_max_images = tools, agent_max_images
         self._bytes_moved = 0
         self._warnings = _WarningCollector()
         logging.getLogger("vlmrl.data").addHandler(self._warnings)
@@ -132,6 +135,7 @@ class Source:
             requirements=self._requirements,
             run_sources=run_sources,
             tools=self._tools,
+            agent_max_images=self._agent_max_images,
         )
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
-from vlmrl.trainer.episodes import check_failed, episode_metrics, failed_episodes
+from vlmrl.trainer.episodes import check_episodes, count_failed, episode_metrics
 from vlmrl.trainer.experience import batch_metrics, shaped_rewards
 from vlmrl.trainer.filtering import FilteredGroup, RewardRange, filter_groups, format_shortage, is_solved
 from vlmrl.trainer.protocols import Engine, Prompts, Report, Rewarder
@@ -106,12 +106,12 @@ def collect(
             check_versions(groups, version=step - 1)
             num_responses = sampling.n * max(size, len(collected) + len(groups))
             everything = [*(kept.group for kept in collected), *groups]
-            check_failed(config, everything, num_responses=num_responses)
+            check_episodes(config, everything, num_responses=num_responses)
         with report.phase("reward"):
             scores = rewarder.score(groups, out_of=num_responses, failed=num_without_reward)
             num_failed += sum(score.failed for group_scores in scores for score in group_scores)
             without_reward = sum(not score.has_reward for group_scores in scores for score in group_scores)
-            num_without_reward += without_reward - len(failed_episodes(groups))  # they have a bound of their own
+            num_without_reward += without_reward - count_failed(groups)  # they have a bound of their own
         bytes_moved = data_metrics.get("media/bytes_moved", 0.0) + draw_metrics["media/bytes_moved"]
         data_metrics = draw_metrics | {"media/bytes_moved": bytes_moved}
         collected += filter_groups(config, groups, scores)

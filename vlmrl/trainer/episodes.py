@@ -42,23 +42,29 @@ def responses_of(groups: Sequence[Group]) -> list[Rollout]:
     return [rollout for rollout in rollouts if rollout.episode is None or rollout.turns] or rollouts
 
 
-def failed_episodes(groups: Sequence[Group]) -> list[tuple[str, Episode]]:
-    """Return the conversations that failed, each with the row of its prompt."""
+def count_failed(groups: Sequence[Group]) -> int:
+    """Return the number of conversations that failed."""
+    return len(_episodes_that(groups, "failed"))
+
+
+def _episodes_that(groups: Sequence[Group], stop: StopReason) -> list[tuple[str, Episode]]:
+    """Return the conversations that ended so, each with the row of its prompt."""
     return [
         (group.prompt.source, rollout.episode)
         for group in groups
         for rollout in group.rollouts
-        if rollout.episode is not None and rollout.episode.stop == "failed"
+        if rollout.episode is not None and rollout.episode.stop == stop
     ]
 
 
-def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int | None = None) -> None:
-    """Check how many episodes have failed, of `num_responses` in the whole step; None: of these.
+def check_episodes(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int | None = None) -> None:
+    """Check how many episodes have failed, of `num_responses` in the whole step (None: of these), and that their
+    environment did not raise in all others.
 
     Raises:
-        RewardError: more than `agent.max_failed_fraction`.
+        RewardError: more than `agent.max_failed_fraction` have failed, or the environment raised in all others.
     """
-    failed = failed_episodes(groups)
+    failed, raised = _episodes_that(groups, "failed"), _episodes_that(groups, "raised")
     num_responses = num_responses or sum(len(group.rollouts) for group in groups)
     bound = config.agent.max_failed_fraction
     if failed and len(failed) > bound * num_responses:
@@ -66,4 +72,11 @@ def check_failed(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_
         raise RewardError(
             f"{len(failed)} of {num_responses} episodes failed, more than agent.max_failed_fraction {bound:g}; the "
             f"first, on {source}: {episode.problem}"
+        )
+    # No reward is known then, and nothing can be learnt: most likely the environment has a bug.
+    if len(raised) > 1 and len(raised) + len(failed) == num_responses and bound < 1:
+        source, episode = raised[0]
+        raise RewardError(
+            f"the environment of train.agent_func_path raised in all {len(raised)} episodes: fix it, or let it return "
+            f"a Reply for a response that it cannot use; the first, on {source}: {episode.problem}"
         )

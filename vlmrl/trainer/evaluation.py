@@ -19,7 +19,7 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.collect import Ending
-from vlmrl.trainer.episodes import check_failed, responses_of
+from vlmrl.trainer.episodes import check_episodes, responses_of
 from vlmrl.trainer.protocols import Engine, Rewarder
 from vlmrl.trainer.rl import LoopState
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
@@ -95,10 +95,10 @@ def evaluate(
     return metrics, responses
 
 
-def check_failed_sets(config: RlConfig | EvalConfig, responses: Responses) -> None:
-    """Raise RewardError if more than `agent.max_failed_fraction` of a set's episodes failed."""
+def check_sets(config: RlConfig | EvalConfig, responses: Responses) -> None:
+    """Check the episodes of each set, see `check_episodes`. Raises RewardError."""
     for groups, _ in responses.values():
-        check_failed(config, groups)
+        check_episodes(config, groups)
 
 
 def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> Metrics:
@@ -263,7 +263,7 @@ class Evaluations:
             )
             for name, (groups, scores) in responses.items():
                 self.transcripts.write_evaluation(step, name, groups, scores)
-            check_failed_sets(self.config, responses)
+            check_sets(self.config, responses)
         with stops.uninterrupted():
             self.checkpoints.keep_best(step, metrics)
         self.last_evaluated, self.checkpoints.evaluation_is_pending = step, False

@@ -3,7 +3,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agents.scripted_policy import GAMES
 from agents.user_environments import ENVIRONMENTS
+from chat_templates import text_processor
+
+from vlmrl.models.tiny import build
+from vlmrl.plugins import Processor, processor
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +31,24 @@ def no_leftover_processes() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     assert not set(psutil.Process().children(recursive=True)) - before
+
+
+@pytest.fixture(scope="session")
+def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of `scripted_policy.GAMES`."""
+    path = tmp_path_factory.mktemp("user") / "games.py"
+    path.write_text(GAMES)
+    return path
+
+
+@pytest.fixture(scope="session")
+def chat() -> Processor:
+    """A text model's processor."""
+    return text_processor("chatml")
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    """A vision-language model's processor."""
+    folder = build("qwen2_5_vl", tmp_path_factory.mktemp("models") / "vlm", size="micro")
+    return processor(str(folder), min_pixels=784, max_pixels=150_000)

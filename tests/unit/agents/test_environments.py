@@ -14,7 +14,7 @@ import pytest
 from agents.user_environments import environments, play, text_of
 
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, ToolError
-from vlmrl.errors import ConfigError
+from vlmrl.errors import ClusterError, ConfigError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
 
@@ -212,6 +212,23 @@ async def test_synchronous_episodes_wait_for_a_free_process(user_file: Path) -> 
         await two.close()
 
 
+async def test_a_wait_lasts_as_long_as_episodes_end(user_file: Path) -> None:
+    async with environments(user_file, "Sync", wait_limit_s=1.0) as made:
+        held = await made.open()
+        waiting = [asyncio.create_task(made.open(source=f"toy:{number}")) for number in range(4)]
+        for task in waiting:
+            await asyncio.sleep(0.6)
+            await held.close()
+            held = await task
+        late = asyncio.create_task(made.open(source="toy:9"))
+        with pytest.raises(
+            ClusterError, match=r"^toy:9 waits .* none of the 1 episodes .* within 1 s.*--agent.num_wor"
+        ):
+            await late
+        await held.close()
+        assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
+
+
 async def test_a_process_is_used_again(user_file: Path) -> None:
     async with environments(user_file, "Sync") as made:
         assert await play(await made.open(), ["pid"]) == await play(await made.open(), ["pid"])
@@ -229,7 +246,7 @@ async def test_a_cancelled_call_frees_the_slot_with_a_new_process(user_file: Pat
 
 
 async def test_a_close_that_hangs_is_killed(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmrl.agents.environments._CLOSE_LIMIT_S", 0.3)
+    monkeypatch.setattr("vlmrl.agents.environments.CLOSE_CALL_LIMIT_S", 0.3)
     async with environments(user_file, "Sync") as made:
         assert (await play(await made.open(), ["close hangs"]))[-1] == "you said close hangs"
         assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]

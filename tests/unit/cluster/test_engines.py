@@ -11,6 +11,7 @@ import pytest
 from vlmrl.cluster import engines as engines_module
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.remote_call import record_call
+from vlmrl.errors import ClusterError
 from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
@@ -36,6 +37,15 @@ class Engines:
 
     def wait(self, results: Any, timeout_s: float | None = None) -> Any:
         return results
+
+
+def test_a_wait_for_responses_names_the_prompt_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [([("respond", 0)], []), ([], [])]
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(wait=lambda refs, **kwargs: answers.pop(0)))
+    engines = RemoteEngines(Engines(), timeout_s=1.0, sleeps=False)  # type: ignore[arg-type]
+    prompts = [Prompt(i, f"toy:{i}", "?", tokens=np.arange(2), request=np.arange(2), label=None) for i in range(3)]
+    with pytest.raises(ClusterError, match=r"within 1 s \(2 prompts in flight, the oldest: toy:1\): raise --vllm.gen"):
+        engines.generate(prompts, SAMPLING)
 
 
 def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:

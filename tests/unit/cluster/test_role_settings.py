@@ -19,6 +19,7 @@ from vlmrl.cluster.role_settings import (
     critic_settings,
     demand,
     engine_settings,
+    generation_limit_s,
     policy_loss,
     policy_settings,
     reference_settings,
@@ -30,6 +31,13 @@ from vlmrl.config.verbs import SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 
+AGENT = {
+    "train": {"batch_size": 8, "agent_func_path": "my_env.py:make"},
+    "data": {"prompt_dataset": "toy", "max_len": 128},
+    "rollout": {"batch_size": 2, "n_samples_per_prompt": 4},
+    "vllm": {"generate_timeout_s": 1000.0},
+}
+"""A run with an environment."""
 GAE = {"advantage": {"estimator": "gae"}}
 
 
@@ -39,6 +47,16 @@ def loss(**changes: Any) -> Any:
 
 def actor(**changes: Any) -> dict[str, Any]:
     return {"model_name_or_path": "model"} | changes
+
+
+@pytest.mark.parametrize(("num_workers", "rounds"), [(None, 1), (4, 1), (3, 2), (1, 4)])
+def test_engines_have_time_for_all_attempts_of_episodes_that_wait_for_each_other(
+    num_workers: int | None, rounds: int
+) -> None:
+    limits = {"episode_limit_s": 100.0, "step_limit_s": 10.0, "max_retries": 1, "num_workers": num_workers}
+    attempt_s = 120 + 100 + 10 + 6  # start, calls, the last of which may run over, and close
+    assert generation_limit_s(config(**AGENT, agent=limits)) == rounds * (1000 + 2 * attempt_s)
+    assert generation_limit_s(config(vllm={"generate_timeout_s": 1000.0})) == 1000
 
 
 def test_all_knobs_of_the_loss_come_from_their_settings() -> None:

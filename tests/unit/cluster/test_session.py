@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import vlmrl.cluster.session as session_module
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
-from vlmrl.system import machine, stops
+from vlmrl.system import fork_server, machine, stops
 from vlmrl.system.machine import Finding
 from vlmrl.system.stops import Stopped
 
@@ -46,6 +47,30 @@ def test_a_cluster_of_our_own_requires_its_token(address: str | None, has_token:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
     assert output.split() == (["token", "64"] if has_token else ["None", "0"])
+
+
+@pytest.mark.parametrize("set_by_user", [None, "7"])
+def test_workers_of_a_cluster_of_our_own_are_as_nice_as_the_run_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: str | None
+) -> None:
+    seen: list[str | None] = []
+    name = "RAY_worker_niceness"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.delenv(name, raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv(name, set_by_user)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(fork_server, "fork_server", lambda folder: nullcontext())
+
+    def init(**_: object) -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(ClusterError, match="enough"), stops.handle_signals(60), session():
+        pytest.fail("the session has started")
+    assert seen == [set_by_user or "0"]
+    assert os.environ.get(name) == set_by_user
 
 
 def test_slots_are_gpus_if_there_are_any() -> None:

@@ -145,6 +145,49 @@ def test_unusable_rows_are_dropped_whole_counted_and_named(
     assert caplog.text.count("mine:1 ") == 1
 
 
+def test_a_row_with_more_images_than_a_conversation_may_have_is_dropped(
+    vlm: Processor, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = [{"input": f"{count} pictures", "images": [IMAGE] * count} for count in (1, 2, 3)]
+    for agent_max_images, dropped in ((1, 2), (2, 1), (9, 0), (None, 0)):
+        columns = Columns(max_dropped_fraction=1.0, max_images_per_prompt=3)
+        one = PromptStream(
+            [rows(content)],
+            probs=None,
+            processor=vlm,
+            columns=columns,
+            seed=0,
+            agent_max_images=agent_max_images,
+        )
+        assert len(one.draw(3)) == 3
+        assert one.dropped["too many images"] == dropped
+    assert "row mine:2 dropped, too many images: 3 images, agent.max_images is 2" in caplog.text
+
+
+def test_a_prompt_that_is_too_long_with_its_tools_names_them(text_model: Processor) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    tools = [
+        {"type": "function", "function": {"name": f"move_{i}", "description": "Move.", "parameters": parameters}}
+        for i in range(10)
+    ]
+
+    def of(tools: list[dict[str, Any]], max_len: int) -> PromptStream:
+        columns = Columns(max_len=max_len)
+        return PromptStream([numbered(3)], probs=None, processor=text_model, columns=columns, seed=0, tools=tools)
+
+    (plain,), (full,) = (of(shown, 4096).draw(1) for shown in ([], tools))
+    share = len(full.tokens) - len(plain.tokens)
+    assert share > 100
+    message = (
+        rf"3 of the first \d+ rows cannot be used \(3 too long; the last: mine:\d \({len(full.tokens)} tokens, "
+        rf"data.max_len is {share}; {share} of them describe the environment's tools: raise data.max_len, which holds"
+    )
+    with pytest.raises(DataError, match=message):
+        of(tools, share).draw(3)
+    with pytest.raises(DataError, match=r"tokens, data.max_len is 2\)\); data.max_dropped_fraction"):
+        of([], 2).draw(1)
+
+
 def test_a_row_with_a_label_that_no_response_can_match_is_dropped(
     text_model: Processor, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,9 +11,10 @@ from scripted_loop import config, make_prompt
 
 from vlmrl.cluster.models import loss_totals
 from vlmrl.cluster.rewards import RewardSources
+from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError
-from vlmrl.trainer.episodes import check_failed, episode_metrics
+from vlmrl.trainer.episodes import check_episodes, episode_metrics
 from vlmrl.trainer.experience import (
     ModelOutputs,
     ScoredBatch,
@@ -204,13 +205,41 @@ def test_too_many_failed_episodes_stop_the_run_with_the_first_problem() -> None:
         agent={"max_failed_fraction": 0.25},
         data={"prompt_dataset": "toy", "max_len": 128},
     )
-    check_failed(settings, groups, num_responses=4)
+    check_episodes(settings, groups, num_responses=4)
     with pytest.raises(
         RewardError,
         match=r"1 of 3 episodes failed, more than agent.max_failed_fraction 0.25; the first, on toy:1: the environment "
         "took over 60 s",
     ):
-        check_failed(settings, groups, num_responses=3)
+        check_episodes(settings, groups, num_responses=3)
+
+
+def test_an_environment_that_raises_in_every_episode_stops_the_run_with_the_first_problem() -> None:
+    def settings(max_failed_fraction: float) -> RlConfig:
+        return config(
+            train={"batch_size": 4, "agent_func_path": "my_env.py:make"},
+            agent={"max_failed_fraction": max_failed_fraction},
+            data={"prompt_dataset": "toy", "max_len": 128},
+        )
+
+    prompt, other = make_prompt(0), make_prompt(1)
+    raised = make_episode_rollout(
+        make_segment([[0, 1], [7]]), stop="raised", failure="response", problem="KeyError: 'label' (my_env.py:7)"
+    )
+    ended, lost = make_episode_rollout(make_segment([[0, 1], [7]])), failed_rollout(other)
+    everywhere = [Group(prompt, (raised, raised)), Group(other, (raised, raised))]
+    message = (
+        r"raised in all 4 episodes: fix it, or let it return a Reply for a response that it cannot use; the first, on "
+        r"toy:0: KeyError: 'label' \(my_env\.py:7\)$"
+    )
+    with pytest.raises(RewardError, match=message):
+        check_episodes(settings(0.1), everywhere, num_responses=4)
+    with pytest.raises(RewardError, match="raised in all 3 episodes"):
+        check_episodes(settings(0.5), [everywhere[0], Group(other, (raised, lost))])
+    check_episodes(settings(1.0), everywhere)
+    check_episodes(settings(0.1), everywhere, num_responses=6)
+    check_episodes(settings(0.1), [everywhere[0], Group(other, (raised, ended))])
+    check_episodes(settings(0.1), [Group(prompt, (raised,))])
 
 
 def test_failed_episodes_are_in_no_metric_of_rewards() -> None:

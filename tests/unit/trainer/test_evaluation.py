@@ -9,7 +9,7 @@ from scripted_loop import config
 from vlmrl.errors import RewardError
 from vlmrl.observe.metrics import check_name, evaluated_sets
 from vlmrl.trainer.evaluation import (
-    check_failed_sets,
+    check_sets,
     evaluate,
     is_correct,
     pass_at_k,
@@ -156,6 +156,6 @@ def test_an_evaluation_of_failed_episodes_is_an_error() -> None:
     )
     prompt = group(1).prompt
     lost = failed_rollout(prompt)
-    check_failed_sets(settings, {"toy": ([Group(prompt, (lost, answer()))], [[WRONG, RIGHT]])})
+    check_sets(settings, {"toy": ([Group(prompt, (lost, answer()))], [[WRONG, RIGHT]])})
     with pytest.raises(RewardError, match=r"2 of 3 episodes failed, more than agent\.max_failed_fraction 0\.5"):
-        check_failed_sets(settings, {"toy": ([Group(prompt, (lost, lost, answer()))], [[WRONG, WRONG, RIGHT]])})
+        check_sets(settings, {"toy": ([Group(prompt, (lost, lost, answer()))], [[WRONG, WRONG, RIGHT]])})
