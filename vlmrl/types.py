@@ -295,8 +295,10 @@ class Score:
     failure: Failure | None = None
     """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] rewards of single tokens, which `total` does not include, over the segments of the response; 0 elsewhere.
-    They come from a process reward model, or are those of an environment's turns."""
+    """[T] rewards of single tokens by a process reward model, which `total` does not include, over the segments of the
+    response; 0 elsewhere."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of an environment for the turns of a conversation, in order, which `total` does not include."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""
     problem: str | None = None
@@ -314,8 +316,9 @@ class Score:
 
     @property
     def earned(self) -> float:
-        """The total plus all token rewards, before shaping."""
-        return self.total if self.token_rewards is None else self.total + float(self.token_rewards.sum())
+        """The total plus all rewards of tokens and turns, before shaping."""
+        total = self.total + sum(self.turn_rewards)
+        return total if self.token_rewards is None else total + float(self.token_rewards.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
