@@ -79,16 +79,27 @@ class TextProcessor:
         tools: Sequence[Tool] = (),
         literal: bool = False,
     ) -> str:
-        messages = conversation(question, columns.system_prompt)
-        if not literal:
-            messages = self.place_images(messages, num_images, reads_images=columns.image_key is not None)
-        elif not num_images:
-            refuse_image_parts(messages)
+        messages = self.messages(question, num_images=num_images, columns=columns, literal=literal)
         if columns.apply_chat_template:
             return self.template.prompt(messages, self._mark_all(list(tools)))
         if tools:
             raise ConfigError("tools need the model's chat template: set data.apply_chat_template to true")
         return self._render_plain(question, messages, columns)
+
+    def messages(
+        self,
+        question: str | Sequence[Mapping[str, Any]],
+        *,
+        num_images: int,
+        columns: Columns,
+        literal: bool = False,
+    ) -> list[Message]:
+        messages = conversation(question, columns.system_prompt)
+        if not literal:
+            return self.place_images(messages, num_images, reads_images=columns.image_key is not None)
+        if not num_images:
+            refuse_image_parts(messages)
+        return messages
 
     def readable(self, text: str) -> str:
         return text.translate(_WITHOUT_MARKS)

@@ -127,6 +127,21 @@ class Processor(Protocol):
         Raises DataError when images and placeholders do not match, ConfigError when the model has no chat template.
         """
 
+    def messages(
+        self,
+        question: str | Sequence[Mapping[str, Any]],
+        *,
+        num_images: int,
+        columns: Columns,
+        literal: bool = False,
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the messages that `render` renders, with the system prompt of `columns`.
+
+        The content of each is a list of parts: text, and `{"type": "image"}` in place of each image.
+
+        Raises DataError as `render` does.
+        """
+
     def readable(self, text: str) -> str:
         """Remove the escapes from a rendered prompt, for users and reward functions."""
 

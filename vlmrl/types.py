@@ -77,6 +77,8 @@ class Prompt:
     """The dataset column of the label."""
     question: Any = None
     """The question as the row has it, a text or a list of messages."""
+    messages: tuple[ChatMessage, ...] = ()
+    """The messages that `text` is the rendering of, with their images; () in checks, which render none."""
 
 
 _MAX_SEED = 2**62 - 1
@@ -184,16 +186,28 @@ StopReason = Literal["done", "context", "images", "turns", "raised", "failed"]
 `agent.max_retries`."""
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """A message of a conversation, for users and reward functions."""
 
-    role: Literal["user", "assistant", "tool"]
-    text: str
-    images: tuple[str, ...] = ()
-    """Hashes of its images."""
+    role: Role
+    parts: tuple[str | Media, ...]
+    """Text and images, in order."""
     reward: float | None = None
     """Reward of the environment for a response of the policy."""
+
+    @property
+    def text(self) -> str:
+        """Its text, with `<image>` in place of each image."""
+        return "".join(part if isinstance(part, str) else "<image>" for part in self.parts)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """Its images."""
+        return tuple(part for part in self.parts if not isinstance(part, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +217,8 @@ class Episode:
     stop: StopReason
     messages: tuple[ChatMessage, ...]
     """The conversation after the prompt."""
+    rendered: str = ""
+    """The conversation as one text with control tokens, from the prompt to the last response."""
     env_s: float = 0.0
     """Seconds spent in the environment."""
     tool_calls: int = 0
@@ -295,8 +311,10 @@ class Score:
     failure: Failure | None = None
     """Why there is no score; None if there is one."""
     token_rewards: Floats | None = None
-    """[T] rewards of single tokens, which `total` does not include, over the segments of the response; 0 elsewhere.
-    They come from a process reward model, or are those of an environment's turns."""
+    """[T] rewards of single tokens by a process reward model, which `total` does not include, over the segments of the
+    response; 0 elsewhere."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of an environment for the turns of a conversation, in order, which `total` does not include."""
     retried: Retry | None = None
     """Why it was scored twice, if it was; `failure` says whether the second attempt failed too."""
     problem: str | None = None
@@ -314,8 +332,9 @@ class Score:
 
     @property
     def earned(self) -> float:
-        """The total plus all token rewards, before shaping."""
-        return self.total if self.token_rewards is None else self.total + float(self.token_rewards.sum())
+        """The total plus all rewards of tokens and turns, before shaping."""
+        total = self.total + sum(self.turn_rewards)
+        return total if self.token_rewards is None else total + float(self.token_rewards.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ def make_segment(
 
 def make_episode_rollout(*segments: Segment, finish: str = "stop", **episode: Any) -> Rollout:
     """A conversation; one without sampled tokens and with `failure` has failed."""
-    messages = tuple(ChatMessage("assistant", "said", reward=turn.reward) for s in segments for turn in s.turns)
+    messages = tuple(ChatMessage("assistant", ("said",), reward=turn.reward) for s in segments for turn in s.turns)
     course = Episode(**{"stop": "done", "messages": messages} | episode)
     return Rollout(segments, "said", finish, course)  # type: ignore[arg-type]
 

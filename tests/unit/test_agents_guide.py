@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,9 +16,11 @@ from vlmrl.agents.episodes import Player
 from vlmrl.agents.tool_calls import ToolCallParser
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Columns
+from vlmrl.config.reward import Reward
 from vlmrl.data.media import ImageLimits
 from vlmrl.models import tiny
 from vlmrl.plugins import Processor, processor
+from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.types import Group, Prompt, Rollout, Sampling, StopReason
 
 pytestmark = pytest.mark.anyio
@@ -96,7 +99,7 @@ async def test_the_file_of_the_guide_plays_an_episode(tmp_path: Path, reader: Pr
     assert (episode.tool_calls, episode.tool_errors, episode.failure) == (2, 1, None)
     assert episode.stop in ("done", "turns")
     feedback = [message for message in episode.messages if message.role != "assistant"]
-    assert (len(feedback[0].images), len(feedback[1].images)) == (1, 0)
+    assert (len(feedback[0].media), len(feedback[1].media)) == (1, 0)
     assert "Input should be a valid integer" in feedback[1].text
     assert feedback[2].text == "<image>Next?"
     (segment,) = rollout.segments
@@ -105,6 +108,20 @@ async def test_the_file_of_the_guide_plays_an_episode(tmp_path: Path, reader: Pr
     # One picture at the beginning, and one behind every response but the last and the wrong call.
     assert len(segment.media) == len(script.prompts[-1].media) == len(rollout.turns) - 1
     assert "Which way to the green cell" in script.prompts[0].text
+
+
+async def test_reward_functions_of_the_guide_read_whole_conversations(tmp_path: Path, reader: Processor) -> None:
+    played, script = await play("my_env.py", tmp_path, reader, *["left", "left"] * 4, prompt=row(reader, "Episode 1."))
+    (tmp_path / "no_repeats.py").write_text(FILES["no_repeats.py"])
+    prompt = replace(script.prompts[0], tokens=np.zeros(1, np.int64))
+    single = Rollout.of_response(
+        prompt.tokens, np.ones(1, np.bool_), np.zeros(1, np.float32), "left", "stop", version=0, media=prompt.media
+    )
+    for function, expected in (("no_repeats", [1 / 8, 1.0]), ("new_pictures", [1.0, 0.0])):
+        settings = {"functions": {}, "remote_url": f"{tmp_path}/no_repeats.py:{function}"}
+        async with Rewarder(Reward.model_validate(settings)) as rewarder:
+            (scores,) = await rewarder.score([Group(prompt, (played, single))])
+        assert [score.total for score in scores] == expected
 
 
 async def test_an_environment_may_begin_with_the_prompt_of_the_row(tmp_path: Path, reader: Processor) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vlmrl.config.data import Columns
+from vlmrl.data.conversations import with_media
 from vlmrl.errors import DataError, SyncError
 from vlmrl.plugins import Processor
 from vlmrl.types import Ints, Media, Prompt, Segment, Turn
@@ -107,6 +108,15 @@ class Conversation:
         """Number of responses."""
         return len(self._responses)
 
+    def rendered(self, response: str) -> str:
+        """Return the conversation as one text with control tokens, up to the last response, whose text is given."""
+        draft, prompt = self._drafts[-1], self._prompt
+        before = draft.request[: len(draft.request) - len(self.last_response)]
+        first = len(prompt.request)
+        if np.array_equal(before[:first], prompt.request):
+            return prompt.text + self._text(before[first:]) + response
+        return self._text(before) + response  # the chat template has rewritten the end of the prompt
+
     def add_response(self, response: Segment) -> None:
         """Append the engine's response to `next_prompt`: the segment of prompt and response that it returned.
 
@@ -161,6 +171,9 @@ class Conversation:
             raise ValueError(f"{len(rewards)} rewards for {len(self._responses)} responses")
         remaining = iter(rewards)
         return tuple(draft.segment(remaining) for draft in self._drafts if draft.turns)
+
+    def _text(self, tokens: Ints) -> str:
+        return str(self._processor.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
 
     def _rewritten(
         self, messages: tuple[Message, ...], text: str, beginning: str, media: tuple[Media, ...]
@@ -261,6 +274,7 @@ def first_prompt(
     media = message.media
     question = [message.as_chat()]
     rendered = processor.render(question, num_images=len(media), columns=columns, tools=tools, literal=True)
+    messages = processor.messages(question, num_images=len(media), columns=columns, literal=True)
     tokens, request = processor.encode(rendered, [item.size for item in media])
     return Prompt(
         index=index,
@@ -272,4 +286,5 @@ def first_prompt(
         media=media,
         metadata=metadata or {},
         is_chat=True,
+        messages=with_media(messages, media),
     )

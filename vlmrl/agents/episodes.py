@@ -84,12 +84,14 @@ class _Course:
         stop: StopReason,
         messages: Sequence[ChatMessage] = (),
         *,
+        rendered: str = "",
         failure: Failure | None = None,
         problem: str | None = None,
     ) -> Episode:
         return Episode(
             stop,
             tuple(messages),
+            rendered,
             env_s=self.env_s,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
@@ -333,18 +335,18 @@ class _Play:
 
     def _note(self, response: Rollout, reward: float) -> None:
         self._rewards.append(reward)
-        self._messages.append(ChatMessage("assistant", response.text, reward=reward))
+        self._messages.append(ChatMessage("assistant", (response.text,), reward=reward))
 
     def _add(self, feedback: Feedback) -> None:
         self._conversation.add(feedback)
         for message in feedback.messages:
-            text = "".join(part if isinstance(part, str) else "<image>" for part in message.parts)
-            self._messages.append(ChatMessage(message.role, text, tuple(item.hash for item in message.media)))
+            self._messages.append(ChatMessage(message.role, tuple(message.parts)))
 
     def _ended(
         self, stop: StopReason, response: Rollout, *, failure: Failure | None = None, problem: str | None = None
     ) -> _Played:
-        episode = self._course.episode(stop, self._messages, failure=failure, problem=problem)
+        rendered = self._conversation.rendered(response.text)
+        episode = self._course.episode(stop, self._messages, rendered=rendered, failure=failure, problem=problem)
         is_cut = stop in _CUT_SHORT or response.finish_reason == "length"
         segments = self._conversation.segments(self._rewards)
         rollout = Rollout(segments, response.text, "length" if is_cut else "stop", episode)

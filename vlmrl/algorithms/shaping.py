@@ -1,5 +1,7 @@
 """Shape rewards before any baseline: overlong penalty, truncation penalty, clipping, in this order.
 
+Rewards of an environment's turns get the truncation penalty only: a game is played for its score as it is.
+
 The KL penalty comes later, token by token (`returns.reward_per_token`).
 """
 
@@ -55,3 +57,16 @@ def shape(
     if truncated_coefficient is not None:
         rewards = punish_truncation(rewards, is_truncated, coefficient=truncated_coefficient)
     return rewards.clamp(*clip_range)
+
+
+def shape_turns(
+    rewards: Float[Tensor, " K"], *, is_truncated: bool, truncated_coefficient: float | None
+) -> Float[Tensor, " K"]:
+    """Shape the rewards of a conversation's K turns.
+
+    In a truncated conversation a turn's reward r becomes `min(r, c r)`, and `min(r, 0)` where c is negative: then the
+    reward of the conversation is replaced, by `shape`.
+    """
+    if truncated_coefficient is None or not is_truncated:
+        return rewards
+    return torch.minimum(rewards, rewards * max(truncated_coefficient, 0.0))

@@ -232,7 +232,6 @@ class RoleBuilder:
             RewardSources(
                 rewarder,
                 remote_reward_models(config, ranks, models),
-                turn_rewards_by_token=config.algo.advantage.rewards_turns,
                 say=report.say,
             ),
         )

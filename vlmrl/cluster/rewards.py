@@ -127,20 +127,16 @@ class RewardSources:
         functions: RemoteRewarder | None,
         models: Sequence[RemoteRewardModel],
         *,
-        turn_rewards_by_token: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         """Combine sources.
 
         Args:
-            turn_rewards_by_token: an environment's reward for a turn is that of the turn's last token. If not, it is
-                added to the score of the conversation.
             say: shows users why conversations failed, once for each kind of failure.
         """
         self._functions = functions
         self.models = models
         self._first_failures = FirstFailures(say)
-        self._turn_rewards_by_token = turn_rewards_by_token
 
     def begin(self, group: Group) -> None:
         """Start to score a group, and return at once."""
@@ -161,9 +157,7 @@ class RewardSources:
         scorable = [group for group in map(_scorable, groups) if group.rollouts]
         known = iter(self._score(scorable, out_of=out_of, failed=failed))
         scores = [
-            _with_turns(_failed(rollout) or next(known), rollout, by_token=self._turn_rewards_by_token)
-            for group in groups
-            for rollout in group.rollouts
+            _with_turns(_failed(rollout) or next(known), rollout) for group in groups for rollout in group.rollouts
         ]
         remaining = iter(scores)
         return [_with_lowest([next(remaining) for _ in group.rollouts], of_all=scores) for group in groups]
@@ -196,31 +190,30 @@ def _failed(rollout: Rollout) -> Score | None:
     return Score(0.0, failure=episode.failure, problem=episode.problem)
 
 
-def _with_turns(score: Score, rollout: Rollout, *, by_token: bool) -> Score:
+def _with_turns(score: Score, rollout: Rollout) -> Score:
     """Add the rewards that an environment gave for the turns of a conversation."""
     if rollout.episode is None or not score.has_reward:
         return score
-    total = sum(turn.reward for turn in rollout.turns)
-    score = replace(score, parts={**score.parts, ENVIRONMENT: total})
-    if not by_token:
-        return replace(score, total=score.total + total)
-    rewards = [np.zeros(len(segment.tokens), dtype=np.float32) for segment in rollout.segments]
-    for row, segment in zip(rewards, rollout.segments, strict=True):
-        for turn in segment.turns:
-            row[turn.end - 1] = turn.reward
-    by_turn = np.concatenate(rewards)
-    return replace(score, token_rewards=by_turn if score.token_rewards is None else score.token_rewards + by_turn)
+    rewards = tuple(turn.reward for turn in rollout.turns)
+    return replace(score, parts={**score.parts, ENVIRONMENT: sum(rewards)}, turn_rewards=rewards)
 
 
 def _with_lowest(scores: list[Score], *, of_all: Sequence[Score]) -> list[Score]:
     """Lower the failed scores of a group to its lowest, or to that of all groups (`of_all`)."""
     known = [score.earned for score in scores if not score.failed]
     lowest = min([0.0, *(known or [score.earned for score in of_all if not score.failed])])
-    # Its step scores are kept: without them the response would avoid the cost of poor steps.
-    return [
-        replace(score, total=score.total + lowest - score.earned) if score.failure == "response" else score
-        for score in scores
-    ]
+    return [_lowered(score, lowest) if score.failure == "response" else score for score in scores]
+
+
+def _lowered(score: Score, lowest: float) -> Score:
+    """Lower a failed score to `lowest`, at the last turn of a conversation: `reward.clip_range` would cut the total.
+
+    The scores of its steps and turns are kept: without them the response would avoid the cost of poor ones.
+    """
+    change = lowest - score.earned
+    if not score.turn_rewards:
+        return replace(score, total=score.total + change)
+    return replace(score, turn_rewards=(*score.turn_rewards[:-1], score.turn_rewards[-1] + change))
 
 
 def _with(score: Score, source: RemoteRewardModel, value: float | Floats, prompt_source: str) -> Score:

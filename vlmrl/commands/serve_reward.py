@@ -66,7 +66,8 @@ async def _scorer(config: ServeConfig) -> AsyncIterator[Scorer]:
 
 
 class ModelScorer:
-    """Scores with a reward model, which reads the rendered prompt, the response and an end token."""
+    """Scores with a reward model, which reads the rendered prompt, the response and an end token; of a conversation all
+    of it."""
 
     def __init__(self, config: ServeConfig, path: str) -> None:
         """Raises ConfigError when there is no such model."""
@@ -110,13 +111,14 @@ class ModelScorer:
     def _sample(self, request: RewardRequest, number: int) -> Sample:
         """Raises DataError for images that do not fit the prompt, too many tokens, and text that cannot be encoded."""
         try:
-            (request.prompt + request.response).encode()
+            request.query.encode()
         except UnicodeEncodeError as error:  # a tokenizer would fail, and with it the whole batch
             raise DataError(f"prompt and response are not text: {error.reason}") from error
-        images = [one.fetch() for one in request.media]
+        images = [one.fetch() for one in request.all_media]
         media = make_row_media(images, processor=self._processor, columns=self._columns)
-        tokens, engine_input = self._processor.encode(request.prompt, [one.size for one in media])
-        prompt = Prompt(number, request.source, request.prompt, tokens, engine_input, request.label, media)
+        before = request.query.removesuffix(request.response)
+        tokens, engine_input = self._processor.encode(before, [one.size for one in media])
+        prompt = Prompt(number, request.source, before, tokens, engine_input, request.label, media)
         sample = sft_sample(prompt, request.response, self._processor)
         if len(sample.tokens) > self._columns.max_len:
             raise DataError(f"prompt and response have {len(sample.tokens)} tokens, more than data.max_len")

@@ -156,7 +156,8 @@ class Reward(Scoring):
     normalize_enable: bool = False
     """Normalise the reward model's scores with the mean and standard deviation in its config.json."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
-    """Rewards are clipped to this range before any baseline."""
+    """Scores of responses are clipped to this range before any baseline; rewards of an environment and of steps are
+    not."""
     overlong_buffer_len: PositiveInt | None = None
     """Number of tokens before `rollout.max_new_tokens` over which the soft overlong penalty rises (DAPO)."""
     overlong_penalty_factor: float = Field(default=1.0, ge=0.0)
@@ -207,10 +208,16 @@ def unread_of_models(reward: Reward) -> Unread:
     return unread
 
 
-def unread_of_shaping(reward: Reward) -> Unread:
-    if reward.overlong_buffer_len is not None:
-        return {}
-    return {"reward.overlong_penalty_factor": "there is no penalty without reward.overlong_buffer_len"}
+def unread_of_shaping(reward: Reward, *, has_agent: bool) -> Unread:
+    unread: Unread = {}
+    if reward.overlong_buffer_len is None:
+        unread["reward.overlong_penalty_factor"] = "there is no penalty without reward.overlong_buffer_len"
+    has_functions = bool(reward.functions) and (is_given(reward, "functions") or not has_agent)
+    is_scored = has_functions or reward.has_user_source
+    is_punished = reward.overlong_buffer_len is not None or reward.stop_properly_penalty_coef is not None
+    if not is_scored and not is_punished:
+        unread["reward.clip_range"] = "rewards of an environment are not clipped: clip them in the environment"
+    return unread
 
 
 def conflicts_of_sampling(rollout: Rollout, reward: Reward) -> list[str]:

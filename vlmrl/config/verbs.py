@@ -152,7 +152,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             | algo.unread_of_updates(self.rollout, self.train)
             | reward.unread_of_sources(self.reward)
             | reward.unread_of_models(self.reward)
-            | reward.unread_of_shaping(self.reward)
+            | reward.unread_of_shaping(self.reward, has_agent=self.has_agent)
             | roles.unread_of_average(self.train)
             | roles.unread_of_best(evaluates=self.evaluates)
             | roles.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)

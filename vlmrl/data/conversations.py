@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vlmrl.config.data import COLUMN_KEYS
 from vlmrl.errors import DataError
+from vlmrl.types import ChatMessage, Media
 
 STANDARD_ANSWER_COLUMNS = ("completion",)
 """Names of the target column in datasets for other trainers."""
@@ -46,6 +47,18 @@ def read_conversation(value: Any) -> Conversation:
     images: list[Any] = []
     messages = [_without_images(_with_role(message), images) for message in value]
     return Conversation(messages, tuple(images))
+
+
+def with_media(messages: Sequence[Message], media: Sequence[Media]) -> tuple[ChatMessage, ...]:
+    """Return messages whose content is a list of parts, as `Processor.messages` makes them, with their images."""
+    images = iter(media)
+    return tuple(
+        ChatMessage(
+            message["role"],
+            tuple(part["text"] if part["type"] == "text" else next(images) for part in message["content"]),
+        )
+        for message in messages
+    )
 
 
 def is_conversation(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vlmrl.config.data import Columns
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements, as_list, find_columns, top_column, value_at
-from vlmrl.data.conversations import read_conversation, split_answer
+from vlmrl.data.conversations import read_conversation, split_answer, with_media
 from vlmrl.data.digests import RowHasher
 from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
@@ -237,6 +237,8 @@ class PromptStream:
             except UnusableError as error:
                 self._drop(name, error)
                 continue
+            shared_media = tuple(self._shared(item, shared) for item in media)
+            messages = self._processor.messages(question.text, num_images=len(media), columns=self._columns)
             prompts.append(
                 Prompt(
                     index=first_index + len(prompts),
@@ -245,12 +247,13 @@ class PromptStream:
                     tokens=tokens,
                     request=request,
                     label=question.label,
-                    media=tuple(self._shared(item, shared) for item in media),
+                    media=shared_media,
                     metadata=question.metadata,
                     answer=question.answer,
                     is_chat=not isinstance(question.text, str),
                     label_key=question.label_key,
                     question=question.text,
+                    messages=with_media(messages, shared_media),
                 )
             )
         return prompts

@@ -145,7 +145,12 @@ def _conversation(rollout: Rollout) -> dict[str, Any]:
     if episode is None:
         return {}
     messages = [
-        {"role": message.role, "text": message.text, "images": list(message.images), "reward": message.reward}
+        {
+            "role": message.role,
+            "text": message.text,
+            "images": [media.hash for media in message.media],
+            "reward": message.reward,
+        }
         for message in episode.messages
     ]
     return {"stop": episode.stop, "messages": messages, "versions": list(rollout.versions)}

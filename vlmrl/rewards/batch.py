@@ -5,8 +5,9 @@ OpenRLHF's: def reward_func(queries, prompts, labels): return {"rewards": ..., "
 
 A batch is the responses to one prompt (in `vlmrl serve-rm`, those that arrive together). TRL's functions get `prompts`,
 `completions` and, by name, the columns of the row; the label is passed as `label`, by the name of its column and by the
-usual names of one. In rows whose prompt is a list of messages, completions are lists of messages, too. OpenRLHF's get
-`queries` (prompt and response as one text), `prompts` and `labels`.
+usual names of one. In rows whose prompt is a list of messages, prompts and completions are lists of messages, too; in a
+conversation with an environment a completion is all messages behind the prompt. OpenRLHF's get `queries` (prompt and
+response, or the whole conversation, as one text), `prompts` and `labels`.
 """
 
 from __future__ import annotations
@@ -72,20 +73,21 @@ def signature_of(parameters: Parameters, spec: str, *, setting: str) -> Signatur
 def arguments(signature: Signature, items: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> dict[str, Any]:
     """Return the keyword arguments of a call: lists with one item per response.
 
-    An item holds `prompt`, `response`, `label`, `label_keys` (columns that are the label's), `metadata` and
-    `is_chat`; `images` are PIL, per response.
+    An item holds `prompt`, `response`, `query` (both as one text, or the whole conversation), `label`, `label_keys`
+    (columns that are the label's) and `metadata`; and for prompts that are lists of messages `messages`, the first
+    `num_prompt_messages` of which are the prompt's. `images` are PIL, per response.
     """
     if signature.style == "openrlhf":
         known: dict[str, list[Any]] = {
-            "queries": [item["prompt"] + item["response"] for item in items],
+            "queries": [item["query"] for item in items],
             "prompts": [item["prompt"] for item in items],
             "labels": [item["label"] for item in items],
         }
         columns: set[str] = set()
     else:
         known = {
-            "prompts": [_message("user", item["prompt"], item) for item in items],
-            "completions": [_message("assistant", item["response"], item) for item in items],
+            "prompts": [_prompt(item) for item in items],
+            "completions": [_completion(item) for item in items],
         }
         columns = set(signature.names)
         if signature.takes_all:
@@ -164,5 +166,9 @@ def _is_label(name: str, item: Mapping[str, Any]) -> bool:
     return name in LABELS or name in item["label_keys"]
 
 
-def _message(role: str, text: str, item: Mapping[str, Any]) -> Any:
-    return [{"role": role, "content": text}] if item["is_chat"] else text
+def _prompt(item: Mapping[str, Any]) -> Any:
+    return item["messages"][: item["num_prompt_messages"]] if "messages" in item else item["prompt"]
+
+
+def _completion(item: Mapping[str, Any]) -> Any:
+    return item["messages"][item["num_prompt_messages"] :] if "messages" in item else item["response"]

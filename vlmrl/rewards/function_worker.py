@@ -23,13 +23,17 @@ from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.rewards import batch
 from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
+from vlmrl.rewards.image_files import open_image
+from vlmrl.rewards.messages import with_images
 from vlmrl.system import stops
 from vlmrl.system.lifeline import die_with, end_group_with
 from vlmrl.system.output import print_to
 from vlmrl.system.user_function import load_function, parameters_of, reason
 from vlmrl.types import Failure, Retry
 
-ARGUMENTS = ("prompt", "response", "label", "images", "metadata")
+ARGUMENTS = ("prompt", "response", "messages", "label", "images", "metadata")
+_DECLARED_ONLY = frozenset({"messages", "images"})
+"""Large arguments, which `**kwargs` does not get."""
 SETTING = "reward.remote_url"
 
 SAFE_PATH = "vlmrl"
@@ -47,6 +51,10 @@ class Declared:
     """It cannot score a prompt without a label."""
     batch: batch.Signature | None = None
     """Its arguments if it takes a batch of responses; None: it takes one response."""
+
+    def reads_messages(self, *, is_chat: bool) -> bool:
+        """Whether it reads a response as messages; one that takes a batch does where `is_chat`."""
+        return "messages" in self.arguments if self.batch is None else is_chat and self.batch.style == "trl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,8 @@ def call(name: str, arguments: Mapping[str, Any], images: tuple[str, ...]) -> Re
     try:
         given = dict(arguments)
         if "images" in loaded.declared.arguments:
-            given["images"] = [_open(file) for file in images]
+            given["images"] = [open_image(file) for file in images]
+            given |= _opened(arguments)
         returned = loaded.function(**given)
         return to_result(returned)
     except TooHardError:
@@ -156,8 +165,9 @@ def call_all(
         return tuple(call(name, given, files) for given, files in zip(arguments, images, strict=True))
     signature = loaded.declared.batch
     try:
-        pictures = [[_open(file) for file in files] for files in images]
-        returned = loaded.function(**batch.arguments(signature, arguments, pictures))
+        pictures = [[open_image(file) for file in files] for files in images]
+        items = [{**item, **_opened(item)} for item in arguments]
+        returned = loaded.function(**batch.arguments(signature, items, pictures))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
     except TooHardError:
@@ -188,22 +198,22 @@ def unusable(name: str, label: str) -> str | None:
 
 
 def declare(function: Callable[..., Any], spec: str) -> Declared:
-    """Read the arguments of a user's function; `**kwargs` takes all but the images.
+    """Read the arguments of a user's function; `**kwargs` takes all but the images and the messages.
 
     Raises ConfigError if it requires unknown arguments, or does not take the response.
     """
     parameters = parameters_of(function, flag=SETTING, name=spec)
     signature = batch.signature_of(parameters, spec, setting=SETTING)
-    images, others = parameters.names & {"images"}, frozenset(ARGUMENTS) - {"images"}
+    large, others = parameters.names & _DECLARED_ONLY, frozenset(ARGUMENTS) - _DECLARED_ONLY
     if signature is not None:
-        return Declared(others | images, needs_label=False, batch=signature)
-    names = parameters.taken(others) | images
+        return Declared(others | (large & {"images"}), needs_label=False, batch=signature)
+    names = parameters.taken(others) | large
     unmet = parameters.unmet(ARGUMENTS)
-    if unmet or "response" not in names:
+    if unmet or not names & {"response", "messages"}:
         problem = f"requires {', '.join(unmet)}" if unmet else "does not take response"
         raise ConfigError(
-            f"{SETTING}: {spec} {problem}; a reward takes response and, by name, any of: {', '.join(ARGUMENTS)}; or a "
-            "batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
+            f"{SETTING}: {spec} {problem}; a reward takes response or messages and, by name, any of: "
+            f"{', '.join(ARGUMENTS)}; or a batch as in TRL (completions) or OpenRLHF (queries, prompts, labels)"
         )
     return Declared(names, needs_label=False)
 
@@ -267,8 +277,7 @@ def one_line(value: object) -> str:
     return line if len(line) <= _MAX_REASON_CHARS else line[:_MAX_REASON_CHARS] + "..."
 
 
-def _open(file: str) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    return Image.fromarray(np.load(file, allow_pickle=False))
+def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages among the arguments with their images; {} if there are none."""
+    messages = arguments.get("messages")
+    return {} if messages is None else {"messages": with_images(messages, open_image)}

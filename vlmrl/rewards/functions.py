@@ -6,9 +6,10 @@ A user's reward function is in any Python file; `reward.remote_url` names it as 
         return float(label in response)
 
 It is called once per response with the keyword arguments that it declares among these: `prompt` (the rendered text),
-`response`, `label` (None when the row has none), `images` (PIL, as the model saw them) and `metadata` (the row's other
-columns). It returns one number, or a dict of numbers with one named `total` and others for the metrics. Functions with
-the signatures of TRL and OpenRLHF get a batch (`batch.py`).
+`response` (the last one of a conversation), `messages` (prompt and responses in the chat format, with their images if
+the function also declares `images`), `label` (None when the row has none), `images` (those of the prompt, PIL, as the
+model saw them) and `metadata` (the row's other columns). It returns one number, or a dict of numbers with one named
+`total` and others for the metrics. Functions with the signatures of TRL and OpenRLHF get a batch (`batch.py`).
 
 A network or operating system error that it raises, TimeoutError included, counts as a failure of the infrastructure and
 leaves the response without a reward. Any other error counts as the response's, and so does a server's refusal of its
@@ -19,7 +20,6 @@ the top of the file, which runs once per process and outside the time limit.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from pebble import ProcessPool
 
 from vlmrl.errors import ConfigError, RewardError
@@ -37,8 +36,11 @@ from vlmrl.rewards import function_worker
 from vlmrl.rewards.batch import Signature
 from vlmrl.rewards.environment_variables import check_passed
 from vlmrl.rewards.function_worker import SETTING, Declared, RewardResult
+from vlmrl.rewards.image_files import write_images
+from vlmrl.rewards.messages import to_plain
 from vlmrl.rewards.pool import PATIENCE_S, START_LIMIT_S, Trouble, end_pool, outcome, start_pool, stop_forkserver
 from vlmrl.rewards.protocol import RewardRequest
+from vlmrl.types import Media
 
 _MAX_RESTARTS = 3
 _MAX_FAILED_RETRIES = 16
@@ -179,11 +181,11 @@ class Functions:
     async def begin(self, requests: Sequence[RewardRequest]) -> Calls:
         """Send the calls to the processes, and return before they are made."""
         folder = None
-        images: list[tuple[str, ...]] = [()] * len(requests)
-        if self.wants_images and any(request.media for request in requests):
+        files: dict[str, str] = {}
+        if media := {item.hash: item for request in requests for item in self._media(request)}:
             folder = tempfile.TemporaryDirectory(prefix="vlmrl-rewards-")
-            images = await asyncio.to_thread(_write_images, requests, Path(folder.name))
-        calls = Calls(list(self._calls(requests, images)), folder)
+            files = await asyncio.to_thread(write_images, media.values(), Path(folder.name))
+        calls = Calls(list(self._calls(requests, files)), folder)
         self._schedule(calls)
         return calls
 
@@ -272,29 +274,51 @@ class Functions:
             raise ConfigError(f"{SETTING}: {self._spec} ends its process when it is imported")
         return declared
 
-    def _calls(self, requests: Sequence[RewardRequest], images: Sequence[tuple[str, ...]]) -> Iterator[_Call]:
-        """Response by response, and for each the functions in order; functions that take a batch come last."""
+    def _media(self, request: RewardRequest) -> Sequence[Media]:
+        """Return the images that a function reads: those of the prompt, or of the whole conversation."""
+        if not self.wants_images:
+            return ()
+        readers = [declared for declared in self._declared.values() if "images" in declared.arguments]
+        reads_messages = any(declared.reads_messages(is_chat=request.is_chat) for declared in readers)
+        return request.all_media if reads_messages else request.media
+
+    def _calls(self, requests: Sequence[RewardRequest], files: Mapping[str, str]) -> Iterator[_Call]:
+        """Response by response, and for each the functions in order; functions that take a batch come last. `files` are
+        those of the images, by hash."""
         batches: dict[str, list[_Call]] = {name: [] for name, declared in self._declared.items() if declared.batch}
-        for response, (request, files_of_request) in enumerate(zip(requests, images, strict=True)):
-            known = {
+        for response, request in enumerate(requests):
+            known: dict[str, Any] = {
                 "prompt": request.prompt,
                 "response": request.response,
                 "label": request.label,
                 "metadata": dict(request.metadata),
             }
             for name, declared in self._declared.items():
-                files = files_of_request if "images" in declared.arguments else ()
+                with_images = "images" in declared.arguments
+                images = tuple(files[media.hash] for media in request.media) if with_images else ()
+                messages: dict[str, Any] = {}
+                if declared.reads_messages(is_chat=request.is_chat):
+                    image = (lambda media: files[media.hash]) if with_images else None
+                    messages = {"messages": to_plain(request.messages, image)}
                 if declared.batch is not None:
-                    item = known | {"label_keys": self._label_keys(request), "is_chat": request.is_chat}
-                    batches[name].append(_Call((response,), name, (item,), (files,)))
+                    item = known | messages | self._batch_item(request)
+                    batches[name].append(_Call((response,), name, (item,), (images,)))
                     continue
-                arguments = {key: value for key, value in known.items() if key in declared.arguments}
-                yield _Call((response,), name, (arguments,), (files,))
+                arguments = {key: value for key, value in known.items() if key in declared.arguments} | messages
+                yield _Call((response,), name, (arguments,), (images,))
         for name, singles in batches.items():
             if singles:
                 responses = tuple(call.responses[0] for call in singles)
                 items = tuple(call.arguments[0] for call in singles)
                 yield _Call(responses, name, items, tuple(call.images[0] for call in singles))
+
+    def _batch_item(self, request: RewardRequest) -> dict[str, Any]:
+        """Return what only functions that take a batch read, see `batch.arguments`."""
+        return {
+            "query": request.query,
+            "label_keys": self._label_keys(request),
+            "num_prompt_messages": request.num_prompt_messages,
+        }
 
     def _schedule(self, calls: Calls) -> None:
         """Start the pending calls, each as a task: a task costs 0.1 ms, and a hanging one does not affect others."""
@@ -363,17 +387,3 @@ class Functions:
                     "importing its file always end?"
                 )
             await asyncio.wait([future], timeout=1.0)
-
-
-def _write_images(requests: Sequence[RewardRequest], folder: Path) -> list[tuple[str, ...]]:
-    """Save images as one .npy file each, not one copy per response: traffic between processes does not grow with G."""
-    images = []
-    for request in requests:
-        files = []
-        for media in request.media:
-            file = folder / f"{media.hash}.npy"
-            if not file.exists():
-                np.save(file, media.fetch(), allow_pickle=False)
-            files.append(os.fspath(file))
-        images.append(tuple(files))
-    return images

@@ -6,8 +6,17 @@ One POST, in JSON, of lists with one item per response:
      "metadata": [{"family": "count"}], "images": [["c0ffee"]], "media": {"c0ffee": "data:image/png;base64,..."}}
 
 `labels` holds null where a row has no label. `images` names the images of each response's prompt by the hash of their
-content, in order; the lists are empty when `reward.remote_images` is `none`. With `data`, `media` holds each of these
-images once, however many responses there are, as PNG at the size that the model saw. The server's reply,
+content, in order; the lists are empty when `reward.remote_images` is `none`. With `data`, `media` holds each image of
+the request once, however many responses there are, as PNG at the size that the model saw. Two more fields,
+
+    {"messages": [[{"role": "user", "content": "..."}, {"role": "assistant", "content": "<response>"}]],
+     "num_prompt_messages": [1]}
+
+hold conversations: the messages of the prompt, then the response, or with an environment all responses and feedback.
+The content of a message with images is a list of `{"type": "text", "text": "..."}` and `{"type": "image", "image":
+"c0ffee"}`; with `none` the images are left out, and each content is a text. `num_prompt_messages` is null where
+functions of TRL read prompt and response as texts; then all messages but the last are the prompt's. With an environment
+`query` is the whole conversation as the policy read it, and `responses` holds the last response. The server's reply,
 
     {"rewards": [1.0]}
 
@@ -26,7 +35,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -39,7 +48,8 @@ from vlmrl.data.media import ImageLimits, InlineMedia, TotalPixelsError, open_im
 from vlmrl.data.unusable import check_depth
 from vlmrl.errors import DataError
 from vlmrl.rewards.function_worker import RewardResult, one_line, to_result
-from vlmrl.types import Failure, Group, Media
+from vlmrl.rewards.messages import to_plain
+from vlmrl.types import ChatMessage, Failure, Group, Media, Role
 
 MAX_PIXELS = Serve().max_request_pixels
 
@@ -62,9 +72,36 @@ class RewardRequest:
     media: tuple[Media, ...] = ()
     """The images of the prompt."""
     is_chat: bool = False
-    """Whether the row's prompt is a list of messages."""
+    """Whether TRL's functions read messages: the row's prompt is a list of them, or there is an environment."""
     label_key: str | None = None
     """The column of the label, if known."""
+    prompt_messages: tuple[ChatMessage, ...] = ()
+    """Messages of the prompt; without any its text is a user's message."""
+    episode: tuple[ChatMessage, ...] = ()
+    """Responses and feedback of a conversation with an environment; () for a single response."""
+    rendered: str = ""
+    """The conversation as one text, see `types.Episode`; empty for a single response."""
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The whole conversation."""
+        beginning = self.prompt_messages or (ChatMessage("user", (*self.media, self.prompt)),)
+        return beginning + (self.episode or (ChatMessage("assistant", (self.response,)),))
+
+    @property
+    def num_prompt_messages(self) -> int:
+        """How many of `messages` are the prompt's."""
+        return len(self.prompt_messages) or 1
+
+    @property
+    def all_media(self) -> tuple[Media, ...]:
+        """The images of the whole conversation, in order."""
+        return tuple(media for message in self.messages for media in message.media)
+
+    @property
+    def query(self) -> str:
+        """Prompt and response, or the whole conversation, as one text."""
+        return self.rendered or self.prompt + self.response
 
 
 def reward_requests(group: Group) -> list[RewardRequest]:
@@ -78,11 +115,29 @@ def reward_requests(group: Group) -> list[RewardRequest]:
             label=prompt.label,
             metadata=prompt.metadata,
             media=prompt.media,
-            is_chat=prompt.is_chat,
+            is_chat=prompt.is_chat or rollout.episode is not None,
             label_key=prompt.label_key,
+            prompt_messages=prompt.messages,
+            episode=() if rollout.episode is None else rollout.episode.messages,
+            rendered="" if rollout.episode is None else rollout.episode.rendered,
         )
         for rollout in group.rollouts
     ]
+
+
+class _Part(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text", "image"]
+    text: str = ""
+    image: str = ""
+
+
+class _Message(BaseModel):
+    """A message; other fields are ignored."""
+
+    role: Role
+    content: str | list[_Part]
 
 
 class _Request(BaseModel):
@@ -96,17 +151,29 @@ class _Request(BaseModel):
     labels: list[str | None] | None = None
     metadata: list[dict[str, Any]] | None = None
     images: list[list[str]] | None = None
+    messages: list[list[_Message]] | None = None
+    num_prompt_messages: list[int | None] | None = None
     media: dict[str, str] = {}
 
     @model_validator(mode="after")
     def check_lengths(self) -> Self:
-        lists = ("query", "prompts", "responses", "labels", "metadata", "images")
+        lists = ("query", "prompts", "responses", "labels", "metadata", "images", "messages", "num_prompt_messages")
         lengths = {name: len(values) for name in lists if (values := getattr(self, name)) is not None}
         if self.query is None and self.responses is None:
             raise ValueError("there is neither query nor responses")
         if len(set(lengths.values())) > 1:
             raise ValueError(f"lists of different lengths: {lengths}")
+        for number, messages in enumerate(self.messages or []):
+            first = self.first_response(number)
+            if not 0 < first < len(messages):
+                raise ValueError(f"{first} of the {len(messages)} messages of response {number} are the prompt's")
         return self
+
+    def first_response(self, number: int) -> int:
+        """Return the index of the first message behind the prompt in the conversation with this number."""
+        assert self.messages is not None
+        given = None if self.num_prompt_messages is None else self.num_prompt_messages[number]
+        return len(self.messages[number]) - 1 if given is None else given
 
 
 class TooManyPixelsError(ValueError):
@@ -140,19 +207,50 @@ def read_request(content: bytes, *, wants_images: bool, max_pixels: int = MAX_PI
     for number, text in enumerate(texts):
         prompt = request.prompts[number] if request.prompts is not None else ""
         names = request.images[number] if wants_images and request.images is not None else []
-        if missing := [name for name in names if name not in media]:
-            raise ValueError(f"image {one_line(missing[0])} is not in media: set reward.remote_images to data")
-        requests.append(
-            RewardRequest(
-                source=f"response {number} of the request",
-                prompt=prompt,
-                response=text if request.responses is not None else text.removeprefix(prompt),
-                label=request.labels[number] if request.labels is not None else None,
-                metadata=request.metadata[number] if request.metadata is not None else {},
-                media=tuple(media[name] for name in names),
-            )
+        parsed = RewardRequest(
+            source=f"response {number} of the request",
+            prompt=prompt,
+            response=text if request.responses is not None else text.removeprefix(prompt),
+            label=request.labels[number] if request.labels is not None else None,
+            metadata=request.metadata[number] if request.metadata is not None else {},
+            media=tuple(_find(name, media) for name in names),
         )
+        requests.append(_with_messages(parsed, request, number, media if wants_images else None))
     return requests
+
+
+def _with_messages(
+    parsed: RewardRequest, request: _Request, number: int, media: Mapping[str, Media] | None
+) -> RewardRequest:
+    """Add the conversation, if the client sent one; its images only if `media` is not None."""
+    if request.messages is None:
+        return parsed
+    messages = tuple(ChatMessage(m.role, _parts(m.content, media)) for m in request.messages[number])
+    first = request.first_response(number)
+    is_chat = request.num_prompt_messages is not None and request.num_prompt_messages[number] is not None
+    return replace(
+        parsed,
+        is_chat=is_chat,
+        prompt_messages=messages[:first],
+        episode=messages[first:],
+        rendered=request.query[number] if is_chat and request.query is not None else "",
+    )
+
+
+def _parts(content: str | Sequence[_Part], media: Mapping[str, Media] | None) -> tuple[str | Media, ...]:
+    if isinstance(content, str):
+        return (content,)
+    return tuple(
+        part.text if part.type == "text" else _find(part.image, media)
+        for part in content
+        if part.type == "text" or media is not None
+    )
+
+
+def _find(name: str, media: Mapping[str, Media] | None) -> Media:
+    if media is None or name not in media:
+        raise ValueError(f"image {one_line(name)} is not in media: set reward.remote_images to data")
+    return media[name]
 
 
 def _open_media(media: Mapping[str, str], max_pixels: int) -> dict[str, InlineMedia]:
@@ -184,17 +282,24 @@ def _to_media(image: Image.Image) -> InlineMedia:
 def write_request(requests: Sequence[RewardRequest], images: Images) -> bytes:
     """Return the body of a client's POST."""
     body: dict[str, Any] = {
-        "query": [request.prompt + request.response for request in requests],
+        "query": [request.query for request in requests],
         "prompts": [request.prompt for request in requests],
         "responses": [request.response for request in requests],
         "labels": [request.label for request in requests],
         "metadata": [dict(request.metadata) for request in requests],
         "images": [[] if images == "none" else [media.hash for media in request.media] for request in requests],
     }
+    name_of = None if images == "none" else _name
+    body["messages"] = [to_plain(request.messages, name_of) for request in requests]
+    body["num_prompt_messages"] = [request.num_prompt_messages if request.is_chat else None for request in requests]
     if images == "data":
-        unique = {media.hash: media for request in requests for media in request.media}
+        unique = {media.hash: media for request in requests for media in (*request.media, *request.all_media)}
         body["media"] = {name: _data_url(media) for name, media in unique.items()}
     return json.dumps(body).encode()
+
+
+def _name(media: Media) -> str:
+    return media.hash
 
 
 def _data_url(media: Media) -> str:

@@ -19,7 +19,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    turns = [len(rollout.turns) for rollout in responses_of(groups)]
+    turns = [len(rollout.turns) for rollout in responses_of(groups)] or [0]
     stops = Counter(episode.stop for episode in episodes)
     seconds = [episode.env_s for episode in episodes]
     return {
@@ -37,9 +37,9 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def responses_of(groups: Sequence[Group]) -> list[Rollout]:
-    """Return the responses without conversations that failed, which have none; all, if there are no others."""
+    """Return the responses without conversations that failed, which have none."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return [rollout for rollout in rollouts if rollout.episode is None or rollout.turns] or rollouts
+    return [rollout for rollout in rollouts if rollout.episode is None or rollout.turns]
 
 
 def count_failed(groups: Sequence[Group]) -> int:

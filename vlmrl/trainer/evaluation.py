@@ -109,11 +109,12 @@ def set_metrics(name: str, groups: Sequence[Group], scores: Sequence[Sequence[Sc
     """
     scored = [with_reward for group in scores if (with_reward := _with_reward(group))]
     rollouts = responses_of(groups)
-    metrics = {
-        f"eval/{name}/failed": float(sum(not score.has_reward for group in scores for score in group)),
-        f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
-        f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-    }
+    metrics = {f"eval/{name}/failed": float(sum(not score.has_reward for group in scores for score in group))}
+    if rollouts:
+        metrics |= {
+            f"eval/{name}/tokens_mean": float(np.mean([rollout.num_sampled for rollout in rollouts])),
+            f"eval/{name}/truncated_fraction": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        }
     if any(rollout.episode is not None for rollout in rollouts):
         metrics[f"eval/{name}/turns_mean"] = float(np.mean([len(rollout.turns) for rollout in rollouts]))
     if scored:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmrl.algorithms.advantages import FLAG, advantages
 from vlmrl.algorithms.kl import kl_to_reference
-from vlmrl.algorithms.shaping import shape
+from vlmrl.algorithms.shaping import shape, shape_turns
 from vlmrl.algorithms.signal import has_signal
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.experience import Experience
@@ -20,7 +20,7 @@ from vlmrl.data.responses import EndToEnd
 from vlmrl.rewards.failures import count_failures
 from vlmrl.system.user_function import name_or_function
 from vlmrl.trainer.episodes import responses_of
-from vlmrl.types import Floats, Group, Metrics, Sample, Score
+from vlmrl.types import Floats, Group, Metrics, Rollout, Sample, Score
 from vlmrl.verify.logprobs import check_agreement, compare_engine
 
 
@@ -40,11 +40,13 @@ class ShapedRewards(NamedTuple):
     """Rewards of some groups' responses after shaping, [N, G] each."""
 
     rewards: Tensor
-    """Without token rewards, which are not shaped."""
+    """Without token rewards."""
     token_sums: Tensor
     """The sum of each response's token rewards."""
     has_reward: Tensor
     """False for responses without a reward, which take no part in baseline and loss."""
+    token_rewards: Sequence[Floats | None]
+    """N * G arrays of [T] over the segments of a response; None for one without token rewards."""
 
     @property
     def totals(self) -> Tensor:
@@ -87,7 +89,6 @@ def make_experience(
         ConfigError: the user's own estimator did not return advantages.
     """
     algo = config.algo
-    all_scores = [score for group in scores for score in group]
     shaped = shaped_rewards(config, groups, scores)
     responses = EndToEnd(outputs.samples)
     rows = [sample.sampled for sample in outputs.samples]
@@ -102,7 +103,7 @@ def make_experience(
         lambd=algo.advantage.lambd,
         no_std_norm=algo.advantage.no_std_norm,
         kl_penalty=None if kl is None or algo.kl.use_loss else kl_coef * kl,
-        token_rewards=token_rewards(all_scores, responses.join(rows)),
+        token_rewards=pad_token_rewards(shaped.token_rewards, responses.join(rows)),
         values=values,
         scored=shaped.has_reward,
     )
@@ -140,10 +141,18 @@ def make_experience(
 
 
 def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> ShapedRewards:
-    """Shape the rewards of all responses, as advantage estimators take them."""
+    """Shape the rewards of all responses, as advantage estimators take them.
+
+    Rewards of an environment's turns are token rewards for estimators that discount, and added up for others.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     all_scores = [score for group in scores for score in group]
-    token_sums = [0.0 if score.token_rewards is None else float(score.token_rewards.sum()) for score in all_scores]
+    turns = [_turn_rewards(config, rollout, score) for rollout, score in zip(rollouts, all_scores, strict=True)]
+    by_token = [score.token_rewards for score in all_scores]
+    if config.algo.advantage.rewards_turns:
+        by_token = [_at_turn_ends(*row) for row in zip(by_token, turns, rollouts, strict=True)]
+        turns = [np.zeros(0, np.float32)] * len(rollouts)
+    token_sums = [0.0 if row is None else float(row.sum()) for row in by_token]
     rewards = shape(
         torch.tensor([score.total for score in all_scores], dtype=torch.float32),
         num_sampled=torch.tensor([rollout.num_sampled for rollout in rollouts]),
@@ -154,26 +163,51 @@ def shaped_rewards(config: RlConfig, groups: Sequence[Group], scores: Sequence[S
         truncated_coefficient=config.reward.stop_properly_penalty_coef,
         clip_range=config.reward.clip_range,
     )
+    rewards += torch.tensor([float(row.sum()) for row in turns])
     by_group = (len(groups), -1)
     return ShapedRewards(
         rewards.reshape(by_group),
         torch.tensor(token_sums).reshape(by_group),
         torch.tensor([score.has_reward for score in all_scores]).reshape(by_group),
+        by_token,
     )
 
 
-def token_rewards(scores: Sequence[Score], rows: Sequence[np.ndarray]) -> Tensor | None:
-    """Rewards of single tokens, [B, T]; None when no score has any. `rows` holds one row per response."""
-    if all(score.token_rewards is None for score in scores):
+def _turn_rewards(config: RlConfig, rollout: Rollout, score: Score) -> Floats:
+    """Return the rewards of a conversation's turns after shaping; none for other responses."""
+    shaped = shape_turns(
+        torch.tensor(score.turn_rewards, dtype=torch.float32),
+        is_truncated=rollout.finish_reason == "length",
+        truncated_coefficient=config.reward.stop_properly_penalty_coef,
+    )
+    return np.asarray(shaped.numpy())
+
+
+def _at_turn_ends(token_rewards: Floats | None, turn_rewards: Floats, rollout: Rollout) -> Floats | None:
+    """Add rewards of turns to those of tokens, [T] over all segments: each counts for the last token of its turn."""
+    if not len(turn_rewards):
+        return token_rewards
+    rewards = [np.zeros(len(segment.tokens), dtype=np.float32) for segment in rollout.segments]
+    remaining = iter(turn_rewards)
+    for row, segment in zip(rewards, rollout.segments, strict=True):
+        for turn in segment.turns:
+            row[turn.end - 1] = next(remaining)
+    joined = np.concatenate(rewards)
+    return joined if token_rewards is None else token_rewards + joined
+
+
+def pad_token_rewards(token_rewards: Sequence[Floats | None], rows: Sequence[np.ndarray]) -> Tensor | None:
+    """Rewards of single tokens, [B, T]; None when no response has any. `rows` holds one row per response."""
+    if all(row is None for row in token_rewards):
         return None
     zeros = [np.zeros(len(row), dtype=np.float32) for row in rows]
-    return pad([row if s.token_rewards is None else s.token_rewards for s, row in zip(scores, zeros, strict=True)])
+    return pad([zero if row is None else row for row, zero in zip(token_rewards, zeros, strict=True)])
 
 
 def batch_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]], shaped: ShapedRewards) -> Metrics:
     """Metrics of rewards, failures and lengths. Rewards are averaged over the responses that have one.
 
-    Token rewards count in `reward/*`, and are not shaped.
+    Rewards of tokens and turns count in `reward/*`.
     """
     all_scores = [score for group in scores for score in group]
     metrics = length_metrics(groups) | count_failures(all_scores)
@@ -192,8 +226,10 @@ def batch_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sh
 
 
 def length_metrics(groups: Sequence[Group]) -> Metrics:
-    """Response lengths in sampled tokens, and the share of responses that were truncated."""
+    """Response lengths in sampled tokens, and the share of responses that were truncated; {} without responses."""
     rollouts = responses_of(groups)
+    if not rollouts:
+        return {}
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     return {
         "response/tokens_mean": float(lengths.mean()),

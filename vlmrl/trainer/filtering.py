@@ -73,12 +73,12 @@ def _outcome(earned: Sequence[float], *, has_signal: bool, bounds: tuple[float, 
 
 
 def highest_possible_reward(config: RlConfig) -> float | None:
-    """Return the upper bound of a response's shaped reward; None where a reward source's own limit is unknown.
+    """Return the upper bound of a response's shaped reward; None where the limit of a source is unknown.
 
     The built-in functions give at most 1.
     """
     reward = config.reward
-    if reward.has_user_source:
+    if reward.has_user_source or config.has_agent:
         return None
     total = sum(max(weight, 0.0) for weight in reward.functions.values())
     low, high = reward.clip_range

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vlmrl.config.data import Columns
 from vlmrl.data.responses import to_samples
 from vlmrl.plugins import Processor
-from vlmrl.types import Sampling
+from vlmrl.types import ChatMessage, Sampling
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
 
@@ -33,6 +33,12 @@ async def test_turns_rewards_and_messages(games: Path, chat: Processor) -> None:
         ("assistant", "two"),
         ("user", "you said two"),
         ("assistant", "stop"),
+    ]
+    assert group.prompt.messages == (ChatMessage("user", (f"seed {seed}",)),)
+    between = "<|im_end|>\n<|im_start|>user\nyou said %s<|im_end|>\n<|im_start|>assistant\n"
+    assert [rollout.episode.rendered for rollout in group.rollouts if rollout.episode] == [
+        f"{group.prompt.text}one{between % 'one'}two{between % 'two'}stop",
+        f"{group.prompt.text}stop",
     ]
     assert [rollout.text for rollout in group.rollouts] == ["stop", "stop"]
     assert [rollout.finish_reason for rollout in group.rollouts] == ["stop", "stop"]
@@ -100,8 +106,11 @@ async def test_images_of_all_turns_and_their_limit(games: Path, vlm: Processor) 
     assert int((vlm.token_types(segment.tokens) == 1).sum()) == count
     episode = group.rollouts[0].episode
     assert episode is not None
-    assert [message.images for message in episode.messages] == [(), (segment.media[1].hash,), ()]
+    assert [message.media for message in episode.messages] == [(), segment.media[1:2], ()]
     assert episode.messages[1].text == "<image>left or right?"
+    assert episode.rendered.startswith(group.prompt.text)
+    assert episode.rendered.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
+    assert [message.media for message in group.prompt.messages][-1] == group.prompt.media
     prompt = policy.seen[0, 0, 1][0]
     assert (prompt.request == vlm.tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum() == 2
 
@@ -117,6 +126,9 @@ async def test_a_rewritten_history_opens_segments(games: Path, history: str) -> 
     assert [turn.reward for turn in group.rollouts[0].turns] == [1.0, 1.0, 0.5]
     third = one.tokenizer.decode(policy.seen[0, 0, 2][0].tokens)
     assert third.count("assistant\n<think>\nhm") == (2 if history == "keep" else 0)
+    episode = group.rollouts[0].episode
+    assert episode is not None
+    assert episode.rendered == third + "stop", "it is what the policy read last"
     samples = to_samples([group])
     assert [sample.response for sample in samples] == [0] * len(segments) + [1]
     assert samples[0].length_of_response == group.rollouts[0].num_sampled

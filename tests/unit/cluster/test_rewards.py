@@ -217,25 +217,25 @@ def test_rewards_of_turns_are_added_to_those_of_the_sources() -> None:
     (done, raised, failed), (alone,) = sources.score(conversations())
     assert functions.seen == [[3], [3]], "episodes that raised or failed are not scored, nor are groups of them alone"
     # The model's score is that of the last segment.
-    assert (done.total, done.parts) == (12.5, {"math": 10.0, "model": 2.0, "environment": 1.5})
-    assert done.token_rewards is None
+    assert (done.total, done.parts) == (11.0, {"math": 10.0, "model": 2.0, "environment": 1.5})
+    assert (done.turn_rewards, done.token_rewards, done.earned) == ((0.5, 1.0), None, 12.5)
     assert (raised.failure, raised.problem, raised.earned) == ("response", "KeyError: 'x'", 0.0)
     assert (failed.failure, failed.has_reward, alone.failure) == ("infrastructure", False, "infrastructure")
 
 
-def test_rewards_of_turns_by_token_are_those_of_their_last_tokens() -> None:
+def test_a_conversation_that_raised_is_lowered_at_its_last_turn() -> None:
     functions = RecordingFunctions([[Score(-10.0)]])
     steps = {0: np.array([0, 0, 0.25, 0], np.float32), 1: np.zeros(4, np.float32)}
     model = source(steps, weight=1.0, is_process=True)
-    sources = RewardSources(functions, [model], turn_rewards_by_token=True)  # type: ignore[arg-type]
+    sources = RewardSources(functions, [model])  # type: ignore[arg-type]
     (done, raised, failed), _ = sources.score(conversations())
     assert done.token_rewards is not None
-    assert done.token_rewards.tolist() == [0, 0, 0.25, 0.5, 0, 0, 1.0, 0]
-    assert (done.total, done.earned) == (-10.0, -8.25)
-    assert raised.token_rewards is not None
-    assert raised.token_rewards.tolist() == [0, 0, 5.0, 0, 0]
+    assert done.token_rewards.tolist() == [0, 0, 0.25, 0, 0, 0, 0, 0]
+    assert (done.total, done.turn_rewards, done.earned) == (-10.0, (0.5, 1.0), -8.25)
     assert raised.earned == -8.25, "raising pays no more than the lowest of the group, whatever its turns earned"
-    assert failed.token_rewards is None
+    assert (raised.total, raised.turn_rewards) == (0.0, (5.0, -13.25)), "the total would be clipped"
+    assert raised.parts["environment"] == 5.0
+    assert failed.turn_rewards == ()
 
 
 def test_failures_of_environments_are_shown_once_of_each_kind() -> None:

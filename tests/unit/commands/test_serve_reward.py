@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rewards.responses import group
+from rewards.responses import conversations, group
 from rewards.reward_server import serving
 
 from vlmrl.commands.serve_reward import ModelScorer, serve_rm
@@ -25,7 +26,7 @@ from vlmrl.plugins import Processor, processor
 from vlmrl.rewards.protocol import RewardRequest
 from vlmrl.rewards.rewarder import Rewarder
 from vlmrl.rewards.server import make_app
-from vlmrl.types import Sample, Score
+from vlmrl.types import Group, Sample, Score
 
 torch.set_num_threads(1)
 
@@ -124,6 +125,33 @@ def test_a_run_gets_its_scores_over_http(scorer: ModelScorer, folder: Path) -> N
 
     scores = asyncio.run(scores_over_http())
     expected = [direct_score(scorer, folder, prompt, text, sight) for text in ("two", "three")]
+    assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
+
+
+def test_it_reads_the_whole_conversation(scorer: ModelScorer, folder: Path) -> None:
+    image = read(folder).image_text()  # type: ignore[attr-defined]
+    first, later = picture(0, 84, 56), picture(1, 56, 112)
+    one = conversations(first, later)
+    text = f"{image}how many?"
+    rendered = [f"{text}6<|im_end|>no: {image}again", text]
+    rollouts = [
+        replace(rollout, episode=replace(rollout.episode, rendered=before + rollout.text))  # type: ignore[type-var]
+        for rollout, before in zip(one.rollouts, rendered, strict=True)
+    ]
+    one = Group(replace(one.prompt, text=text), tuple(rollouts))
+
+    async def scores_over_http() -> list[Score]:
+        async with (
+            serving(make_app(scorer, Serve(), token=None)) as url,
+            Rewarder(Reward(remote_url=url, remote_images="data"), token="") as rewarder,
+        ):
+            return (await rewarder.score([one]))[0]
+
+    scores = asyncio.run(scores_over_http())
+    expected = [
+        direct_score(scorer, folder, rendered[0], "7", first, later),
+        direct_score(scorer, folder, rendered[1], "eight", first),
+    ]
     assert [score.total for score in scores] == pytest.approx(expected, abs=1e-5)
 
 

@@ -111,6 +111,10 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"algo.advantage.gamma": 1.0}, "not with group_norm"),
     ({"algo.advantage.no_std_norm": True, "algo.advantage.estimator": "dr_grpo"}, "not with dr_grpo"),
     ({"reward.overlong_penalty_factor": 0.5}, "without reward.overlong_buffer_len"),
+    (
+        {"reward.clip_range": (-1.0, 1.0), "train.agent_func_path": "my_env.py:make"},
+        "rewards of an environment are not clipped",
+    ),
     ({"reward.remote_weight": 2.0}, "there is no reward.remote_url"),
     ({"actor.min_lr_ratio": 0.1, "actor.lr_scheduler": "linear"}, "cosine_with_min_lr has a floor"),
     ({"actor.lr_warmup_ratio": 0.1, "actor.lr_scheduler": "constant"}, "does not warm up"),
@@ -176,6 +180,8 @@ def test_a_setting_is_accepted_once_it_is_read() -> None:
     rl(**{"algo.advantage.estimator": "reinforce_baseline", "algo.advantage.gamma": 0.9})
     rl(**{"reward.overlong_buffer_len": 10, "reward.overlong_penalty_factor": 0.5})
     rl(**{"reward.remote_url": "a.py:f", "reward.remote_weight": 2.0, "reward.functions": {}})
+    for others in ({"reward.functions": {"math": 1.0}}, {"reward.stop_properly_penalty_coef": -20.0}):
+        rl(**{"reward.clip_range": (-1.0, 1.0), "train.agent_func_path": "my_env.py:make", **others})
     rl(**{"data.apply_chat_template": False, "data.input_template": "Q: {}"})
     rl(**{"vllm.enable_sleep": True, "train.colocate_all": True})
     rl(**{"vllm.enable_sleep": True, "ds.enable_sleep": True, "train.colocate_all": True})

@@ -38,6 +38,27 @@ def test_a_prompt_holds_the_columns_of_its_row(vlm: Processor) -> None:
     assert len(prompt.tokens) == len(prompt.request) + 3  # 56x56 pixels are 2x2 tokens of 28x28
 
 
+def test_the_messages_of_a_prompt_hold_its_images_in_place(vlm: Processor) -> None:
+    chat = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "1"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "and"}, {"type": "image"}, {"type": "text", "text": "?"}],
+        },
+    ]
+    questions: list[Any] = ["What is <image>?", "how many?", chat]
+    given = rows([{"input": question, "images": IMAGE} for question in questions])
+    prompts = stream(given, processor=vlm, system_prompt="be brief").all_prompts(3)
+    system = ("system", ("be brief",))
+    (image,) = {prompt.media for prompt in prompts}
+    assert [[(message.role, message.parts) for message in prompt.messages] for prompt in prompts] == [
+        [system, ("user", ("What is ", *image, "?"))],
+        [system, ("user", (*image, "how many?"))],
+        [system, ("user", ("one?",)), ("assistant", ("1",)), ("user", ("and", *image, "?"))],
+    ]
+
+
 def test_marks_are_removed_from_the_prompts_text(vlm: Processor) -> None:
     (prompt,) = stream(rows([{"input": "say <|image_pad|>"}]), processor=vlm).draw(1)
     assert "say <|image_pad|><|im_end|>" in prompt.text

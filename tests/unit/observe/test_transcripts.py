@@ -159,9 +159,9 @@ def test_a_conversation_is_written_turn_by_turn_with_its_images_and_rewards(tmp_
     tokens = np.array([5, 6], np.int64)
     prompt = Prompt(0, "steer:0", "which way?", tokens, tokens, None, (start,))
     messages = (
-        ChatMessage("assistant", "left", reward=0.5),
-        ChatMessage("user", "<image>next?", ("b",)),
-        ChatMessage("assistant", "stop", reward=1.0),
+        ChatMessage("assistant", ("left",), reward=0.5),
+        ChatMessage("user", (later, "next?")),
+        ChatMessage("assistant", ("stop",), reward=1.0),
     )
     segments = (
         make_segment([[5, 6], [7, 7]], [0.5], version=3, media=(start,)),

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from rewards.responses import Picture, group
+from rewards.responses import Picture, conversations, group
 
 from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.protocol import read_request, read_results, reward_requests, write_request, write_results
@@ -10,6 +10,30 @@ from vlmrl.rewards.protocol import read_request, read_results, reward_requests, 
 
 def request(**fields: object) -> bytes:
     return json.dumps(fields).encode()
+
+
+ASKED = {"role": "user", "content": "?"}
+SHOWN = {"role": "user", "content": [{"type": "image", "image": "x"}]}
+
+
+def test_conversations_survive_the_wire() -> None:
+    sent = [*reward_requests(conversations()), *reward_requests(group("8", media=(Picture(),)))]
+    actual = read_request(write_request(sent, "data"), wants_images=True)
+    assert [one.query for one in actual] == [one.query for one in sent]
+    assert actual[0].query.endswith("6<end><user>no: <pic>again<bot>7")
+    assert [one.response for one in actual] == ["7", "eight", "8"]
+    assert [(one.is_chat, one.num_prompt_messages) for one in actual] == [(True, 2), (True, 2), (False, 1)]
+    assert [[(m.role, m.text) for m in one.messages] for one in actual] == [
+        [(m.role, m.text) for m in one.messages] for one in sent
+    ]
+    assert [[media.size for media in one.all_media] for one in actual] == [[(5, 4), (2, 3)], [(5, 4)], [(5, 4)]]
+    assert [[media.size for media in one.media] for one in actual] == [[(5, 4)], [(5, 4)], [(5, 4)]]
+    body = json.loads(write_request(sent, "none"))
+    assert body["messages"][0][3] == {"role": "user", "content": "no: again"}, (
+        "without images there is no trace of them"
+    )
+    assert body["num_prompt_messages"] == [2, 2, None]
+    assert "media" not in body
 
 
 def test_a_request_survives_the_wire() -> None:
@@ -54,6 +78,23 @@ def test_the_old_protocol_is_read() -> None:
         (request(responses=[None]), r"responses\.0: Input should be a valid string"),
         (request(responses=["a"], labels=["1", "2"]), r"lists of different lengths: {'responses': 1, 'labels': 2}"),
         (request(responses=["a"], metadata=[1]), r"metadata\.0: "),
+        (request(responses=["a"], messages=[[{"role": "x", "content": ""}]]), r"messages\.0\.0\.role: Input should be"),
+        (request(responses=["a"], messages=[[{"role": "user"}]]), r"messages\.0\.0\.content: Field required"),
+        (
+            request(responses=["a"], messages=[[ASKED, ASKED]], num_prompt_messages=[2]),
+            "2 of the 2 messages of response 0",
+        ),
+        (request(responses=["a"], messages=[[ASKED, ASKED]], num_prompt_messages=[-1]), "-1 of the 2 messages"),
+        (request(responses=["a"], messages=[[]]), "-1 of the 0 messages"),
+        (request(responses=["a"], messages=[]), "lists of different lengths"),
+        (
+            request(responses=["a"], messages=[[SHOWN, ASKED]]),
+            "image x is not in media: set reward.remote_images to data",
+        ),
+        (
+            request(responses=["a"], messages=[[SHOWN, ASKED]], media={"x": "/etc/passwd"}),
+            "media x is no data:image/ URL",
+        ),
         (request(responses=["a"], images=[["x"]], media={"x": "/etc/passwd"}), "media x is no data:image/ URL"),
         (request(responses=["a"], media={"x": "http://127.0.0.1/x.png"}), "media x is no data:image/ URL"),
         (request(responses=["a"], media={"x": "data:image/png;base64,AAAA"}), "media x: "),
@@ -70,11 +111,10 @@ def test_an_invalid_request_is_refused_in_one_line(content: bytes, message: str)
 
 
 def test_the_hash_of_an_image_is_not_taken_from_the_client() -> None:
-    sent = json.loads(write_request(reward_requests(group("a", media=(Picture(),))), "data"))
-    sent["media"] = {"../../evil": sent["media"]["c0ffee"]}
-    sent["images"] = [["../../evil"]]
-    (parsed,) = read_request(json.dumps(sent).encode(), wants_images=True)
+    sent = write_request(reward_requests(group("a", media=(Picture(),))), "data")
+    (parsed,) = read_request(sent.replace(b"c0ffee", b"../../evil"), wants_images=True)
     assert parsed.media[0].hash.isalnum()
+    assert [media.hash for media in parsed.all_media] == [parsed.media[0].hash]
 
 
 def test_a_reply_survives_the_wire() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,7 @@ def experience(
         train={"batch_size": 4, "agent_func_path": "my_env.py:make"},
         data={"prompt_dataset": "toy", "max_len": 128},
     )
-    by_token = settings.algo.advantage.rewards_turns
-    scores = scores or RewardSources(None, [], turn_rewards_by_token=by_token).score(groups)
+    scores = scores or RewardSources(None, []).score(groups)
     samples = to_samples(groups)
     old = [segment.logprobs for group in groups for segment in group.segments]
     return make_experience(settings, groups, scores, ModelOutputs(samples, old, **columns), kl_coef=kl_coef)
@@ -139,13 +139,76 @@ def test_gae_runs_through_turns_and_segments() -> None:
 
 def test_a_reward_of_the_whole_conversation_is_added_at_its_last_token() -> None:
     groups = two_prompts()[:1]
-    (scores,) = RewardSources(None, [], turn_rewards_by_token=True).score(groups)
-    scored = [Score(1.0, token_rewards=scores[0].token_rewards), Score(2.0, token_rewards=scores[1].token_rewards)]
+    (scores,) = RewardSources(None, []).score(groups)
+    scored = [replace(score, total=total) for score, total in zip(scores, (1.0, 2.0), strict=True)]
     batch, _ = experience("reinforce", groups, scores=[scored], no_std_norm=True, gamma=1.0)
     returns = [[4.5, 4.5, 4.0], [3.0], [5.0, 5.0]]
     mean = sum(value for row in returns for value in row) / 6
     for row, sample, expected in zip(batch.experience.advantages, to_samples(groups), returns, strict=True):
         np.testing.assert_allclose(row[sample.sampled], np.array(expected) - mean, atol=1e-5)
+
+
+def high_scores() -> list[Group]:
+    """A game of high rewards: [30, -20] and [40, 5] in two turns, and one that raised behind 50."""
+    prompt = make_prompt(0)
+    spans = [[0, 1], [7, 7], [8], [9]]
+    raised = {"stop": "raised", "failure": "response", "problem": "KeyError: 'x'"}
+    return [
+        Group(
+            prompt,
+            (
+                make_episode_rollout(make_segment(spans, [30.0, -20.0])),
+                make_episode_rollout(make_segment(spans, [40.0, 5.0])),
+                make_episode_rollout(make_segment(spans, [50.0, 0.0]), **raised),
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize("source", [0.0, 100.0])
+def test_only_the_sources_are_clipped_and_not_the_rewards_of_a_game(source: float) -> None:
+    groups = high_scores()
+    (scores,) = RewardSources(None, []).score(groups)
+    scores = [score if score.failed else replace(score, total=source) for score in scores]
+    clipped = min(source, 10.0)
+    totals = [10.0 + clipped, 45.0 + clipped, 0.0]
+    batch, _ = experience("rloo", groups, scores=[scores])
+    assert batch.rewards[0].tolist() == totals
+    mean = sum(totals) / 3
+    for row, total in zip(batch.experience.advantages, totals, strict=True):
+        np.testing.assert_allclose(row, np.array([0, 0, 1, 1, 0, 1]) * (total - mean) * 1.5, rtol=1e-6)
+    batch, _ = experience("reinforce", groups, scores=[scores], no_std_norm=True, gamma=1.0)
+    returns = [[10 + clipped] * 2 + [-20 + clipped], [45 + clipped] * 2 + [5 + clipped], [0, 0, -50]]
+    mean = float(np.mean(returns))
+    for row, expected in zip(batch.experience.advantages, returns, strict=True):
+        np.testing.assert_allclose(row[[2, 3, 5]], np.array(expected) - mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("coefficient", "expected"), [(0.5, [[0.25, -4.0], 0.0]), (-1.0, [[0.0, -4.0], -1.0])])
+def test_the_turns_of_a_truncated_conversation_are_punished_one_by_one(
+    coefficient: float, expected: list[list[float] | float]
+) -> None:
+    turns, of_conversation = expected
+    spans = [[0, 1], [7, 7], [8], [9]]
+    cut = make_episode_rollout(make_segment(spans, [0.5, -4.0]), finish="length")
+    complete = make_episode_rollout(make_segment(spans, [0.5, -4.0]))
+    groups = [Group(make_prompt(0), (cut, complete))]
+    scores = RewardSources(None, []).score(groups)
+    for estimator in ("rloo", "reinforce"):
+        settings = config(
+            reward={"stop_properly_penalty_coef": coefficient},
+            algo={"advantage": {"estimator": estimator}},
+            train={"batch_size": 4, "agent_func_path": "my_env.py:make"},
+            data={"prompt_dataset": "toy", "max_len": 128},
+        )
+        shaped = shaped_rewards(settings, groups, scores)
+        assert shaped.totals.tolist() == [[sum(turns) + of_conversation, -3.5]]
+        if estimator == "reinforce":
+            first, second = shaped.token_rewards
+            assert first is not None
+            assert first.tolist() == [0, 0, 0, turns[0], 0, turns[1]]
+            assert second is not None
+            assert second.tolist() == [0, 0, 0, 0.5, 0, -4.0]
 
 
 def test_kl_in_the_reward_counts_for_all_earlier_turns_and_segments() -> None:

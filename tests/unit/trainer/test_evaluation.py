@@ -8,6 +8,7 @@ from scripted_loop import config
 
 from vlmrl.errors import RewardError
 from vlmrl.observe.metrics import check_name, evaluated_sets
+from vlmrl.trainer.episodes import episode_metrics
 from vlmrl.trainer.evaluation import (
     check_sets,
     evaluate,
@@ -17,6 +18,7 @@ from vlmrl.trainer.evaluation import (
     set_metrics,
     with_metric_names,
 )
+from vlmrl.trainer.experience import length_metrics
 from vlmrl.types import Group, Prompt, Rollout, Sampling, Score
 
 
@@ -146,6 +148,17 @@ def test_a_set_without_the_column_has_totals_only(key: str | None, parts: list[s
     assert metrics["eval/with/pass@1"] == metrics["eval/without/pass@1"] == 0.5
     assert evaluated_sets(metrics) == {"with": parts, "without": []}
     assert {name: len(groups) for name, (groups, _) in answers.items()} == {"with": 1, "without": 1}
+
+
+def test_failed_episodes_have_no_length() -> None:
+    prompt = group(1).prompt
+    lost = failed_rollout(prompt)
+    metrics = set_metrics("toy", [Group(prompt, (lost, answer()))], [[LOST, RIGHT]])
+    assert metrics["eval/toy/tokens_mean"] == 1.0
+    metrics = set_metrics("toy", [Group(prompt, (lost,))], [[LOST]])
+    assert metrics == {"eval/toy/failed": 1.0}
+    assert length_metrics([Group(prompt, (lost,))]) == {}
+    assert episode_metrics([Group(prompt, (lost,))])["agent/turns_mean"] == 0.0
 
 
 def test_an_evaluation_of_failed_episodes_is_an_error() -> None:

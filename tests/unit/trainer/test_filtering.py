@@ -80,6 +80,13 @@ def test_the_highest_reward_is_known_of_built_in_functions(reward: dict[str, Any
     assert highest_possible_reward(config(reward=reward)) == expected
 
 
+def test_the_highest_reward_of_an_environment_is_unknown() -> None:
+    train = {"batch_size": 4, "agent_func_path": "my_env.py:make"}
+    data = {"prompt_dataset": "toy", "max_len": 128}
+    for reward in ({}, {"functions": {"math": 1.0}}):
+        assert highest_possible_reward(config(reward=reward, data=data, train=train)) is None
+
+
 def test_more_than_half_of_the_constant_groups_have_to_be_solved() -> None:
     settings = filtering()
     solved, hopeless, kept = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
