@@ -34,7 +34,8 @@ def test_a_text_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
     files = {"data.prompt_dataset": tmp_path / "questions.jsonl", "eval.dataset": tmp_path / "held_out.jsonl"}
     files["train.agent_func_path"] = f"{EXAMPLES / 'agents' / 'calculator.py'}:make"
     train_rl(load(RlConfig, recipe("tools_tiny.yaml", str(tmp_path / "warm" / "model"), tmp_path / "rl", **files)))
-    before, after = [line["EVAL"] for line in read_metrics(tmp_path / "rl") if "EVAL" in line]
+    name = "eval/held_out/pass@1"
+    before, after = [line[name] for line in read_metrics(tmp_path / "rl") if name in line]
     assert before < 0.2
     assert after > 0.8
     steps = steps_of(tmp_path / "rl")
