@@ -17,6 +17,7 @@ from vlmrl.data.responses import to_samples
 from vlmrl.parallel import run_parallel
 from vlmrl.system import stops
 from vlmrl.trainer.collect import Ending, PromptBudget, collect
+from vlmrl.trainer.episodes import responses_of
 from vlmrl.trainer.experience import ModelOutputs, ScoredBatch, make_experience
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.protocols import Critic, Engine, Policy, Prompts, Reference, Report, Rewarder, WeightSync
@@ -118,7 +119,7 @@ def train(
                 check_agreement(config, update_metrics)
             if trains_policy:  # while it is frozen it cannot drift, which is no reason to lower the coefficient
                 kl_controller = kl_controller.updated(
-                    metrics.get("kl/reference", 0.0), num_samples=sum(len(group.rollouts) for group in groups)
+                    metrics.get("kl/reference", 0.0), num_samples=len(responses_of(groups))
                 )
             with report.phase("sync"):
                 sync_metrics = weight_sync.sync(step)

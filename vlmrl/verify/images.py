@@ -195,15 +195,19 @@ def _gap(first: Values, second: Values) -> float:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """Return a few groups with images, different ones as far as possible, each with a few responses."""
+    """Return a few groups with images, different ones as far as possible, each with a few responses that saw any.
+
+    Where images come with feedback, other responses to the same prompt may have seen none.
+    """
     distinct: dict[tuple[str, ...], Group] = {}
     repeated: list[Group] = []
     for group in groups:
-        rollouts = [rollout for rollout in group.rollouts if rollout.num_sampled] if group.has_images else []
-        if not rollouts:
+        rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
+        sighted = [rollout for rollout in rollouts if any(segment.media for segment in rollout.segments)]
+        if not sighted:
             continue
-        hashes = tuple(media.hash for media in _images(group))
-        short = Group(group.prompt, tuple(shortened(rollout, _NUM_TOKENS) for rollout in rollouts[:_NUM_RESPONSES]))
+        short = Group(group.prompt, tuple(sighted[:_NUM_RESPONSES]))
+        hashes = tuple(media.hash for media in _images(short))
         if distinct.setdefault(hashes, short) is not short:
             repeated.append(short)
     return [*distinct.values(), *repeated][:_NUM_PROMPTS]

@@ -43,12 +43,11 @@ def check_layouts(groups: Sequence[Group], compare: Compare) -> Metrics:
 
 
 def _choose(groups: Sequence[Group]) -> list[Group]:
-    """Return the first groups, those with images before those without, with a few responses each."""
-    order = sorted(range(len(groups)), key=lambda number: not groups[number].has_images)
+    """Return the first groups with a few responses each; groups and responses with images come before those without."""
     chosen = []
-    for number in order:
-        group = groups[number]
+    for group in sorted(groups, key=lambda group: not group.has_images):
         rollouts = [shortened(rollout, _NUM_TOKENS) for rollout in group.rollouts if rollout.num_sampled]
+        rollouts.sort(key=lambda rollout: not any(segment.media for segment in rollout.segments))
         if rollouts:
             chosen.append(Group(group.prompt, tuple(rollouts[:_NUM_RESPONSES])))
     return chosen[:_NUM_GROUPS]

@@ -12,7 +12,7 @@ import torch
 
 from vlmrl.data.media import Blank, InlineMedia, Noise, Resized
 from vlmrl.errors import SyncError
-from vlmrl.types import Floats, Group, Media, Prompt, Rollout
+from vlmrl.types import Floats, Group, Media, Prompt, Rollout, Segment, Turn
 from vlmrl.verify.images import ImageGroundingCheck, Path, check
 
 torch.set_num_threads(1)
@@ -177,6 +177,37 @@ def test_a_few_responses_to_prompts_with_different_images_are_chosen() -> None:
     long = Witness()
     check([group_of(0, [flat(10)], lengths=(300,))], paths={"old": long}, bound=BOUND)
     assert long.asked[0][0].rollouts[0].num_sampled == 256
+
+
+def conversation(images: Sequence[Media]) -> Rollout:
+    """Two responses after a prompt without images; the images come with the feedback between them."""
+    value = -0.01 * float(np.mean([media.fetch().mean() for media in images])) if images else 0.0
+    sampled = np.array([False] * 3 + [True] * 2 + [False] * len(images) + [True] * 3)
+    turns = (Turn(3, 5), Turn(len(sampled) - 3, len(sampled))) if images else (Turn(3, 8),)
+    logprobs = np.where(sampled & (np.arange(len(sampled)) >= 5), value, 0.0).astype(np.float32)
+    segment = Segment(np.full(len(sampled), 7), sampled, logprobs, np.where(sampled, 0, -1), turns, tuple(images))
+    return Rollout((segment,), "", "stop")
+
+
+def test_only_responses_that_saw_an_image_are_chosen() -> None:
+    tokens = np.array([5, 9, 6])
+
+    def group(index: int, *rollouts: Rollout) -> Group:
+        return Group(Prompt(index, f"toy:{index}", "?", tokens, tokens, label=None), rollouts)
+
+    blind, ten, twenty = conversation(()), conversation([flat(10)]), conversation([flat(20)])
+
+    def path(groups: Sequence[Group]) -> list[Floats]:
+        rows = []
+        for segment in (segment for group in groups for segment in group.segments):
+            value = -0.01 * float(np.mean([media.fetch().mean() for media in segment.media]))
+            rows.append(np.where(np.arange(len(segment.tokens)) >= 5, value, 0.0).astype(np.float32))
+        return rows
+
+    groups = [group(0, blind, blind, ten), group(1, twenty, blind, blind), group(2, blind, blind)]
+    metrics = check(groups, paths={"old": path}, bound=BOUND)
+    assert metrics["verify/images/old_effect"] > 0.05
+    assert metrics["verify/images/old_gap"] == 0.0
 
 
 def test_other_images_get_the_size_of_the_true_ones() -> None:
