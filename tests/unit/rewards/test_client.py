@@ -51,6 +51,7 @@ async def test_a_server_gets_all_fields_and_returns_the_rewards() -> None:
             scores = await scoring.score([group("a", "bcd")])
     assert [(s.total, dict(s.parts)) for s in scores[0]] == [(0.5, {"remote": 1.0}), (1.5, {"remote": 3.0})]
     asked = {key: [v for request in seen.requests for v in request[key]] for key in seen.requests[0]}
+    question = {"role": "user", "content": "how many?"}
     assert asked == {
         "query": ["how many?a", "how many?bcd"],
         "prompts": ["how many?"] * 2,
@@ -58,6 +59,8 @@ async def test_a_server_gets_all_fields_and_returns_the_rewards() -> None:
         "labels": ["7", "7"],
         "metadata": [{"family": "x"}] * 2,
         "images": [[], []],
+        "messages": [[question, {"role": "assistant", "content": text}] for text in ("a", "bcd")],
+        "num_prompt_messages": [None, None],
     }
 
 
