@@ -23,7 +23,7 @@ quickstart: setup  ## a tiny Qwen2.5-VL learns visual math on this machine: sft,
 quickstart-qlora: setup  ## the same with a base of 4 bits and adapters that train beside it
 	@$(BIN)/python -m vlmrl.commands.quickstart qlora
 
-quickstart-agent: setup  ## the same model is trained to steer by pictures, turn by turn: sft, then GRPO (being tuned)
+quickstart-agent: setup  ## the same model learns to steer by pictures, turn by turn, in an environment: sft, then GRPO
 	@$(BIN)/python -m vlmrl.commands.quickstart agent
 
 test: unit  ## every test: unit, and end to end on the real stack
