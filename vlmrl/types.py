@@ -105,13 +105,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_new_tokens < 1:
-            raise ConfigError(
-                f"cannot sample {self.n} responses of {self.max_new_tokens} tokens: both must be at least 1"
-            )
+            raise ConfigError(f"cannot sample {self.n} responses of {self.max_new_tokens} tokens: both are at least 1")
         if self.n > 1 and self.temperature == 0.0:
-            raise ConfigError(
-                f"temperature 0 gives {self.n} times the same response: set one, or raise the temperature"
-            )
+            raise ConfigError(f"temperature 0 gives {self.n} times the same response: set one, or raise it")
         if self.temperature < 0.0 or not 0.0 < self.top_p <= 1.0:
             raise ConfigError(
                 f"cannot sample with temperature {self.temperature} and top_p {self.top_p}: "
