@@ -87,7 +87,7 @@ def test_adapters_on_four_bits_and_a_critic_learn_from_conversations_on_two_rank
         "vllm.num_engines": 2,
         "ds.load_in_4bit": True,
         "ds.lora.rank": 8,
-        "critic.freezing_steps": 0,
+        "critic.freezing_steps": -1,
         "rollout.batch_size": 4,
         "rollout.n_samples_per_prompt": 3,
         "train.batch_size": 12,
