@@ -17,7 +17,8 @@ class Agent(Section):
     context_len: PositiveInt = 8192
     """Maximum number of tokens of a conversation: prompt, images, responses and feedback together."""
     max_images: PositiveInt = 16
-    """Maximum number of images of a conversation, those of the prompt included."""
+    """Maximum number of images of a conversation, those of the prompt included; a row with more is dropped and
+    counted."""
     step_limit_s: PositiveFloat = 60.0
     """Time limit of one call of the environment: its `reset`, a `step`, or a tool."""
     episode_limit_s: PositiveFloat = 600.0

@@ -15,7 +15,7 @@ from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.plugins import Processor
 from vlmrl.types import Group, Prompt, Sampling
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_processes", "no_leftover_processes")]
 
 
 @pytest.mark.parametrize(("make", "response"), [("Album", "stop"), ("Game", "look")])

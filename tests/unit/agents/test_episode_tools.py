@@ -8,7 +8,7 @@ from chat_templates import MISTRAL, text_processor
 
 from vlmrl.plugins import Processor
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_processes", "no_leftover_processes")]
 
 
 async def test_tools_and_their_errors(games: Path) -> None:

@@ -16,7 +16,7 @@ from vlmrl.data.responses import to_samples
 from vlmrl.plugins import Processor
 from vlmrl.types import ChatMessage, Sampling
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_processes", "no_leftover_processes")]
 
 
 async def test_turns_rewards_and_messages(games: Path, chat: Processor) -> None:
@@ -144,7 +144,7 @@ _RESPONSES = st.sampled_from(
 
 
 @hypothesis_settings(
-    max_examples=15,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

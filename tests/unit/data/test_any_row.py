@@ -26,8 +26,8 @@ from vlmrl.types import Prompt
 
 ROWS_OF_AN_EXAMPLE = 60
 ROWS_OF_A_TABLE = 20
-EXAMPLES = 55
-"""Examples per property: 11,000 rows in total."""
+EXAMPLES = 25
+"""Examples per property: 5,000 rows in total."""
 GOOD = {"input": "1 + 1?", "label": "2", "images": [], "more": None}
 KEYS = ("input", "label", "images", "more")
 COLUMNS = Columns(max_dropped_fraction=1.0, max_len=512, max_images_per_prompt=3)

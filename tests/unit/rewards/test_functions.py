@@ -63,12 +63,13 @@ async def test_a_failed_call_is_repeated_in_a_fresh_process(user_file: Path, kin
     assert (before.retried, after.retried) == (None, None)
 
 
-async def test_not_all_of_many_hanging_calls_are_repeated(user_file: Path) -> None:
+async def test_not_all_of_many_hanging_calls_are_repeated(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmrl.rewards.functions._MAX_FAILED_RETRIES", 3)
     async with user_rewarder(user_file, "hangs", max_failed_fraction=0.0, time_limit_s=0.1, num_workers=2) as rewarder:
         for _ in range(2):
-            scores = (await rewarder.score([group("good", *["bad"] * 20, "good")]))[0]
-            assert [score.failure for score in scores] == [None, *["response"] * 20, None]
-            assert [score.retried for score in scores[1:-1]] == ["timeout"] * 16 + [None] * 4
+            scores = (await rewarder.score([group("good", *["bad"] * 5, "good")]))[0]
+            assert [score.failure for score in scores] == [None, *["response"] * 5, None]
+            assert [score.retried for score in scores[1:-1]] == ["timeout"] * 3 + [None] * 2
 
 
 async def test_a_call_that_hangs_twice_is_the_responses_failure(user_file: Path) -> None:

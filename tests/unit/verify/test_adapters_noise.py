@@ -98,9 +98,10 @@ def changes(count: int) -> Values:
     return sizes
 
 
-def test_correct_engines_in_half_precision_pass_ten_thousand_syncs() -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.prove)])
+def test_correct_engines_in_half_precision_pass_thousands_of_syncs(count: int) -> None:
     run = HalfPrecision(0)
-    metrics = [run.sync(change) for change in changes(10_000)]
+    metrics = [run.sync(change) for change in changes(count)]
     assert sum(line["verify/adapters/doubts"] for line in metrics) == 0
     gaps = [line["verify/adapters/gap"] for line in metrics]
     assert max(gaps) > 0.03, "the noise is worth the name"

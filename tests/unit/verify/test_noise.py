@@ -231,11 +231,15 @@ class Rounding:
         return noisy
 
 
+STEPS = pytest.mark.parametrize("steps", [1_000, pytest.param(10_000, marks=pytest.mark.prove)])
+
+
+@STEPS
 @pytest.mark.parametrize(("length", "most"), [(30, 10.0), (5, 20.0)])
-def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: int, most: float) -> None:
+def test_sound_runs_in_half_precision_never_stop_in_thousands_of_steps(length: int, most: float, steps: int) -> None:
     run = Rounding(0, length=length)
     ratios = []
-    for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1):
+    for step, sharpness in enumerate(np.geomspace(0.5, 100.0, steps), start=1):
         metrics = run.step(step, sharpness=sharpness)
         ratios.append(
             [
@@ -248,17 +252,19 @@ def test_sound_runs_in_half_precision_never_stop_in_ten_thousand_steps(length: i
     assert worst.max() < most, "20 times the noise stops a run, and only where other responses say so too"
 
 
-def test_noise_of_earlier_steps_stops_no_correct_run() -> None:
+@STEPS
+def test_noise_of_earlier_steps_stops_no_correct_run(steps: int) -> None:
     run = Rounding(0, length=30, apart=1)
     all_metrics = [
-        run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, 10_000), start=1)
+        run.step(step, sharpness=sharpness) for step, sharpness in enumerate(np.geomspace(0.5, 100.0, steps), start=1)
     ]
     measured = sum("verify/noise/level" in metrics for metrics in all_metrics)
     # Twice as often as every tenth step: here the noise of one step may be twenty times that of another.
-    assert 1000 <= measured < 4000
+    assert 0.1 <= measured / steps < 0.4
 
 
-@pytest.mark.parametrize(("number", "num_groups", "steps"), [(8, 2, 10_000), (2, 16, 3_000), (1, 16, 3_000)])
+@STEPS
+@pytest.mark.parametrize(("number", "num_groups"), [(8, 2), (2, 16), (1, 16)])
 def test_one_token_that_holds_most_of_the_rounding_does_not_stop_short_responses(
     number: int, num_groups: int, steps: int
 ) -> None:
