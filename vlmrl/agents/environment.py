@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeVar
 from vlmrl.errors import ConfigError
 
 _MARK = "_is_tool_of_environment"
+_METHODS = ("reset", "step", "close")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -60,7 +61,7 @@ class Environment(Protocol):
 
 def tool(function: _Function) -> _Function:
     """Offer a method of an environment to the policy as a tool."""
-    setattr(function, _MARK, True)
+    setattr(getattr(function, "__func__", function), _MARK, True)  # below it may be @staticmethod or @classmethod
     return function
 
 
@@ -82,13 +83,16 @@ def tools_of(environment: Environment) -> dict[str, ToolSpec]:
     """Describe the tools of an environment, in the order of their definition.
 
     Raises:
-        ConfigError: a tool has no docstring, or a parameter without a type or with one that JSON cannot express.
+        ConfigError: a tool has no docstring, the name of a method that vlmrl calls, or a parameter without a type or
+            with one that JSON cannot express.
     """
     names = dict.fromkeys(name for kind in reversed(type(environment).__mro__) for name in vars(kind))
     specs = {}
     for name in names:
         if not getattr(getattr(type(environment), name, None), _MARK, False):
             continue
+        if name in _METHODS:
+            raise ConfigError(f"tool {name}: vlmrl itself calls the method of this name; choose another")
         method = getattr(environment, name)
         description = inspect.getdoc(method)
         if not description:

@@ -16,6 +16,7 @@ from vlmrl.agents.messages import Answer, Picture
 from vlmrl.data.decode import check_pixels, check_size, upright_rgb
 from vlmrl.data.media import MAX_ASPECT_RATIO, ImageLimits
 from vlmrl.errors import DataError
+from vlmrl.rewards.bounds import problem_of_reward
 
 MAX_PARTS = 256
 MAX_CHARS = 1_000_000
@@ -76,8 +77,8 @@ def _reward(value: Any, method: str) -> float:
         reward = float(value)
     except OverflowError:
         reward = math.inf
-    if not math.isfinite(reward):
-        raise UnusableError(f"{method} returned the reward {reward}, which is not a finite number")
+    if problem := problem_of_reward(reward):
+        raise UnusableError(f"{method} returned the reward {reward:g}, {problem}")
     return reward
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import socket
 from contextlib import suppress
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 from vlmrl.agents.messages import Answer, Framing, Hello, Mode, Orders, Picture, Request, Verb, decode_reply, encode
 from vlmrl.agents.observations import MAX_CHARS
 from vlmrl.agents.spawner import Spawner
+from vlmrl.rewards.bounds import problem_of_reward
 from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Failure, Retry
@@ -173,7 +173,7 @@ class Process:
 def _is_sound(answer: Answer, orders: Orders) -> bool:
     pictures = [part for part in answer.parts if isinstance(part, Picture)]
     return (
-        math.isfinite(answer.reward)
+        problem_of_reward(answer.reward) is None
         and all(min(p.width, p.height) > 0 and len(p.rgb) == 3 * p.width * p.height for p in pictures)
         and all(p.width * p.height <= orders.image_pixels for p in pictures)
         and sum(p.width * p.height for p in pictures) <= orders.total_pixels

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Columns
+from vlmrl.errors import ConfigError
 from vlmrl.rollout.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class EnvironmentSettings:
         """Start a process, and return the tools of its environments in OpenAI's format.
 
         Raises:
-            ConfigError: the user's file cannot be loaded, or makes no environments.
+            ConfigError: the user's file cannot be loaded, or makes no environments; or its tools could never be called.
         """
         from vlmrl.agents.tool_calls import as_function
 
@@ -72,7 +73,14 @@ class EnvironmentSettings:
             finally:
                 await environments.close()
 
-        return asyncio.run(start())
+        tools = asyncio.run(start())
+        if tools and self.agent.max_turns == 1:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            raise ConfigError(
+                f"agent.max_turns 1 leaves no turn for the results of tools ({names}), so that none would be called: "
+                "raise it to 2 or more"
+            )
+        return tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from vlmrl.config.reward import Scoring
 from vlmrl.data.packing import by_response
 from vlmrl.data.responses import to_samples
 from vlmrl.errors import RewardError
+from vlmrl.rewards.bounds import problem_of_reward
 from vlmrl.rewards.failures import FirstFailures
 from vlmrl.types import Floats, Group, Rollout, Sample, Score
 
@@ -219,8 +219,10 @@ def _lowered(score: Score, lowest: float) -> Score:
 def _with(score: Score, source: RemoteRewardModel, value: float | Floats, prompt_source: str) -> Score:
     """Add the score of one more source. The total does not change if another source failed."""
     total = float(np.sum(value))
-    if not math.isfinite(total):
-        raise RewardError(f"the {source.name} reward of a response to {prompt_source} is {total}: the model is broken")
+    if problem_of_reward(total):
+        raise RewardError(
+            f"the {source.name} reward of a response to {prompt_source} is {total:g}: the model is broken"
+        )
     score = replace(score, parts={**score.parts, source.name: total})
     if not score.has_reward or (score.failed and not source.is_process):
         return score

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from vlmrl.data.media import make_row_media
 from vlmrl.data.responses import sft_sample
 from vlmrl.errors import DataError
 from vlmrl.learning.settings import RewardModelSettings
+from vlmrl.rewards.bounds import problem_of_reward
 from vlmrl.rewards.client import read_token
 from vlmrl.rewards.function_worker import RewardResult
 from vlmrl.rewards.protocol import RewardRequest
@@ -103,9 +103,12 @@ class ModelScorer:
                 results[number] = RewardResult(problem=str(error))
         numbers = list(samples)
         for place, score in self._scores(list(samples.values())):
-            is_number = math.isfinite(score)
-            problem = f"the model returned {score}"
-            results[numbers[place]] = RewardResult(score) if is_number else RewardResult(problem=problem)
+            problem = problem_of_reward(score)
+            is_usable = problem is None
+            result = (
+                RewardResult(score) if is_usable else RewardResult(problem=f"the model returned {score:g}, {problem}")
+            )
+            results[numbers[place]] = result
         return results
 
     def _sample(self, request: RewardRequest, number: int) -> Sample:

@@ -160,7 +160,8 @@ def _draw_times(axes: Axes, records: Records) -> bool:
     # Step 0 (an evaluation, warming up) would dwarf all that follow.
     records = [record for record in records if record["step"] > 0] or records
     timed_steps, total = _curve(records, "time/step_s")
-    names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)} - {"time/step_s"}
+    names = {name for record in records for name in record if re.fullmatch(r"time/[^/]+_s", name)}
+    names -= {"time/step_s", "time/env_s"}  # the step itself, and a part of the rollout that is no share of it
     phases = [phase for phase in _PHASES if f"time/{phase}_s" in names]
     phases += sorted(name.removeprefix("time/").removesuffix("_s") for name in names if _phase(name) not in _PHASES)
     steps = timed_steps if len(timed_steps) else np.array([float(r["step"]) for r in records if names & set(r)])

@@ -21,6 +21,7 @@ from typing import Any
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.errors import ConfigError, VlmrlError
 from vlmrl.rewards import batch
+from vlmrl.rewards.bounds import problem_of_reward
 from vlmrl.rewards.environment_variables import hide_secrets
 from vlmrl.rewards.failures import TooHardError, failure_of
 from vlmrl.rewards.image_files import open_image
@@ -239,6 +240,8 @@ def _finite(values: Mapping[Any, Any], total: str) -> RewardResult:
             return RewardResult(problem=f"{subject} {_describe(value)} where one number per response is expected")
         if not math.isfinite(converted):
             return RewardResult(problem=f"{subject} {converted}, which is not a finite number")
+        if key == total and (problem := problem_of_reward(converted)):
+            return RewardResult(problem=f"{subject} {converted:g}, {problem}")
         plain[key] = converted
     # Part names become metric names.
     parts = {re.sub(r"[^A-Za-z0-9_.-]", "_", str(k)) or "_": v for k, v in plain.items() if k != total}

@@ -148,6 +148,41 @@ def test_a_tool_that_cannot_be_described_is_refused(method: Any, message: str) -
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+def test_a_tool_has_no_name_of_a_method_that_vlmrl_calls(name: str) -> None:
+    def method(self: Any) -> str:
+        """Close the door."""
+        return "closed"
+
+    kind: Any = type("Doors", (Plain,), {name: tool(method)})
+    with pytest.raises(ConfigError, match=f"tool {name}: vlmrl itself calls the method of this name"):
+        tools_of(kind())
+
+
+def test_static_and_class_methods_are_tools_with_the_mark_above_or_below() -> None:
+    class Static(Plain):
+        @tool
+        @staticmethod
+        def above(x: int) -> int:
+            """Twice x."""
+            return 2 * x
+
+        @staticmethod
+        @tool
+        def below(x: int) -> int:
+            """Three times x."""
+            return 3 * x
+
+        @tool
+        @classmethod
+        def of_class(cls, x: int) -> int:
+            """Four times x."""
+            return 4 * x
+
+    assert [*tools_of(Static())] == ["above", "below", "of_class"]
+    assert [call_tool(Static(), name, {"x": 1}) for name in tools_of(Static())] == [2, 3, 4]
+
+
 def test_importing_the_classes_of_users_imports_nothing_heavy() -> None:
     code = (
         "import sys, vlmrl.agents; print(sorted({'torch', 'numpy', 'PIL', 'msgspec', 'pydantic'} & set(sys.modules)))"

@@ -72,6 +72,7 @@ def test_a_tool_may_end_the_episode() -> None:
     [
         (Reply("x", reward=float("nan")), "step returned the reward nan, which is not a finite number"),
         (Reply("x", reward=10**400), "step returned the reward inf"),
+        (Reply("x", reward=-1e300), "step returned the reward -1e\\+300, and a reward is at most 1,000,000,000"),
         (Reply("x", reward="1"), "step returned a str as reward where a number is expected"),  # type: ignore[arg-type]
         (Reply("x", done=1), "step returned an int as done where True or False is expected"),  # type: ignore[arg-type]
         (None, "step returned None where a Reply is expected"),

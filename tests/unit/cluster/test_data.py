@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from vlmrl.agents.settings import EnvironmentSettings
 from vlmrl.cluster.data import SourceSettings
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Data
+from vlmrl.errors import ConfigError
 from vlmrl.models import tiny
 
 ENVIRONMENT = '''
@@ -49,3 +51,11 @@ def test_prompts_show_the_tools_of_an_environment_and_fit_into_its_conversations
     assert [prompt.source for prompt in prompts] == ["rows:1"] * 2
     assert "Give a hint." in prompts[0].text
     assert source.take_warnings() == ["row rows:0 dropped, too many images: 2 images, agent.max_images is 1"]
+
+
+def test_tools_without_a_turn_for_their_results_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "quiz.py").write_text(ENVIRONMENT)
+    spec = f"{tmp_path / 'quiz.py'}:make"
+    settings = EnvironmentSettings(spec=spec, agent=Agent(max_turns=1), columns=Data(prompt_dataset="x"), log=None)
+    with pytest.raises(ConfigError, match=r"agent\.max_turns 1 leaves no turn for the results of tools \(\w+\)"):
+        settings.list_tools()

@@ -3,9 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
-from vlmrl.observe.plots import draw_curves
+from vlmrl.observe.plots import _draw_times, draw_curves
 
 
 def rl(step: int) -> dict[str, Any]:
@@ -47,3 +48,9 @@ def test_any_metrics_give_a_picture(name: str, tmp_path: Path) -> None:
 def test_a_missing_metrics_file_gives_a_picture(tmp_path: Path) -> None:
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()
+
+
+def test_the_seconds_of_environments_are_a_part_of_the_rollouts() -> None:
+    axes = Figure().subplots()
+    assert _draw_times(axes, [rl(1) | {"time/env_s": 1.5}])
+    assert "env" not in axes.get_legend_handles_labels()[1]

@@ -80,6 +80,8 @@ def test_a_function_that_requires_other_arguments_is_refused(signature: str, mes
         ),
         ("1j", RewardResult(problem="it returned a complex where one number per response is expected")),
         ("-np.inf", RewardResult(problem="it returned -inf, which is not a finite number")),
+        ("-2e9", RewardResult(problem="it returned -2e+09, and a reward is at most 1,000,000,000")),
+        ("{'total': 1, 'bytes_read': 2e9}", RewardResult(1.0, {"bytes_read": 2e9})),
     ],
 )
 def test_a_result_is_one_number_or_a_problem(tmp_path: Path, expression: str, result: RewardResult) -> None:
