@@ -14,6 +14,9 @@ import pytest
 from agents.user_environments import environments, play, text_of
 
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, ToolError
+from vlmrl.agents.messages import Orders
+from vlmrl.agents.process import Process
+from vlmrl.agents.spawner import Spawner
 from vlmrl.errors import ClusterError, ConfigError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
@@ -394,6 +397,21 @@ async def test_closing_ends_calls_and_a_lost_server_is_replaced(user_file: Path)
     await environment.close()
     with pytest.raises(EnvironmentLost, match="were closed"):
         await made.open()
+
+
+async def test_a_server_that_is_lost_while_a_process_starts_ends_the_start_at_once(user_file: Path) -> None:
+    orders = Orders(f"{user_file}:Sync", 100, 100)
+    spawner = Spawner(orders)
+    try:
+        process = Process(spawner, orders)
+        await spawner.close()  # between the choice of the server and its order
+        async with asyncio.timeout(20):
+            with pytest.raises(EnvironmentLost) as error:
+                await process.start("sync")
+        assert error.value.kind == "death"
+        assert not process.is_usable
+    finally:
+        await spawner.close()
 
 
 def test_a_killed_run_leaves_no_process(user_file: Path, tmp_path: Path) -> None:
