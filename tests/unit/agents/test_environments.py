@@ -399,6 +399,57 @@ async def test_closing_ends_calls_and_a_lost_server_is_replaced(user_file: Path)
         await made.open()
 
 
+SLOW = """
+import fcntl, time
+from pathlib import Path
+
+from vlmrl.agents import Reply
+
+folder = Path(__file__).parent
+if (folder / "broken").exists():
+    raise ValueError("no licence")
+if (folder / "hangs").exists():
+    time.sleep(1000)
+with (folder / "core").open("w") as core:  # one at a time, as on a busy core
+    fcntl.flock(core, fcntl.LOCK_EX)
+    time.sleep(0.7)
+
+
+class Plain:
+    def step(self, response):
+        return Reply("x")
+"""
+
+
+async def test_a_file_that_cannot_be_loaded_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    async with environments(file, "Plain", num_workers=2) as made, await made.open() as first:
+        await first.reset({}, 0)
+        (tmp_path / "broken").touch()
+        with pytest.raises(EnvironmentLost, match="no licence") as broken:
+            await made.open()
+        assert broken.value.kind == "death"
+        (tmp_path / "broken").unlink()
+        (tmp_path / "hangs").touch()
+        monkeypatch.setattr("vlmrl.agents.environments.START_LIMIT_S", 0.5)
+        with pytest.raises(EnvironmentLost, match=r"takes over 0\.5 s to load") as hangs:
+            await made.open()
+        assert hangs.value.kind == "timeout"
+        assert text_of(await first.step("on")) == "x"
+
+
+async def test_the_time_of_a_start_begins_when_a_core_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    monkeypatch.setattr("vlmrl.agents.environments.MAX_STARTING", 1)
+    async with environments(file, "Plain", num_workers=8) as made:
+        monkeypatch.setattr("vlmrl.agents.environments.START_LIMIT_S", 3.5)
+        opened = await asyncio.gather(*[made.open() for _ in range(8)])  # 0.7 s of a core each, but for the first
+        for environment in opened:
+            await environment.close()
+
+
 async def test_a_server_that_is_lost_while_a_process_starts_ends_the_start_at_once(user_file: Path) -> None:
     orders = Orders(f"{user_file}:Sync", 100, 100)
     spawner = Spawner(orders)
