@@ -19,8 +19,8 @@ from typing import Any, Self
 import numpy as np
 
 from vlmrl.agents.environment import ToolError, ToolSpec
-from vlmrl.agents.messages import Hello, Mode, Orders, Picture, Verb
-from vlmrl.agents.process import MAX_PROBLEM_CHARS, EnvironmentLost, EnvironmentRaised, Process, UnsendableError
+from vlmrl.agents.messages import MAX_PROBLEM_CHARS, Hello, Mode, Orders, Picture, Verb
+from vlmrl.agents.process import EnvironmentLost, EnvironmentRaised, Process, UnsendableError
 from vlmrl.agents.spawner import Spawner
 from vlmrl.agents.worker import CLOSE_LIMIT_S, FLAG
 from vlmrl.data.media import ImageLimits

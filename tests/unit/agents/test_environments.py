@@ -184,6 +184,13 @@ async def test_a_process_that_breaks_the_protocol_is_killed(
         assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
 
 
+@pytest.mark.parametrize("response", ["many parts", "much text"])
+async def test_a_process_that_sends_more_than_an_observation_may_have_is_killed(user_file: Path, response: str) -> None:
+    async with environments(user_file, "Sync") as made:
+        assert "too large" in (await play(await made.open(), [response]))[1]
+        assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
+
+
 @pytest.mark.parametrize(("response", "kind"), [("sleep", "timeout"), ("spin", "timeout"), ("exit", "death")])
 async def test_a_replacement_takes_milliseconds(user_file: Path, response: str, kind: str) -> None:
     durations = []
