@@ -77,6 +77,8 @@ class Prompt:
     """The dataset column of the label."""
     question: Any = None
     """The question as the row has it, a text or a list of messages."""
+    has_question: bool = True
+    """False: the row only numbers an episode, for which an environment has to make the first message."""
     messages: tuple[ChatMessage, ...] = ()
     """The messages that `text` is the rendering of, with their images; () in checks, which render none."""
 

@@ -265,11 +265,12 @@ class OpenEnvironment:
         """Make the environment and start its episode.
 
         Args:
-            row: question, label and metadata; None without a dataset.
+            row: question, label and metadata; None if it has no question.
             images: those of the row, RGB.
 
         Raises:
             EnvironmentRaised, EnvironmentLost
+            ConfigError: neither row nor environment has a first message.
         """
         pictures = [Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes()) for pixels in images]
         arguments = None if row is None else dict(row)
@@ -278,7 +279,10 @@ class OpenEnvironment:
         except UnsendableError as error:
             raise EnvironmentRaised(f"the row cannot be passed to reset: {error}", blame="infrastructure") from error
         if not observation.parts and row is None:
-            raise EnvironmentRaised("reset returned None, for the row's own prompt, but the run has no dataset")
+            raise ConfigError(
+                f"{FLAG}: reset returned None, for the row's own prompt, but the rows of this dataset have none: "
+                "return text or an image, or give a dataset with questions"
+            )
         return observation
 
     async def step(self, response: str) -> Observation:

@@ -179,7 +179,9 @@ class Player:
         self, prompt: Prompt, sampling: Sampling, environment: OpenEnvironment, course: _Course
     ) -> Prompt:
         """Reset the environment; return its first observation as a prompt, or the row's own prompt."""
-        row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        row = None
+        if prompt.has_question:
+            row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
         seed = sampling.request_seed(prompt.index) % _MAX_SEED
         pixels: list[Pixels] = []
         if prompt.media:

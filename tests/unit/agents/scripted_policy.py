@@ -97,6 +97,22 @@ class Row(Game):
         self.seed, self.count = seed, 0
 
 
+class Nothing(Game):
+    def reset(self, row, seed):
+        assert row is None
+        return []
+
+
+class Gallery(Game):
+    def reset(self, row, seed):
+        return [Image.new("RGB", (56, 56))] * 20
+
+
+class Epic(Game):
+    def reset(self, row, seed):
+        return "x" * 900_000
+
+
 class Album(Game):
     def reset(self, row, seed):
         self.seed, self.count = seed, 0
@@ -196,6 +212,7 @@ async def play(
     policy: ScriptedPolicy,
     *,
     tools: Sequence[Any] = (),
+    prompt: Prompt | None = None,
     **settings: Any,
 ) -> Group:
     one = policy.processor
@@ -211,7 +228,7 @@ async def play(
         sample=policy,
         share=lambda image: image,
     )
-    group = await player.play(row(one), policy.sampling)
+    group = await player.play(prompt or row(one), policy.sampling)
     check(policy, group)
     return group
 

@@ -54,7 +54,7 @@ async def test_without_reset_the_first_message_is_the_prompt_of_the_row(user_fil
     async with environments(user_file, "Plain") as made, await made.open() as environment:
         assert (await environment.reset({"question": "How many?", "label": None, "metadata": {}}, 0)).parts == ()
         assert text_of(await environment.step("4")) == "you said 4"
-        with pytest.raises(EnvironmentRaised, match="the run has no dataset"):
+        with pytest.raises(ConfigError, match="reset returned None, for the row's own prompt"):
             await environment.reset(None, 0)
 
 

@@ -162,6 +162,15 @@ async def test_different_first_observations_of_a_group_are_an_error(
         await played(games, make, vlm, [["stop"], ["stop"]])
 
 
+@pytest.mark.parametrize("make", ["Row", "Nothing"])
+async def test_a_row_without_a_question_needs_a_first_message(games: Path, chat: Processor, make: str) -> None:
+    policy = ScriptedPolicy(chat, lambda e, a, t: "stop", SAMPLING)
+    async with environments(games, make, num_workers=2) as made:
+        with pytest.raises(ConfigError, match=r"reset returned None, for the row's own prompt, but the rows of this"):
+            await play(made, policy, prompt=row(chat, has_question=False))
+    assert not policy.seen
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
