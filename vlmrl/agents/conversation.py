@@ -104,14 +104,24 @@ class Conversation:
         return self._responses[-1]
 
     @property
+    def last_prompt(self) -> Ints:
+        """[T'] what the last response follows, with one placeholder per image."""
+        request = self._drafts[-1].request
+        return request[: len(request) - len(self.last_response)]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images so far."""
+        return len(self._drafts[-1].media)
+
+    @property
     def num_turns(self) -> int:
         """Number of responses."""
         return len(self._responses)
 
     def rendered(self, response: str) -> str:
         """Return the conversation as one text with control tokens, up to the last response, whose text is given."""
-        draft, prompt = self._drafts[-1], self._prompt
-        before = draft.request[: len(draft.request) - len(self.last_response)]
+        prompt, before = self._prompt, self.last_prompt
         first = len(prompt.request)
         if np.array_equal(before[:first], prompt.request):
             return prompt.text + self._text(before[first:]) + response

@@ -299,7 +299,7 @@ class _Play:
         parser = self._player.parser
         calls: tuple[ToolCall, ...] = ()
         if parser is not None:
-            parsed = parser.parse(self._conversation.last_response)
+            parsed = parser.parse(self._conversation.last_response, prompt=self._conversation.last_prompt)
             if parsed.problem is not None:
                 self._course.tool_calls += 1
                 self._course.tool_errors += 1
