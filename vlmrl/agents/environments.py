@@ -61,6 +61,15 @@ class Observation:
     reward: float = 0.0
     done: bool = False
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of its texts."""
+        return sum(len(part) for part in self.parts if isinstance(part, str))
+
+    @property
+    def num_images(self) -> int:
+        return sum(not isinstance(part, str) for part in self.parts)
+
 
 class Environments:
     """The environments of a run, made by the user's function `spec`, `path/to/file.py:make`. Belongs to one event loop.

@@ -56,6 +56,12 @@ class Game:
             return Reply([Image.new("RGB", (56, 56), (self.count, 0, 9)), "left or right?"], reward=0.25)
         if response == "long":
             return Reply("very long " * 100, reward=2)
+        if response == "essay":
+            return Reply("so many words " * 500, reward=2)
+        if response == "epic":
+            return Reply("x" * 900_000, reward=2)
+        if response == "gallery":
+            return Reply([Image.new("RGB", (56, 56))] * 20, reward=2)
         if response == "seed":
             return Reply(str(self.seed), reward=1)
         return Reply(f"you said {response}", reward=1)
@@ -88,6 +94,18 @@ class Tools(Game):
     def leaves(self):
         """Leave."""
         return Reply(done=True, reward=4)
+
+
+class Hoard(Game):
+    @tool
+    def log(self, n: int):
+        """So many characters."""
+        return Reply("x" * n, reward=1)
+
+    @tool
+    def album(self, n: int):
+        """So many pictures."""
+        return Reply([Image.new("RGB", (56, 56))] * n, reward=1)
 
 
 class Row(Game):
