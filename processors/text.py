@@ -49,7 +49,7 @@ class TextProcessor:
     max_pixels: int = 0
     resize_settings: str = ""
     template_limit_s: float = 10.0
-    """Seconds to apply the chat template to one row; the template is code that comes with the model."""
+    """Seconds of CPU time to apply the chat template to one row; the template is code that comes with the model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, eos_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer

@@ -28,9 +28,8 @@ Pixels = NDArray[np.uint8]
 FinishReason = Literal["stop", "length"]
 Failure = Literal["infrastructure", "response"]
 """Why a response could not be scored. `infrastructure`: a server, the network or the machine failed; it has no reward,
-and enters neither baseline nor loss. `response`: the response itself caused it (its scorer raised, or twice hung or
-died); its reward is the smaller of 0 and the lowest scored reward of its group, or of all groups if its own has none.
-"""
+and enters neither baseline nor loss. `response`: it is the cause itself (its scorer raised, or twice hung or died); its
+reward is the smaller of 0 and the lowest scored reward of its group, or of all groups if its own has none."""
 Retry = Literal["timeout", "death"]
 """Why a response was scored a second time: its scorer timed out, or its process died."""
 
@@ -77,6 +76,8 @@ class Prompt:
     """The dataset column of the label."""
     question: Any = None
     """The question as the row has it, a text or a list of messages."""
+    has_question: bool = True
+    """False: the row only numbers an episode, for which an environment has to make the first message."""
     messages: tuple[ChatMessage, ...] = ()
     """The messages that `text` is the rendering of, with their images; () in checks, which render none."""
 
@@ -109,10 +110,7 @@ class Sampling:
         if self.n > 1 and self.temperature == 0.0:
             raise ConfigError(f"temperature 0 gives {self.n} times the same response: set one, or raise it")
         if self.temperature < 0.0 or not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(
-                f"cannot sample with temperature {self.temperature} and top_p {self.top_p}: "
-                "temperature is 0 or above, top_p in (0, 1]"
-            )
+            raise ConfigError(f"temperature {self.temperature} must be 0 or above, and top_p {self.top_p} in (0, 1]")
 
     def of_turn(self, *, episode: int, attempt: int, turn: int, max_new_tokens: int) -> Sampling:
         """Return the settings of one response in a conversation, with a seed of its own and at most this length."""
@@ -216,12 +214,12 @@ class Episode:
     rendered: str = ""
     """The conversation as one text with control tokens, from the prompt to the last response."""
     env_s: float = 0.0
-    """Seconds spent in the environment."""
+    """Seconds spent in the environment, in all attempts."""
     tool_calls: int = 0
     tool_errors: int = 0
     """Tool calls that could not be parsed, did not fit the schema, or raised."""
-    retries: int = 0
-    """Number of times it was played again because the environment hung or died."""
+    retried: tuple[str, ...] = ()
+    """Why it was played again, each time, in one line for users: the environment hung, died or could not begin."""
     timeouts: int = 0
     """How many of those hung."""
     failure: Failure | None = None

@@ -2,7 +2,8 @@
 
     vlmrl rl --train.agent_func_path examples/agents/calculator.py:make ...
 
-With a dataset, the question and the label are those of the row; a row without a label is refused.
+With a dataset, the question and the label are those of the row, and a row without a label is refused; with the dataset
+`episodes`, the environment makes its own questions.
 """
 
 import ast

@@ -7,7 +7,8 @@ folder of 16 MiB in memory, and limits of time and of the memory of each process
 send them nowhere.
 Where namespaces are not permitted, the environment refuses to start.
 
-With a dataset, the question and the label are those of the row; a row without a label is refused.
+With a dataset, the question and the label are those of the row, and a row without a label is refused; with the dataset
+`episodes`, the environment makes its own questions.
 """
 
 import functools

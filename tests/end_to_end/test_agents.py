@@ -155,7 +155,7 @@ class Stack:
                 if rollout.episode.stop == "failed":
                     assert rollout.num_sampled == 0
                     continue
-                attempt = rollout.episode.retries
+                attempt = len(rollout.episode.retried)
                 expected = [self._turn(group, number, attempt, turn) for turn in range(len(rollout.turns))]
                 for name in ("tokens", "logprobs", "versions"):
                     ours = [getattr(s, name)[s.sampled] for s in rollout.segments]
@@ -288,10 +288,10 @@ async def check_faults(stack: Stack) -> None:
             episode = rollout.episode
             assert episode is not None
             if fault in ("sleep", "exit"):
-                assert (episode.stop, episode.failure, episode.retries) == ("failed", "infrastructure", 1), episode
+                assert (episode.stop, episode.failure, len(episode.retried)) == ("failed", "infrastructure", 1), episode
                 assert episode.timeouts == 2 * (fault == "sleep")
             else:
-                assert (episode.stop, episode.failure, episode.retries) == ("raised", "response", 0), episode
+                assert (episode.stop, episode.failure, len(episode.retried)) == ("raised", "response", 0), episode
                 assert [turn.reward for turn in rollout.turns] == [0.25, 0.25, 0.0]
             assert episode.problem
     kept = [replace(group, rollouts=tuple(r for r in group.rollouts if r.turns)) for group in groups]

@@ -38,4 +38,5 @@ def make_episode_rollout(*segments: Segment, finish: str = "stop", **episode: An
 def failed_rollout(prompt: Prompt, problem: str = "the environment took over 60 s") -> Rollout:
     """A conversation whose environment was lost: the prompt, and no response."""
     segment = make_segment([prompt.tokens.tolist()], media=prompt.media)
-    return make_episode_rollout(segment, stop="failed", failure="infrastructure", problem=problem, retries=2)
+    lost = {"failure": "infrastructure", "problem": problem, "retried": (problem, problem)}
+    return make_episode_rollout(segment, stop="failed", **lost)

@@ -36,6 +36,11 @@ class Message:
     def media(self) -> tuple[Media, ...]:
         return tuple(part for part in self.parts if not isinstance(part, str))
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of its texts."""
+        return sum(len(part) for part in self.parts if isinstance(part, str))
+
     def as_chat(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
         content = [
@@ -62,8 +67,6 @@ class Feedback:
     """Images of `tokens`."""
     total_tokens: int
     """Tokens of the next prompt, with those that stand before."""
-    total_images: int
-    """Images of the next prompt, with those that stand before."""
     opens_segment: bool = False
     """The chat template has rewritten the history: a new segment begins."""
     history: str | None = None
@@ -104,14 +107,24 @@ class Conversation:
         return self._responses[-1]
 
     @property
+    def last_prompt(self) -> Ints:
+        """[T'] what the last response follows, with one placeholder per image."""
+        request = self._drafts[-1].request
+        return request[: len(request) - len(self.last_response)]
+
+    @property
+    def num_images(self) -> int:
+        """Number of images so far."""
+        return len(self._drafts[-1].media)
+
+    @property
     def num_turns(self) -> int:
         """Number of responses."""
         return len(self._responses)
 
     def rendered(self, response: str) -> str:
         """Return the conversation as one text with control tokens, up to the last response, whose text is given."""
-        draft, prompt = self._drafts[-1], self._prompt
-        before = draft.request[: len(draft.request) - len(self.last_response)]
+        prompt, before = self._prompt, self.last_prompt
         first = len(prompt.request)
         if np.array_equal(before[:first], prompt.request):
             return prompt.text + self._text(before[first:]) + response
@@ -130,30 +143,30 @@ class Conversation:
         self._responses.append(response.tokens[first:])
         self._drafts[-1] = draft.with_response(response)
 
-    def feedback(self, messages: Sequence[Message]) -> Feedback:
+    def feedback(self, messages: Sequence[Message], processor: Processor | None = None) -> Feedback:
         """Return the tokens of these messages behind the last response, without adding them.
 
         A response that was cut at its longest length gets the template's end of turn first, which is not sampled.
+        In another thread this needs a copy of the processor.
 
         Raises:
             DataError: the chat template rejects the messages.
         """
         assert len(self._responses) == len(self._feedback) + 1, "feedback follows a response"
-        draft, messages = self._drafts[-1], tuple(messages)
+        draft, messages, processor = self._drafts[-1], tuple(messages), processor or self._processor
         media = tuple(item for message in messages for item in message.media)
         chat = [message.as_chat() for message in messages]
         history = None
         if self._follows_template:
             earlier = [[message.as_chat() for message in follows] for follows in self._feedback]
-            rendered = self._processor.history(self._history, self._responses, [*earlier, chat])
+            rendered = processor.history(self._history, self._responses, [*earlier, chat])
             history = rendered.text
             if rendered.is_rewritten:
-                return self._rewritten(messages, history, rendered.beginning, media)
+                return self._rewritten(messages, history, rendered.beginning, media, processor)
         response = self.last_response
         last_token = int(response[-1]) if len(response) else None
-        tokens, request = self._processor.bridge(chat, [item.size for item in media], last_token=last_token)
-        totals = len(draft.tokens) + len(tokens), len(draft.media) + len(media)
-        return Feedback(messages, tokens, request, media, *totals, history=history)
+        tokens, request = processor.bridge(chat, [item.size for item in media], last_token=last_token)
+        return Feedback(messages, tokens, request, media, len(draft.tokens) + len(tokens), history=history)
 
     def add(self, feedback: Feedback) -> None:
         """Append feedback that `feedback` returned for the last response."""
@@ -176,10 +189,15 @@ class Conversation:
         return str(self._processor.tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
 
     def _rewritten(
-        self, messages: tuple[Message, ...], text: str, beginning: str, media: tuple[Media, ...]
+        self,
+        messages: tuple[Message, ...],
+        text: str,
+        beginning: str,
+        media: tuple[Media, ...],
+        processor: Processor,
     ) -> Feedback:
         """Return a new segment: the first prompt up to where its response begins, and the rendered history."""
-        replaced, _ = self._processor.encode(beginning, [])
+        replaced, _ = processor.encode(beginning, [])
         prompt = self._prompt
         if len(replaced) and not np.array_equal(prompt.tokens[-len(replaced) :], replaced):
             raise DataError(
@@ -188,11 +206,11 @@ class Conversation:
             )
         earlier = tuple(item for follows in self._feedback for message in follows for item in message.media)
         images = earlier + media
-        tokens, request = self._processor.encode(text, [item.size for item in images])
+        tokens, request = processor.encode(text, [item.size for item in images])
         tokens = np.concatenate([prompt.tokens[: len(prompt.tokens) - len(replaced)], tokens])
         request = np.concatenate([prompt.request[: len(prompt.request) - len(replaced)], request])
         media = prompt.media + images
-        return Feedback(messages, tokens, request, media, len(tokens), len(media), opens_segment=True, history=text)
+        return Feedback(messages, tokens, request, media, len(tokens), opens_segment=True, history=text)
 
     def _check_beginning(self, response: Segment) -> None:
         expected, tokens = self._drafts[-1].tokens, response.tokens

@@ -19,9 +19,9 @@
     def make():                                   # called once per episode
         return Guess()
 
-`row` has the keys question, label, metadata and, if the row has images, images (PIL); it is None without a dataset.
-Images are PIL images or uint8 arrays, [height, width, 3]. A tool returns text, an image, a list of both, any other JSON
-value, or a `Reply`. Any method may be `async def`; what needs a running event loop begins in `reset`.
+`row` has the keys question, label, metadata and, if the row has images, images (PIL); with the dataset `episodes` it is
+None. Images are PIL images or uint8 arrays, [height, width, 3]. A tool returns text, an image, a list of both, any
+other JSON value, or a `Reply`. Any method may be `async def`; what needs a running event loop begins in `reset`.
 """
 
 from __future__ import annotations

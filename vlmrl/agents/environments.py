@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,15 +19,15 @@ from typing import Any, Self
 import numpy as np
 
 from vlmrl.agents.environment import ToolError, ToolSpec
-from vlmrl.agents.messages import Hello, Mode, Orders, Picture, Verb
-from vlmrl.agents.process import MAX_PROBLEM_CHARS, EnvironmentLost, EnvironmentRaised, Process, UnsendableError
+from vlmrl.agents.messages import MAX_PROBLEM_CHARS, Hello, Mode, Orders, Picture, Verb
+from vlmrl.agents.process import EnvironmentLost, EnvironmentRaised, Process, UnsendableError
 from vlmrl.agents.spawner import Spawner
 from vlmrl.agents.worker import CLOSE_LIMIT_S, FLAG
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.rewards.environment_variables import check_passed
 from vlmrl.system.plain_text import one_line
-from vlmrl.types import Pixels
+from vlmrl.types import Pixels, Retry
 
 __all__ = [
     "EnvironmentLost",
@@ -40,6 +41,8 @@ __all__ = [
 
 START_LIMIT_S = 120.0
 """Time limit for importing the user's file, including what it loads."""
+MAX_STARTING = os.cpu_count() or 1
+"""Processes that import the user's file at the same time: more would only slow each other down."""
 NUM_ALONE = 64
 """Environments with a process to themselves, by default. Each is a fork, of some 10 MB."""
 _NUM_SHARED = 4
@@ -57,6 +60,15 @@ class Observation:
     """Text and images, in order. None after `reset`: the first message is the row's own prompt."""
     reward: float = 0.0
     done: bool = False
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of its texts."""
+        return sum(len(part) for part in self.parts if isinstance(part, str))
+
+    @property
+    def num_images(self) -> int:
+        return sum(not isinstance(part, str) for part in self.parts)
 
 
 class Environments:
@@ -91,6 +103,9 @@ class Environments:
         self._step_limit_s, self._pass_env = step_limit_s, pass_env
         self._spawner: Spawner | None = None
         self._is_closed = False
+        self._has_loaded = False
+        """The user's file could be loaded: if it cannot be later, that is the infrastructure's doing."""
+        self._starting = asyncio.Semaphore(MAX_STARTING)
         self._tools: tuple[ToolSpec, ...] = ()
         self._is_async = False
         self._episodes = itertools.count(1)
@@ -135,8 +150,7 @@ class Environments:
             source: row of the episode, for messages.
 
         Raises:
-            EnvironmentLost: a new process has ended before it was ready.
-            ConfigError: the user's file, which was changed meanwhile, cannot be loaded.
+            EnvironmentLost: a new process has ended, or could not load the user's file.
             ClusterError: no process has become free for `wait_limit_s`.
         """
         if not self._is_async or alone:
@@ -207,20 +221,31 @@ class Environments:
         self._slots.release()
 
     async def _start_process(self, mode: Mode) -> tuple[Process, Hello]:
-        """Start a process and wait until it has loaded the user's file. Raises ConfigError and EnvironmentLost."""
-        process = Process(await self._running_spawner(), self._orders)
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                hello = await process.start(mode)
-        except TimeoutError:
-            process.kill()
-            raise ConfigError(f"{FLAG}: {self._orders.spec} takes over {START_LIMIT_S:g} s to load") from None
-        except BaseException:
-            process.kill()
-            raise
+        """Start a process and wait until it has loaded the user's file.
+
+        Raises:
+            EnvironmentLost: it ended, or it could not load the file and an earlier one could.
+            ConfigError: it could not load the file, and was the first.
+        """
+        async with self._starting:
+            process = Process(await self._running_spawner(), self._orders)
+            try:
+                async with asyncio.timeout(START_LIMIT_S):
+                    hello = await process.start(mode)
+            except TimeoutError:
+                process.kill()
+                problem = f"{FLAG}: {self._orders.spec} takes over {START_LIMIT_S:g} s to load"
+                raise self._not_loaded(problem, "timeout") from None
+            except BaseException:
+                process.kill()
+                raise
         if hello.problem:
-            raise ConfigError(hello.problem)
+            raise self._not_loaded(hello.problem, "death")
+        self._has_loaded = True
         return process, hello
+
+    def _not_loaded(self, problem: str, kind: Retry) -> ConfigError | EnvironmentLost:
+        return EnvironmentLost(kind, problem) if self._has_loaded else ConfigError(problem)
 
     async def _running_spawner(self) -> Spawner:
         old = self._spawner
@@ -249,11 +274,12 @@ class OpenEnvironment:
         """Make the environment and start its episode.
 
         Args:
-            row: question, label and metadata; None without a dataset.
+            row: question, label and metadata; None if it has no question.
             images: those of the row, RGB.
 
         Raises:
             EnvironmentRaised, EnvironmentLost
+            ConfigError: neither row nor environment has a first message.
         """
         pictures = [Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes()) for pixels in images]
         arguments = None if row is None else dict(row)
@@ -262,7 +288,10 @@ class OpenEnvironment:
         except UnsendableError as error:
             raise EnvironmentRaised(f"the row cannot be passed to reset: {error}", blame="infrastructure") from error
         if not observation.parts and row is None:
-            raise EnvironmentRaised("reset returned None, for the row's own prompt, but the run has no dataset")
+            raise ConfigError(
+                f"{FLAG}: reset returned None, for the row's own prompt, but the rows of this dataset have none: "
+                "return text or an image, or give a dataset with questions"
+            )
         return observation
 
     async def step(self, response: str) -> Observation:

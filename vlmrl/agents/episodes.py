@@ -6,17 +6,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from vlmrl.agents.contents import Contents
 from vlmrl.agents.conversation import Conversation, Feedback, Message, first_prompt
 from vlmrl.agents.environment import ToolError, ToolSpec
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, Environments, Observation, OpenEnvironment
 from vlmrl.agents.tool_calls import ToolCall, ToolCallParser, as_function
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Columns
-from vlmrl.data.media import InlineMedia, make_row_media
+from vlmrl.data.media import InlineMedia
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import Processor
 from vlmrl.types import (
@@ -51,12 +53,14 @@ class _Course:
     """Counts of an episode."""
 
     limit_s: float
-    """Limit of `env_s`."""
+    """Seconds that the environment may take in an attempt."""
     env_s: float = 0.0
-    """Seconds that the environment took, in this attempt."""
+    """Seconds that it took, in all attempts."""
+    before_s: float = 0.0
+    """Seconds that it took in earlier attempts."""
     tool_calls: int = 0
     tool_errors: int = 0
-    retries: int = 0
+    retried: tuple[str, ...] = ()
     timeouts: int = 0
 
     async def call(self, reaction: Awaitable[Observation]) -> Observation:
@@ -72,12 +76,13 @@ class _Course:
 
         Raises EnvironmentLost when the calls have taken too long together.
         """
-        if self.env_s > self.limit_s:
+        if self.env_s - self.before_s > self.limit_s:
             raise EnvironmentLost("timeout", f"its calls took over agent.episode_limit_s {self.limit_s:g} s together")
 
-    def begin(self) -> None:
-        """Begin another attempt."""
-        self.env_s, self.tool_calls, self.tool_errors = 0.0, 0, 0
+    def retry(self, problem: str) -> None:
+        """Begin another attempt, because of a problem in this one."""
+        self.before_s, self.tool_calls, self.tool_errors = self.env_s, 0, 0
+        self.retried += (problem,)
 
     def episode(
         self,
@@ -95,7 +100,7 @@ class _Course:
             env_s=self.env_s,
             tool_calls=self.tool_calls,
             tool_errors=self.tool_errors,
-            retries=self.retries,
+            retried=self.retried,
             timeouts=self.timeouts,
             failure=failure,
             problem=problem,
@@ -171,15 +176,16 @@ class Player:
                 problem = str(error)
                 course.timeouts += isinstance(error, EnvironmentLost) and error.kind == "timeout"
                 if attempt < self.settings.max_retries:
-                    course.retries += 1
-                    course.begin()
+                    course.retry(problem)
         return _Played(first, None, course.episode("failed", failure="infrastructure", problem=problem))
 
     async def _first_prompt(
         self, prompt: Prompt, sampling: Sampling, environment: OpenEnvironment, course: _Course
     ) -> Prompt:
         """Reset the environment; return its first observation as a prompt, or the row's own prompt."""
-        row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
+        row = None
+        if prompt.has_question:
+            row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
         seed = sampling.request_seed(prompt.index) % _MAX_SEED
         pixels: list[Pixels] = []
         if prompt.media:
@@ -187,52 +193,45 @@ class Player:
         try:
             observation = await course.call(environment.reset(row, seed, pixels))
             course.check_time()
-            first = prompt if not observation.parts else self._to_prompt(await self.to_parts(observation), prompt)
+            first = await self._to_prompt(observation, prompt) if observation.parts else prompt
         except (EnvironmentRaised, DataError) as error:
             raise _UnusableStartError(f"reset: {error}") from error
         if len(first.tokens) >= self.settings.context_len or len(first.media) > self.settings.max_images:
-            raise _UnusableStartError(
-                f"reset: the first observation has {len(first.tokens)} tokens and {len(first.media)} images; the "
-                f"limits are agent.context_len {self.settings.context_len} and agent.max_images "
-                f"{self.settings.max_images}"
-            )
+            raise self._unusable_start(f"{len(first.tokens)} tokens and {len(first.media)} images")
         return first
 
-    def _to_prompt(self, parts: Sequence[str | Media], row: Prompt) -> Prompt:
+    async def _to_prompt(self, observation: Observation, row: Prompt) -> Prompt:
         """Make the first prompt of an episode from its first observation. Raises DataError as `first_prompt` does."""
-        first = first_prompt(
-            parts,
-            processor=self.processor,
-            columns=self.columns,
-            index=row.index,
-            source=row.source,
-            tools=[as_function(tool) for tool in self.tools],
-            label=row.label,
-            metadata=row.metadata,
-        )
+        num_images, num_chars = self.contents.count_images(observation), observation.num_chars
+        if num_images > self.settings.max_images or not self.contents.may_fit(num_chars):
+            raise self._unusable_start(f"{num_chars} characters and {num_images} images")
+        parts = await self.contents.to_parts(observation)
+
+        def tokenize(processor: Processor) -> Prompt:
+            return first_prompt(
+                parts,
+                processor=processor,
+                columns=self.columns,
+                index=row.index,
+                source=row.source,
+                tools=[as_function(tool) for tool in self.tools],
+                label=row.label,
+                metadata=row.metadata,
+            )
+
+        first = await self.contents.tokenize(num_chars, tokenize)
         return replace(first, label_key=row.label_key, question=row.question)
 
-    async def to_parts(self, observation: Observation) -> list[str | Media]:
-        """Resize and store the images of an observation.
+    def _unusable_start(self, size: str) -> _UnusableStartError:
+        return _UnusableStartError(
+            f"reset: the first observation has {size}; the limits are agent.context_len {self.settings.context_len} "
+            f"and agent.max_images {self.settings.max_images}"
+        )
 
-        Raises:
-            DataError: an image cannot be used.
-            ConfigError: the model takes text only.
-        """
-        pixels = [part for part in observation.parts if not isinstance(part, str)]
-        if not pixels:
-            return [part for part in observation.parts if isinstance(part, str)]
-        if self.processor.resize_factor is None:
-            raise ConfigError(
-                "train.agent_func_path: the environment returned an image, but the model takes text only: choose a "
-                "vision-language model, or an environment without images"
-            )
-        media = iter(await asyncio.to_thread(self._store, pixels))
-        return [part if isinstance(part, str) else next(media) for part in observation.parts]
-
-    def _store(self, pixels: Sequence[Pixels]) -> list[Media]:
-        images = make_row_media(pixels, processor=self.processor, columns=self.columns)
-        return [self.share(image) for image in images]
+    @cached_property
+    def contents(self) -> Contents:
+        """Converts what environments return."""
+        return Contents(self.processor, columns=self.columns, context_len=self.settings.context_len, share=self.share)
 
 
 class _UnusableStartError(Exception):
@@ -248,6 +247,8 @@ class _Play:
         self._conversation = Conversation(prompt, player.processor, history=self._settings.history)
         self._messages: list[ChatMessage] = []
         self._rewards: list[float] = []
+        self._num_images = 0
+        """Images of the conversation and of the reactions to the last response."""
 
     async def run(self, sampling: Sampling, *, number: int, attempt: int) -> _Played:
         """Play to the end. Raises EnvironmentLost."""
@@ -278,15 +279,21 @@ class _Play:
         unusable.
         """
         is_last = self._conversation.num_turns == self._settings.max_turns
+        self._num_images = self._conversation.num_images
         reaction = await self._reaction(response, calls_tools=not is_last)
         self._note(response, reaction.reward)
         if reaction.done:
             return "done"
         if is_last:
             return "turns"
-        feedback = self._conversation.feedback(reaction.messages)
-        if feedback.total_images > self._settings.max_images:
+        if self._num_images > self._settings.max_images:
             return "images"
+        num_chars = sum(message.num_chars for message in reaction.messages)
+        if not self._player.contents.may_fit(num_chars):
+            return "context"
+        feedback = await self._player.contents.tokenize(
+            num_chars, lambda processor: self._conversation.feedback(reaction.messages, processor)
+        )
         if feedback.total_tokens >= self._settings.context_len:
             return "context"
         self._course.check_time()
@@ -297,7 +304,7 @@ class _Play:
         parser = self._player.parser
         calls: tuple[ToolCall, ...] = ()
         if parser is not None:
-            parsed = parser.parse(self._conversation.last_response)
+            parsed = parser.parse(self._conversation.last_response, prompt=self._conversation.last_prompt)
             if parsed.problem is not None:
                 self._course.tool_calls += 1
                 self._course.tool_errors += 1
@@ -308,8 +315,7 @@ class _Play:
         if calls:
             return await self._results(calls)
         observation = await self._course.call(self._environment.step(response.text))
-        parts = await self._player.to_parts(observation)
-        return _Reaction((Message(parts),), observation.reward, observation.done)
+        return await self._reacted(observation)
 
     async def _results(self, calls: Sequence[ToolCall]) -> _Reaction:
         """Make the calls of a response, up to one that ends the episode."""
@@ -329,9 +335,16 @@ class _Play:
         except ToolError as error:
             self._course.tool_errors += 1
             return _Reaction((Message([f"Error: {error}"], role="tool", name=call.name, call_id=call.id),))
-        parts = await self._player.to_parts(observation)
-        message = Message(parts, role="tool", name=call.name, call_id=call.id)
-        return _Reaction((message,), observation.reward, observation.done)
+        return await self._reacted(observation, role="tool", name=call.name, call_id=call.id)
+
+    async def _reacted(self, observation: Observation, **named: Any) -> _Reaction:
+        """Return an observation as a reaction, without the message if the policy will not read it: where the episode
+        ends, and for images that there is no room for, which are only counted."""
+        self._num_images += self._player.contents.count_images(observation)
+        messages: tuple[Message, ...] = ()
+        if not observation.done and self._num_images <= self._settings.max_images:
+            messages = (Message(await self._player.contents.to_parts(observation), **named),)
+        return _Reaction(messages, observation.reward, observation.done)
 
     def _note(self, response: Rollout, reward: float) -> None:
         self._rewards.append(reward)

@@ -13,6 +13,7 @@ from vlmrl.types import Failure
 _LENGTH_BYTES = 4
 _MAX_BYTES = 2**31
 """Most bytes of a message to a process, which the run itself writes."""
+MAX_PROBLEM_CHARS = 500
 
 Verb = Literal["reset", "step", "tool", "close", "cancel"]
 Mode = Literal["unknown", "sync", "async"]

@@ -10,15 +10,26 @@ from typing import Any
 
 import msgspec
 
-from vlmrl.agents.messages import Answer, Framing, Hello, Mode, Orders, Picture, Request, Verb, decode_reply, encode
-from vlmrl.agents.observations import MAX_CHARS
+from vlmrl.agents.messages import (
+    MAX_PROBLEM_CHARS,
+    Answer,
+    Framing,
+    Hello,
+    Mode,
+    Orders,
+    Picture,
+    Request,
+    Verb,
+    decode_reply,
+    encode,
+)
+from vlmrl.agents.observations import MAX_CHARS, MAX_PARTS
 from vlmrl.agents.spawner import Spawner
 from vlmrl.rewards.bounds import problem_of_reward
 from vlmrl.system.exits import format_exit, may_be_out_of_memory, oom_kills
 from vlmrl.system.plain_text import one_line
 from vlmrl.types import Failure, Retry
 
-MAX_PROBLEM_CHARS = 500
 _LATE_S = 0.1
 """Time for an answer that has arrived while the run was busy."""
 _CANCEL_LIMIT_S = 5.0
@@ -155,7 +166,7 @@ class Process:
             if _is_sound(message, self._orders):
                 answer.set_result(message)
             else:
-                self.kill("its process sent an observation that does not agree with itself")
+                self.kill("its process sent an observation that does not agree with itself, or is too large")
 
     def _note_exit(self, code: int | None) -> None:
         self.is_usable = False
@@ -172,8 +183,11 @@ class Process:
 
 def _is_sound(answer: Answer, orders: Orders) -> bool:
     pictures = [part for part in answer.parts if isinstance(part, Picture)]
+    texts = [answer.problem, *(part for part in answer.parts if isinstance(part, str))]
     return (
         problem_of_reward(answer.reward) is None
+        and len(answer.parts) <= MAX_PARTS
+        and sum(map(len, texts)) <= MAX_CHARS
         and all(min(p.width, p.height) > 0 and len(p.rgb) == 3 * p.width * p.height for p in pictures)
         and all(p.width * p.height <= orders.image_pixels for p in pictures)
         and sum(p.width * p.height for p in pictures) <= orders.total_pixels

@@ -78,7 +78,8 @@ class Spawner:
     async def start(self, mode: Mode, connection: socket.socket, end: Callable[[int | None], None]) -> int:
         """Start a process that serves the calls of `connection`, and return its number.
 
-        `end` is called with its exit code, or minus its signal, when it has ended; with None if that is unknown.
+        `end` is called with its exit code, or minus its signal, when it has ended; with None if that is unknown, or if
+        the server is lost before the process starts.
         """
         number = next(self._numbers)
         self._on_end[number] = end
@@ -91,6 +92,8 @@ class Spawner:
                 await asyncio.sleep(_PAUSE_S)
             except OSError:
                 self._lose()
+        if number in self._on_end:  # the server was lost before
+            self._on_end.pop(number)(None)
         return number
 
     def kill(self, number: int) -> None:

@@ -24,7 +24,9 @@ _MARKS = re.compile(
     r'\A\s*\{\s*"name"|\A\s*\[\w+\('
 )
 """How calls begin in the formats of vLLM's parsers. Text with such a mark and no call is a call that failed."""
-_END_OF_THINKING = "</think>"
+_THINKING, _END_OF_THINKING = "<think>", "</think>"
+_NUM_LAST_TOKENS = 16
+"""Last tokens of a prompt, which show whether it has begun the thinking of the response."""
 _FAILED = "The tool call could not be parsed"
 
 
@@ -75,10 +77,10 @@ class ToolCallParser:
     tool_format: str
     """Name of the format, which is vLLM's name of the parser."""
 
-    def parse(self, response: Ints) -> ToolCalls:
-        """Return the tool calls of a response [T]. Calls in its thinking do not count."""
+    def parse(self, response: Ints, *, prompt: Ints) -> ToolCalls:
+        """Return the tool calls of a response [T] to a prompt [T']. Calls in its thinking do not count."""
         text = self._text(response)
-        if text.lstrip().startswith("<think>") and _END_OF_THINKING not in text:
+        if _END_OF_THINKING not in text and (text.lstrip().startswith(_THINKING) or self._begins_thinking(prompt)):
             return ToolCalls()
         text = text.rpartition(_END_OF_THINKING)[2]
         try:
@@ -105,6 +107,11 @@ class ToolCallParser:
         if tokens and tokens[-1] in self.processor.eos_token_ids:
             tokens.pop()
         return str(self.processor.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _begins_thinking(self, prompt: Ints) -> bool:
+        """Whether the prompt ends with the beginning of a response that thinks, as of models that always do."""
+        text = self.processor.tokenizer.decode(prompt[-_NUM_LAST_TOKENS:].tolist(), skip_special_tokens=False)
+        return str(text).rstrip().endswith(_THINKING)
 
     def _problem(self, text: str) -> str:
         """Say that a call failed, and why if it is in Hermes' format."""

@@ -20,6 +20,7 @@ from typing import Any
 from vlmrl.agents import observations
 from vlmrl.agents.environment import Environment, ToolError, call_tool, tools_of
 from vlmrl.agents.messages import (
+    MAX_PROBLEM_CHARS,
     Answer,
     Framing,
     Hello,
@@ -138,9 +139,9 @@ class _Environments:
     def failure(self, request: Request, error: BaseException) -> Answer:
         """Convert an error of the environment; the log gets its traceback."""
         if isinstance(error, UnusableError):
-            return Answer(request.number, "raised", problem=one_line(error))
+            return Answer(request.number, "raised", problem=one_line(error, max_chars=MAX_PROBLEM_CHARS))
         if isinstance(error, ToolError):
-            return Answer(request.number, "tool_error", problem=one_line(error))
+            return Answer(request.number, "tool_error", problem=one_line(error, max_chars=MAX_PROBLEM_CHARS))
         with suppress(Exception):
             traceback.print_exception(error)
         if request.verb == "tool":

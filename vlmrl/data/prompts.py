@@ -60,6 +60,7 @@ class _Question:
     metadata: Mapping[str, Any]
     answer: str | None
     label_key: str | None
+    is_question: bool
 
 
 class PromptStream:
@@ -253,6 +254,7 @@ class PromptStream:
                     is_chat=not isinstance(question.text, str),
                     label_key=question.label_key,
                     question=question.text,
+                    has_question=question.is_question,
                     messages=with_media(messages, shared_media),
                 )
             )
@@ -281,9 +283,7 @@ class PromptStream:
         # A JSON line may omit a column, which then is None, as in a table.
         absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
         metadata = metadata_of({**absent, **row}, set(keys.values()))
-        return _Question(
-            text=text, label=label, images=images, metadata=metadata, answer=answer, label_key=keys["label_key"]
-        )
+        return _Question(text, label, images, metadata, answer, keys["label_key"], source.has_questions)
 
     def _label(self, index: RowIndex, row: Mapping[str, Any]) -> str | None:
         column = self._keys[index.source]["label_key"]

@@ -53,6 +53,8 @@ class Rows(RowSequence):
     has_own_columns: bool = False
     """Whether it comes from a file in `datasets/`: its columns are input, label and images, regardless of the
     settings."""
+    has_questions: bool = True
+    """False: the rows only number the episodes that an environment makes."""
     is_generated: bool = False
     """Whether all rows follow from a seed and a few options (`Generated`)."""
     named_columns: Mapping[str, str] = field(default_factory=dict)

@@ -153,7 +153,8 @@ def _conversation(rollout: Rollout) -> dict[str, Any]:
         }
         for message in episode.messages
     ]
-    return {"stop": episode.stop, "messages": messages, "versions": list(rollout.versions)}
+    versions, retried = list(rollout.versions), list(episode.retried)
+    return {"stop": episode.stop, "retried": retried, "messages": messages, "versions": versions}
 
 
 def _mean(advantages: Sequence[Floats], rollout: Rollout) -> float:

@@ -82,13 +82,14 @@ class FirstFailures:
                     self._see(what, score.problem, _METRICS[score.failure])
 
     def see_episodes(self, groups: Sequence[Group]) -> None:
-        """Show conversations whose environment failed or raised."""
+        """Show conversations whose environment failed or raised, also where it did not when they were played again."""
         for group in groups:
-            for rollout in group.rollouts:
-                episode = rollout.episode
-                if episode is not None and episode.problem is not None:
-                    what = f"agent: the episode of {group.prompt.source} {episode.stop}"
-                    self._see(what, episode.problem, f"agent/stop/{episode.stop}")
+            for episode in (rollout.episode for rollout in group.rollouts if rollout.episode is not None):
+                subject = f"agent: the episode of {group.prompt.source}"
+                for problem in episode.retried:
+                    self._see(f"{subject} was played again", problem, "agent/retries")
+                if episode.problem is not None:
+                    self._see(f"{subject} {episode.stop}", episode.problem, f"agent/stop/{episode.stop}")
 
     def _see(self, what: str, problem: str, metric: str) -> None:
         # `ValueError: cannot read 'x' (reward.py:12)` is of the kind ValueError, without numbers.

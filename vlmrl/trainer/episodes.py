@@ -29,7 +29,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "agent/tool_errors": float(sum(episode.tool_errors for episode in episodes)),
         "agent/env_s": float(np.mean(seconds)),
         "agent/timeouts": float(sum(episode.timeouts for episode in episodes)),
-        "agent/retries": float(sum(episode.retries for episode in episodes)),
+        "agent/retries": float(sum(len(episode.retried) for episode in episodes)),
         "agent/failed": float(stops["failed"]),
         "time/env_s": float(max(seconds)),
         **{f"agent/stop/{reason}": stops[reason] / len(episodes) for reason in get_args(StopReason)},

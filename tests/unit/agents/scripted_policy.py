@@ -56,6 +56,12 @@ class Game:
             return Reply([Image.new("RGB", (56, 56), (self.count, 0, 9)), "left or right?"], reward=0.25)
         if response == "long":
             return Reply("very long " * 100, reward=2)
+        if response == "essay":
+            return Reply("so many words " * 500, reward=2)
+        if response == "epic":
+            return Reply("x" * 900_000, reward=2)
+        if response == "gallery":
+            return Reply([Image.new("RGB", (56, 56))] * 20, reward=2)
         if response == "seed":
             return Reply(str(self.seed), reward=1)
         return Reply(f"you said {response}", reward=1)
@@ -90,11 +96,39 @@ class Tools(Game):
         return Reply(done=True, reward=4)
 
 
+class Hoard(Game):
+    @tool
+    def log(self, n: int):
+        """So many characters."""
+        return Reply("x" * n, reward=1)
+
+    @tool
+    def album(self, n: int):
+        """So many pictures."""
+        return Reply([Image.new("RGB", (56, 56))] * n, reward=1)
+
+
 class Row(Game):
     """The first message is the prompt of the row."""
 
     def reset(self, row, seed):
         self.seed, self.count = seed, 0
+
+
+class Nothing(Game):
+    def reset(self, row, seed):
+        assert row is None
+        return []
+
+
+class Gallery(Game):
+    def reset(self, row, seed):
+        return [Image.new("RGB", (56, 56))] * 20
+
+
+class Epic(Game):
+    def reset(self, row, seed):
+        return "x" * 900_000
 
 
 class Album(Game):
@@ -196,6 +230,7 @@ async def play(
     policy: ScriptedPolicy,
     *,
     tools: Sequence[Any] = (),
+    prompt: Prompt | None = None,
     **settings: Any,
 ) -> Group:
     one = policy.processor
@@ -211,7 +246,7 @@ async def play(
         sample=policy,
         share=lambda image: image,
     )
-    group = await player.play(row(one), policy.sampling)
+    group = await player.play(prompt or row(one), policy.sampling)
     check(policy, group)
     return group
 

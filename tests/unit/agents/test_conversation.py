@@ -168,7 +168,7 @@ def test_images_of_any_turn_are_in_the_next_prompt_and_the_segment(vlm: Processo
     feedback = conversation.feedback(
         [Message([pictures[2]], role="tool"), Message(["Next?", pictures[3], pictures[4]])]
     )
-    assert (len(feedback.media), feedback.total_images) == (3, 5)
+    assert (conversation.num_images, len(feedback.media)) == (2, 3)
     assert feedback.total_tokens == len(conversation.next_prompt.tokens) + len(feedback.tokens)
     assert conversation.next_prompt.media == tuple(pictures[:2])  # not added yet
     conversation.add(feedback)

@@ -14,6 +14,9 @@ import pytest
 from agents.user_environments import environments, play, text_of
 
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, ToolError
+from vlmrl.agents.messages import Orders
+from vlmrl.agents.process import Process
+from vlmrl.agents.spawner import Spawner
 from vlmrl.errors import ClusterError, ConfigError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leftover_processes")]
@@ -51,7 +54,7 @@ async def test_without_reset_the_first_message_is_the_prompt_of_the_row(user_fil
     async with environments(user_file, "Plain") as made, await made.open() as environment:
         assert (await environment.reset({"question": "How many?", "label": None, "metadata": {}}, 0)).parts == ()
         assert text_of(await environment.step("4")) == "you said 4"
-        with pytest.raises(EnvironmentRaised, match="the run has no dataset"):
+        with pytest.raises(ConfigError, match="reset returned None, for the row's own prompt"):
             await environment.reset(None, 0)
 
 
@@ -178,6 +181,13 @@ async def test_a_process_that_breaks_the_protocol_is_killed(
 ) -> None:
     async with environments(user_file, make) as made:
         assert message in (await play(await made.open(), [response]))[1]
+        assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
+
+
+@pytest.mark.parametrize("response", ["many parts", "much text"])
+async def test_a_process_that_sends_more_than_an_observation_may_have_is_killed(user_file: Path, response: str) -> None:
+    async with environments(user_file, "Sync") as made:
+        assert "too large" in (await play(await made.open(), [response]))[1]
         assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]
 
 
@@ -394,6 +404,72 @@ async def test_closing_ends_calls_and_a_lost_server_is_replaced(user_file: Path)
     await environment.close()
     with pytest.raises(EnvironmentLost, match="were closed"):
         await made.open()
+
+
+SLOW = """
+import fcntl, time
+from pathlib import Path
+
+from vlmrl.agents import Reply
+
+folder = Path(__file__).parent
+if (folder / "broken").exists():
+    raise ValueError("no licence")
+if (folder / "hangs").exists():
+    time.sleep(1000)
+with (folder / "core").open("w") as core:  # one at a time, as on a busy core
+    fcntl.flock(core, fcntl.LOCK_EX)
+    time.sleep(0.7)
+
+
+class Plain:
+    def step(self, response):
+        return Reply("x")
+"""
+
+
+async def test_a_file_that_cannot_be_loaded_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    async with environments(file, "Plain", num_workers=2) as made, await made.open() as first:
+        await first.reset({}, 0)
+        (tmp_path / "broken").touch()
+        with pytest.raises(EnvironmentLost, match="no licence") as broken:
+            await made.open()
+        assert broken.value.kind == "death"
+        (tmp_path / "broken").unlink()
+        (tmp_path / "hangs").touch()
+        monkeypatch.setattr("vlmrl.agents.environments.START_LIMIT_S", 0.5)
+        with pytest.raises(EnvironmentLost, match=r"takes over 0\.5 s to load") as hangs:
+            await made.open()
+        assert hangs.value.kind == "timeout"
+        assert text_of(await first.step("on")) == "x"
+
+
+async def test_the_time_of_a_start_begins_when_a_core_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    monkeypatch.setattr("vlmrl.agents.environments.MAX_STARTING", 1)
+    async with environments(file, "Plain", num_workers=8) as made:
+        monkeypatch.setattr("vlmrl.agents.environments.START_LIMIT_S", 3.5)
+        opened = await asyncio.gather(*[made.open() for _ in range(8)])  # 0.7 s of a core each, but for the first
+        for environment in opened:
+            await environment.close()
+
+
+async def test_a_server_that_is_lost_while_a_process_starts_ends_the_start_at_once(user_file: Path) -> None:
+    orders = Orders(f"{user_file}:Sync", 100, 100)
+    spawner = Spawner(orders)
+    try:
+        process = Process(spawner, orders)
+        await spawner.close()  # between the choice of the server and its order
+        async with asyncio.timeout(20):
+            with pytest.raises(EnvironmentLost) as error:
+                await process.start("sync")
+        assert error.value.kind == "death"
+        assert not process.is_usable
+    finally:
+        await spawner.close()
 
 
 def test_a_killed_run_leaves_no_process(user_file: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ async def test_an_environment_that_raises_or_returns_nonsense_ends_the_episode_a
     group, policy = await played(games, "Game", chat, [["one", response], ["one", "two", "stop"]])
     episode = group.rollouts[0].episode
     assert episode is not None
-    assert (episode.stop, episode.failure, episode.retries) == ("raised", "response", 0)
+    assert (episode.stop, episode.failure, len(episode.retried)) == ("raised", "response", 0)
     assert episode.problem is not None
     assert problem in episode.problem
     assert "\n" not in episode.problem
@@ -64,14 +64,17 @@ async def test_an_episode_that_is_lost_is_played_again_with_other_responses(
     group, policy = await played(games, "Game", chat, script, step_limit_s=3.0)
     episode = group.rollouts[0].episode
     assert episode is not None
-    assert (episode.stop, episode.failure, episode.retries, episode.timeouts) == ("done", None, 1, timeouts)
+    assert (episode.stop, episode.failure, len(episode.retried), episode.timeouts) == ("done", None, 1, timeouts)
+    reasons = {"sleep": "step took longer than", "exit": "its process ended", "offline": "no route"}
+    assert reasons[response] in episode.retried[0]
+    assert episode.env_s > (3.0 if response == "sleep" else 0.0), "the time of lost attempts counts"
     assert messages(group, 0)[0] == ("assistant", "again")
     assert ("user", str(SAMPLING.request_seed(3) % 2**32)) in messages(group, 0), "the environment has the same seed"
     assert [turn.reward for turn in group.rollouts[0].turns] == [1.0, 1.0, 0.5]
     assert policy.seen[0, 0, 0][0].tokens.tolist() == policy.seen[0, 1, 0][0].tokens.tolist()
     other = group.rollouts[1].episode
     assert other is not None
-    assert (other.retries, len(group.rollouts[1].turns)) == (0, 3), "the other episode went on"
+    assert (len(other.retried), len(group.rollouts[1].turns)) == (0, 3), "the other episode went on"
 
 
 @pytest.mark.parametrize("response", ["wait", "exit"])
@@ -88,9 +91,9 @@ async def test_asynchronous_episodes_in_a_process_that_dies_are_all_played_again
     first, second = (rollout.episode for rollout in group.rollouts)
     assert first is not None
     assert second is not None
-    assert (first.retries, first.timeouts) == (1, response == "wait")
+    assert (len(first.retried), first.timeouts) == (1, response == "wait")
     if response == "wait":
-        assert second.retries == 0, "a call that waits is cancelled, and takes no other with it"
+        assert len(second.retried) == 0, "a call that waits is cancelled, and takes no other with it"
     assert [len(rollout.turns) for rollout in group.rollouts] == [3, 3]
 
 
@@ -99,7 +102,7 @@ async def test_an_episode_that_is_lost_again_and_again_has_failed(games: Path, c
     group, _ = await played(games, "Game", chat, [["one", response], ["one", "stop"]], step_limit_s=2.0)
     episode = group.rollouts[0].episode
     assert episode is not None
-    assert (episode.stop, episode.failure, episode.retries) == ("failed", "infrastructure", 1)
+    assert (episode.stop, episode.failure, len(episode.retried)) == ("failed", "infrastructure", 1)
     assert episode.timeouts == 2 * (response == "sleep")
     assert episode.problem
     (segment,) = group.rollouts[0].segments
@@ -115,7 +118,7 @@ async def test_calls_that_take_too_long_together_are_a_timeout(games: Path, chat
     assert (0, 0, 2) not in policy.seen, "no response is sampled for an episode without time"
     episode = group.rollouts[0].episode
     assert episode is not None
-    assert (episode.stop, episode.timeouts, episode.retries) == ("failed", 1, 0)
+    assert (episode.stop, episode.timeouts, len(episode.retried)) == ("failed", 1, 0)
     assert "agent.episode_limit_s 1 s" in str(episode.problem)
 
 
@@ -162,6 +165,15 @@ async def test_different_first_observations_of_a_group_are_an_error(
         await played(games, make, vlm, [["stop"], ["stop"]])
 
 
+@pytest.mark.parametrize("make", ["Row", "Nothing"])
+async def test_a_row_without_a_question_needs_a_first_message(games: Path, chat: Processor, make: str) -> None:
+    policy = ScriptedPolicy(chat, lambda e, a, t: "stop", SAMPLING)
+    async with environments(games, make, num_workers=2) as made:
+        with pytest.raises(ConfigError, match=r"reset returned None, for the row's own prompt, but the rows of this"):
+            await play(made, policy, prompt=row(chat, has_question=False))
+    assert not policy.seen
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -177,6 +189,6 @@ async def test_an_environment_that_cannot_begin_has_failed(
     assert not policy.seen
     for rollout in group.rollouts:
         assert rollout.episode is not None
-        assert (rollout.episode.failure, rollout.episode.retries) == ("infrastructure", 1)
+        assert (rollout.episode.failure, len(rollout.episode.retried)) == ("infrastructure", 1)
         assert problem in str(rollout.episode.problem)
     assert group.prompt.tokens.tolist() == row(chat).tokens.tolist()

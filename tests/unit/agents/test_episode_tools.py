@@ -39,6 +39,17 @@ async def test_tools_and_their_errors(games: Path) -> None:
     assert "could not be parsed" in said[5]
 
 
+async def test_calls_in_thinking_that_the_prompt_began_are_not_made(games: Path) -> None:
+    one = text_processor("thinking")
+    call = CALL % ("leaves", "{}")
+    group, _ = await played(games, "Tools", one, [[f"maybe {call} but...", f"yes</think>{call}"], ["stop"]])
+    assert group.prompt.text.endswith("<think>\n")
+    episode = group.rollouts[0].episode
+    assert episode is not None
+    assert (episode.stop, episode.tool_calls, episode.tool_errors) == ("done", 1, 0)
+    assert [turn.reward for turn in group.rollouts[0].turns] == [1.0, 4.0]
+
+
 async def test_calls_behind_one_that_ends_the_episode_are_not_made(games: Path) -> None:
     calls = CALL % ("leaves", "{}") + CALL % ("fails", "{}")
     group, _ = await played(games, "Tools", text_processor("qwen3"), [[calls], ["stop"]])

@@ -24,11 +24,23 @@ def hermes(qwen: Processor) -> TextParser:
     return vllm_tool_parser("hermes", qwen.tokenizer, [TOOL])
 
 
+PROMPT = "<|im_start|>assistant\n"
+
+
 def parsed(
-    one: Processor, parser: TextParser, text: str, *, end: bool = True, tool_format: str = "hermes"
+    one: Processor,
+    parser: TextParser,
+    text: str,
+    *,
+    end: bool = True,
+    tool_format: str = "hermes",
+    prompt: str = PROMPT,
 ) -> ToolCalls:
-    tokens = one.tokenizer(text, add_special_tokens=False).input_ids + [one.eos_token_ids[0]] * end
-    return ToolCallParser(one, parser, tool_format).parse(np.array(tokens, dtype=np.int64))
+    before, tokens = (one.tokenizer(part, add_special_tokens=False).input_ids for part in (prompt, text))
+    tokens += [one.eos_token_ids[0]] * end
+    return ToolCallParser(one, parser, tool_format).parse(
+        np.array(tokens, dtype=np.int64), prompt=np.array(before, dtype=np.int64)
+    )
 
 
 def test_calls_have_name_arguments_and_equal_ids_in_equal_runs(qwen: Processor, hermes: TextParser) -> None:
@@ -44,7 +56,7 @@ def test_calls_have_name_arguments_and_equal_ids_in_equal_runs(qwen: Processor, 
 def test_the_tokens_stay_as_they_are(qwen: Processor, hermes: TextParser) -> None:
     tokens = np.array([*b'<tool_call>{"name"', qwen.eos_token_ids[0]], dtype=np.int64)
     before = tokens.copy()
-    assert ToolCallParser(qwen, hermes, "hermes").parse(tokens).problem
+    assert ToolCallParser(qwen, hermes, "hermes").parse(tokens, prompt=tokens).problem
     assert np.array_equal(tokens, before)
 
 
@@ -88,6 +100,14 @@ def test_calls_in_the_thinking_do_not_count(qwen: Processor, hermes: TextParser)
     assert parsed(qwen, hermes, f"<think>\nmaybe {CALL}\n</think>\n\nNo.") == ToolCalls()
     assert parsed(qwen, hermes, f"<think>\nmaybe {CALL}") == ToolCalls()
     assert parsed(qwen, hermes, f"maybe <tool_call>\n</think>\n\n{CALL}").calls[0].arguments == {"x": 1}
+
+
+@pytest.mark.parametrize("prompt", [f"{PROMPT}<think>\n", f"{PROMPT}<think>"])
+def test_calls_in_thinking_that_the_prompt_began_do_not_count(qwen: Processor, hermes: TextParser, prompt: str) -> None:
+    assert parsed(qwen, hermes, f"maybe {CALL} but", end=False, prompt=prompt) == ToolCalls()
+    assert parsed(qwen, hermes, "maybe <tool_call>", end=False, prompt=prompt) == ToolCalls()
+    assert parsed(qwen, hermes, f"maybe {CALL}\n</think>\n\nNo.", prompt=prompt) == ToolCalls()
+    assert parsed(qwen, hermes, f"maybe\n</think>\n\n{CALL}", prompt=prompt).calls[0].arguments == {"x": 1}
 
 
 def test_marks_of_calls_that_are_special_tokens_are_seen() -> None:

@@ -10,12 +10,13 @@ from vlmrl.data.media import ImageLimits
 LIMITS = ImageLimits(image_bytes=0, image_pixels=100_000, total_pixels=150_000)
 
 ENVIRONMENTS = '''
-import asyncio, contextlib, os, stat, subprocess, sys, time
+import asyncio, contextlib, os, socket, stat, subprocess, sys, time
 from pathlib import Path
 
 from PIL import Image
 
 from vlmrl.agents import Reply, tool
+from vlmrl.agents.messages import Answer, encode
 
 WRONG = {"nan": Reply("x", reward=float("nan")), "none": None}
 
@@ -26,6 +27,10 @@ class HostileError(Exception):
 
     def __getattr__(self, name):
         raise RuntimeError
+
+
+def is_socket(number):
+    return stat.S_ISSOCK(os.fstat(number).st_mode)
 
 
 def act(response):
@@ -50,8 +55,14 @@ def act(response):
     if response in ("too long", "garbage"):
         for number in range(3, 64):
             with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                if is_socket(number):
                     os.write(number, b"\\xff\\xff\\xff\\xff" if response == "too long" else b"\\0\\0\\0\\1\\xc1")
+        time.sleep(1000)
+    if response in ("many parts", "much text"):
+        parts = ["x"] * 300 if response == "many parts" else ["x" * 600_000] * 2
+        (connection,) = (n for n in range(3, 64) if os.path.exists(f"/proc/self/fd/{n}") and is_socket(n))
+        with socket.socket(fileno=os.dup(connection)) as stream:
+            stream.sendall(encode(Answer(2, "observation", parts)))
         time.sleep(1000)
     if response == "hostile":
         raise HostileError

@@ -243,7 +243,9 @@ def test_failures_of_environments_are_shown_once_of_each_kind() -> None:
     sources = RewardSources(None, [], say=shown.append)
     for _ in range(2):
         sources.score(conversations())
-    raised, lost = shown
+    raised, again, lost = shown
+    assert "the episode of toy:0 was played again: the environment took over 60 s" in again
+    assert "agent/retries" in again
     assert "the episode of toy:0 raised: KeyError: 'x'" in raised
     assert "agent/stop/raised" in raised
     assert "the episode of toy:0 failed: the environment took over 60 s" in lost
