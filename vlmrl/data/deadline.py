@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,9 +66,6 @@ def call_within(limit_s: float, function: Callable[[], T]) -> T:
 
 
 def _clock() -> Callable[[], float]:
-    """Return a clock of the CPU time of this thread; where there is none for other threads to read, of time."""
-    if sys.platform == "linux":
-        number = time.pthread_getcpuclockid(threading.get_ident())
-        return lambda: time.clock_gettime(number)
-    start = time.monotonic()
-    return lambda: time.monotonic() - start
+    """Return a clock of the CPU time of this thread, for other threads to read."""
+    number = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(number)
