@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,9 @@ def net(folder: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def reader(folder: Callable[..., Path]) -> Callable[..., Processor]:
-    """`reader(family)`: the processor of a family's micro model."""
+    """`reader(family)`: the processor of a family's micro model, read once."""
 
+    @cache
     def make(family: tiny.Family) -> Processor:
         return processor(str(folder(family)), min_pixels=3136, max_pixels=100_000)
 

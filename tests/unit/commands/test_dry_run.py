@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from vlmrl import cli
+from vlmrl.commands import forecast
+from vlmrl.commands import run as run_module
 from vlmrl.models import tiny
 
 COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
@@ -18,6 +20,13 @@ COUNTING = "visual_math?families=count&difficulty=1&pixels=56&size=32"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("model") / "micro", size="micro"))
+
+
+@pytest.fixture
+def no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reward functions do not start, each time with imports of a second."""
+    monkeypatch.setattr(run_module, "check_functions", lambda reward, **_: None)
+    monkeypatch.setattr(forecast, "format_rewards", lambda config, prompt: [])
 
 
 def dry_run(verb: str, model: str, out: Path, *flags: str) -> int:
@@ -107,6 +116,7 @@ def test_columns_that_a_users_function_requires_are_checked_in_every_dataset(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_functions")
 def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: Path, capsys: Any) -> None:
     rows = [{"input": "q", "label": "4"}, {"input": "q", "label": None}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -114,6 +124,7 @@ def test_a_dry_run_counts_evaluation_rows_without_a_label(model: str, tmp_path: 
     assert "1 of the first 2 rows cannot be used (1 no label; the last: rows:1" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_functions")
 def test_a_dry_run_shows_what_is_held_out(model: str, tmp_path: Path, capsys: Any) -> None:
     assert dry_run("rl", model, tmp_path / "out", "--data.eval_fraction", "0.25") == 0
     table = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
@@ -121,6 +132,7 @@ def test_a_dry_run_shows_what_is_held_out(model: str, tmp_path: Path, capsys: An
     assert any(line.startswith("│evaluation:visual_math│8│") for line in table)
 
 
+@pytest.mark.usefixtures("no_functions")
 def test_evaluation_sets_need_not_have_the_columns_of_the_training_rows(
     model: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -145,7 +157,6 @@ def test_a_dry_run_of_supervised_training_checks_the_responses(
         (["--vllm.num_engines", "999", "--train.colocate_all"], "vllm requires 999"),
         (["--actor.model_name_or_path", "/no/such/model"], "there is no folder /no/such/model"),
         (["--data.label_key", "solution"], "solution"),
-        (["--reward.remote_url", "/no/such/file.py:score"], "/no/such/file.py"),
         (["--data.prompt_dataset", "visual_maths"], "visual_math"),
         (["--rollout.n_samples_per_prompt", "1", "--train.batch_size", "4"], "rollout.n_samples_per_prompt"),
         (["--ds.lora.rank", "8", "--ds.lora.target_modules", "q_prog"], "did you mean q_proj?"),
@@ -157,10 +168,22 @@ def test_a_dry_run_of_supervised_training_checks_the_responses(
         ),
     ],
 )
+@pytest.mark.usefixtures("no_functions")
 def test_settings_that_cannot_work_are_one_line_and_exit_code_2(
     flags: list[str], line: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dry_run("rl", model, tmp_path / "out", *flags) == 2
+    check_refusal(dry_run("rl", model, tmp_path / "out", *flags), line, capsys)
+
+
+def test_a_reward_function_whose_file_is_missing_is_one_line_and_exit_code_2(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = dry_run("rl", model, tmp_path / "out", "--reward.remote_url", "/no/such/file.py:score")
+    check_refusal(code, "/no/such/file.py", capsys)
+
+
+def check_refusal(code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code == 2
     shown = capsys.readouterr().err.strip()
     assert line in shown
     assert shown.count("\n") == 0
@@ -181,6 +204,7 @@ def test_a_dry_run_describes_the_run(model: str, tmp_path: Path, capsys: pytest.
         assert any(line.startswith(start) for line in lines), start
 
 
+@pytest.mark.usefixtures("no_functions")
 def test_a_dry_run_does_not_reject_a_cluster_by_this_machine(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +243,7 @@ def test_a_dry_run_of_an_evaluation_shows_its_first_prompt_and_its_rewards(
         (["--logger.tensorboard_dir", "/dev/null/tb"], "/dev/null is not a folder.* set --logger.tensorboard_dir"),
     ],
 )
+@pytest.mark.usefixtures("no_functions")
 def test_errors_that_would_end_a_run_later_end_the_dry_run(
     flags: list[str],
     line: str,
@@ -241,6 +266,7 @@ def test_a_folder_that_holds_another_run_is_refused(
     assert "holds another run" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_functions")
 def test_a_best_model_by_another_metric_is_refused_before_anything_starts(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
