@@ -41,7 +41,7 @@ __all__ = [
 
 START_LIMIT_S = 120.0
 """Time limit for importing the user's file, including what it loads."""
-MAX_STARTING = os.cpu_count() or 1
+MAX_STARTING = len(os.sched_getaffinity(0))
 """Processes that import the user's file at the same time: more would only slow each other down."""
 NUM_ALONE = 64
 """Environments with a process to themselves, by default. Each is a fork, of some 10 MB."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlmrl.agents.environments import NUM_ALONE
 from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings, attempt_limit_s
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
@@ -79,6 +78,8 @@ def generation_limit_s(config: RlConfig | EvalConfig) -> float:
     limit_s, agent = config.vllm.generate_timeout_s, config.agent
     if not config.has_agent:
         return limit_s
+    from vlmrl.agents.environments import NUM_ALONE
+
     num_episodes = config.eval.n_samples_per_prompt
     if isinstance(config, RlConfig):
         num_episodes = max(num_episodes, config.rollout.n_samples_per_prompt)

@@ -103,11 +103,9 @@ class ModelScorer:
                 results[number] = RewardResult(problem=str(error))
         numbers = list(samples)
         for place, score in self._scores(list(samples.values())):
-            problem = problem_of_reward(score)
-            is_usable = problem is None
-            result = (
-                RewardResult(score) if is_usable else RewardResult(problem=f"the model returned {score:g}, {problem}")
-            )
+            result = RewardResult(score)
+            if problem := problem_of_reward(score):
+                result = RewardResult(problem=f"the model returned {score:g}, {problem}")
             results[numbers[place]] = result
         return results
 
