@@ -20,6 +20,7 @@ from vlmrl.config.verbs import RlConfig
 from vlmrl.plugins import processor_of
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.rl import LoopState, train
+from vlmrl.trainer.rollouts import InTurn
 
 Measurements = dict[str, float]
 """`seconds` of a step, `<phase>_s` of its phases, and its metrics."""
@@ -42,13 +43,14 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measurements]]:
         roles.weight_sync.sync(0)
         budget = PromptBudget(prompts.num_rows * config.train.num_episodes)
 
+        rollouts = InTurn(config, prompts=prompts, engine=roles.engines, rewarder=roles.reward_sources, report=clock)
+
         def steps() -> Iterator[Measurements]:
             for step in range(1, last_step(config, prompts.num_rows) + 1):
                 started = time.perf_counter()
                 train(
                     config,
-                    prompts=prompts,
-                    engine=roles.engines,
+                    rollouts=rollouts,
                     rewarder=roles.reward_sources,
                     policy=roles.policy,
                     weight_sync=roles.weight_sync,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,12 @@ class Trainer:
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.net.named_parameters())
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights to these, which have the names of `weights`."""
+        for name, parameter in self.net.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def _sampled_logprobs(logits: torch.Tensor, segment: Segment) -> Floats:

@@ -184,6 +184,53 @@ def test_a_request_in_flight_survives_a_sync_and_reports_its_older_version(visio
     assert vision.difference() < EXACT
 
 
+def across_two_syncs(vision: Pair) -> float:
+    """Return the largest difference between the log-prob of a token, in responses that two syncs interrupt, and that of
+    the trainer with the weights of the token's version.
+    """
+    first = vision.engine.version
+    snapshots = {first: {name: weight.detach().clone() for name, weight in vision.trainer.weights()}}
+    prompts = [vision.trainer.prompt(70 + i, "go on", images=1) for i in range(4)]
+    long = dataclasses.replace(SAMPLING, max_new_tokens=400)
+
+    async def interrupted() -> list[Group]:
+        asking = [asyncio.ensure_future(vision.engine.generate(prompt, long)) for prompt in prompts]
+        while (await vision.engine.status())["num_running"] < len(prompts):
+            await asyncio.sleep(0.01)
+        for version in (first + 1, first + 2):
+            await asyncio.sleep(0.2)
+            vision.trainer.change("everything")
+            snapshots[version] = {name: weight.detach().clone() for name, weight in vision.trainer.weights()}
+            await sync(vision.engine, vision.trainer.weights(), version)
+        return await asyncio.gather(*asking)
+
+    segments = [segment for group in vision.run(interrupted()) for segment in group.segments]
+    assert any(set(segment.versions[segment.sampled]) == snapshots.keys() for segment in segments)
+    worst = 0.0
+    for version, weights in snapshots.items():
+        vision.trainer.load(weights)
+        for segment in segments:
+            gaps = np.abs(vision.trainer.logprobs(segment) - segment.logprobs)[segment.versions == version]
+            worst = max(worst, float(gaps.max(initial=0.0)))
+    return worst
+
+
+def test_a_response_across_two_syncs_has_the_log_probs_of_each_tokens_version(
+    vision: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vision.sync()
+    assert across_two_syncs(vision) < 1e-5
+
+    async def keep() -> None:
+        """Planted fault: requests go on with the keys and values of the old weights."""
+
+    with monkeypatch.context() as planted:
+        planted.setattr(vision.engine, "_reset_prefix_cache", keep)
+        assert across_two_syncs(vision) > 1e-3
+    vision.sync()
+    assert vision.difference() < EXACT
+
+
 # ---------------------------------------------------------------- planted faults
 
 

@@ -12,6 +12,7 @@ from vlmrl.data.experience import Experience
 from vlmrl.trainer.collect import Ending, PromptBudget
 from vlmrl.trainer.protocols import Critic
 from vlmrl.trainer.rl import LoopState, train
+from vlmrl.trainer.rollouts import InTurn
 from vlmrl.types import Floats, Group, Metrics, Prompt, Rollout, Sample, Sampling, Score
 from vlmrl.verify.logprobs import compare_engine
 
@@ -62,8 +63,16 @@ class ScriptedEngine:
 
 
 class CountingPrompts:
+    num_rows = 1_000_000
+
     def __init__(self, position: int = 0) -> None:
         self.position = position
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
         start, self.position = self.position, self.position + count
@@ -157,17 +166,18 @@ def run(
     notebook: Notebook | None = None,
     **hooks: object,
 ) -> Notebook:
-    notebook = notebook or Notebook()
+    notebook, rewarder = notebook or Notebook(), rewarder or LabelRewarder()
+    prompts = hooks.pop("prompts", None) or CountingPrompts()
+    in_turn = InTurn(settings, prompts=prompts, engine=policy.engine, rewarder=rewarder, report=notebook)  # type: ignore[arg-type]
     notebook.ending = train(
         settings,
-        engine=policy.engine,
-        rewarder=rewarder or LabelRewarder(),
+        rewarder=rewarder,
         policy=policy,
         critic=critic,
         report=notebook,
         last_step=steps,
         **{  # type: ignore[arg-type]
-            "prompts": CountingPrompts(),
+            "rollouts": in_turn,
             "weight_sync": ScriptedSync(policy.engine),
             "first_step": 1,
             "reference": None,

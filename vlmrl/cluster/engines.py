@@ -47,6 +47,8 @@ class RemoteEngines:
         self._awake: set[str] = set(_ALL)
         self._engine_of: dict[int, int] = {}
         """Index of a prompt -> engine that generated its last responses with the current weights."""
+        self._submitted = [0] * len(group)
+        """Prompts of `submit` that each engine has in flight."""
         group.call(lambda engine: engine.start())
         # Other roles load their models onto the same GPUs now.
         self._sleep()
@@ -58,6 +60,23 @@ class RemoteEngines:
         groups = self._dispatch(prompts, sampling, on_group)
         self._sleep()
         return groups
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+        """Start to generate, and return at once; see `trainer.protocols.QueueingEngine`.
+
+        The function that `on_done` gets must be called in the thread that submits.
+        """
+        engine = self._submitted.index(min(self._submitted))
+        self._submitted[engine] += 1
+        self._engine_of[prompt.index] = engine
+        ref = self._start_prompt(engine, prompt, sampling)
+
+        def result() -> Group:
+            self._submitted[engine] -= 1
+            group: Group = self.group.wait(ref)
+            return group
+
+        ref.future().add_done_callback(lambda _: on_done(result))
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
         """Return log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,15 +60,19 @@ class RemoteRewarder:
         self._group = group
         self._first_failures = FirstFailures(say)
         self._begun: list[ray.ObjectRef[Any]] = []
+        self._lock = threading.Lock()
+        """Guards `_begun`: groups may be begun in another thread than that which collects their scores."""
         group.call(lambda rewarder: rewarder.start())
 
     def begin(self, group: Group) -> None:
         """Start to score a group, and return at once."""
-        self._begun += self._group.submit(lambda rewarder: rewarder.begin(group))
+        with self._lock:
+            self._begun += self._group.submit(lambda rewarder: rewarder.begin(group))
 
     def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
         """Return one score per response, group by group; see `Rewarder.score`."""
-        begun, self._begun = self._begun, []
+        with self._lock:
+            begun, self._begun = self._begun, []
         # An async actor may run calls in another order than that of their submission.
         with suppress(RewardError):  # `score` raises it too
             self._group.wait(begun)

@@ -203,9 +203,10 @@ def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
     if isinstance(config, EvalConfig):
         prompts = prompts_at_once(config.eval.max_samples, num_engines)
         return Demand(prompts * config.eval.n_samples_per_prompt, prompts, longest)
-    prompts = prompts_at_once(rollout.batch_size, num_engines)
     if isinstance(config, RolloutBench):
+        prompts = prompts_at_once(rollout.batch_size, num_engines)
         return Demand(prompts * max(config.bench.n_samples_per_prompt), prompts, config.data.max_len)
+    prompts = prompts_at_once((1 + config.train.queue_size) * rollout.batch_size, num_engines)
     responses = prompts * rollout.n_samples_per_prompt
     if config.evaluates:
         responses = max(responses, MIN_PROMPTS_AT_ONCE * config.eval.n_samples_per_prompt)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vlmrl.cluster.build import Progress, RoleBuilder, Roles
 from vlmrl.cluster.prompts import RemotePrompts
+from vlmrl.cluster.role_settings import generation_limit_s
 from vlmrl.commands.preflight import actor_adapter_plan, check_data, critic_adapter_plan
 from vlmrl.commands.rl_checks import make_checks, report_adapter_check
 from vlmrl.commands.run import begin_steps, prepare, run_session
@@ -15,12 +16,15 @@ from vlmrl.config.num_steps import check_steps
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
+from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
+from vlmrl.trainer.ahead import Ahead
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.evaluation import Evaluations, with_metric_names
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.rl import LoopState, train
+from vlmrl.trainer.rollouts import InTurn
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Metrics, Prompt
 
@@ -36,7 +40,8 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         prompts, eval_sets, roles = start_roles(
             config, processor, builder, report, adapter=adapter, critic_adapter=critic_adapter
         )
-        checkpoints = RunCheckpoints(config, folder, prompts, roles.policy, report, roles.critic)
+        rollouts = make_rollouts(config, prompts, roles, report)
+        checkpoints = RunCheckpoints(config, folder, rollouts, roles.policy, report, roles.critic)
         done, last, state = begin_steps(config, checkpoints, roles.policy, num_rows=prompts.num_rows)
         roles.weight_sync.sync(done)
         on_gpu = builder.machines.has_gpus
@@ -55,14 +60,17 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
             report,
             last=last,
         )
+        budget = PromptBudget(prompts.num_rows * config.train.num_episodes, drawn=checkpoints.drawn)
         builder.stack.enter_context(checkpoints.saving_on_stop())
         if done == 0 or checkpoints.evaluation_is_pending:
             report.evaluation(done, evaluations.run(done))
+        if isinstance(rollouts, Ahead):
+            builder.stack.callback(rollouts.close)
+            rollouts.begin(last_step=last, num_prompts=budget.total, version=done)
         try:
             ending = train(
                 config,
-                prompts=prompts,
-                engine=roles.engines,
+                rollouts=rollouts,
                 rewarder=roles.reward_sources,
                 policy=roles.policy,
                 weight_sync=roles.weight_sync,
@@ -75,7 +83,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 save=partial(evaluations.save, has_adapter=has_adapter),
                 first_step=done + 1,
                 last_step=last,
-                budget=PromptBudget(prompts.num_rows * config.train.num_episodes, drawn=checkpoints.drawn),
+                budget=budget,
                 state=state or LoopState(config.algo.kl.init_coef),
             )
         except RewardError as error:
@@ -113,6 +121,19 @@ def start_roles(
         config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=prompts.num_rows, report=report
     )
     return StartedRoles(prompts, eval_sets, roles)
+
+
+def make_rollouts(config: RlConfig, prompts: RemotePrompts, roles: Roles, report: RunReport) -> InTurn | Ahead:
+    """Return the source of responses: one that runs ahead, if the settings say so."""
+    parts: dict[str, Any] = {
+        "prompts": prompts,
+        "engine": roles.engines,
+        "rewarder": roles.reward_sources,
+        "report": report,
+    }
+    if config.train.queue_size == 0:
+        return InTurn(config, **parts)
+    return Ahead(config, **parts, timeout_s=generation_limit_s(config))
 
 
 def _after_step(

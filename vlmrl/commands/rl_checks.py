@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from vlmrl.cluster.build import Roles
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.models import PolicyWithoutAdapter, RemoteCritic, RemotePolicy, RemoteReference
@@ -20,15 +22,17 @@ from vlmrl.types import Floats, Group, Metrics
 from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
 from vlmrl.verify.images import ImageGroundingCheck
 from vlmrl.verify.layouts import check_layouts
-from vlmrl.verify.logprobs import are_alike, largest_gap, noise_floor, rounding
-from vlmrl.verify.noise import NoiseCheck, Paths
+from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, scored_again
+from vlmrl.verify.noise import NoiseCheck, Paths, choose
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
     """The checks of a step's responses, and of each weight sync. A check that fails raises SyncError."""
 
+    config: RlConfig
     report: RunReport
+    engines: RemoteEngines
     policy: RemotePolicy
     images: ImageGroundingCheck
     noise: NoiseCheck | None
@@ -45,10 +49,25 @@ class Checks:
         if self.images.is_due(step, groups):
             with self.report.phase("verify_images"), self.policy.uncounted():
                 metrics |= self.images.check(groups)
+        if self.config.train.queue_size:
+            with self.report.phase("verify_again"), self.policy.uncounted():
+                groups, agreement = self._score_again(step, groups)
+            metrics |= agreement
         if self.noise is not None:
             with self.report.phase("verify_noise"), self.policy.uncounted():
                 metrics |= self.noise.check(step, groups)
         return metrics
+
+    def _score_again(self, step: int, groups: Sequence[Group]) -> tuple[Sequence[Group], Metrics]:
+        """Let an engine score a few responses again, which older weights have sampled, and compare it with the trainer.
+
+        Returns these responses, with log-probs of the current weights.
+        """
+        few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
+        if not few:
+            return [], {}
+        few = scored_again(few, self.engines.score)
+        return few, check_groups(self.config, few, lambda groups: self.policy.logprobs(to_samples(groups)))
 
     def check_sync(self, version: int) -> Metrics:
         """Check the engines after a weight sync, before they generate with it."""
@@ -71,7 +90,9 @@ def make_checks(
     """Build the checks that the settings enable."""
     engines, policy, _, reference, critic, reward_sources = roles
     return Checks(
+        config,
         report,
+        engines,
         policy,
         images=image_check(config, engines, policy, reference, critic, reward_sources),
         noise=noise_check(config, engines, policy, on_gpu=on_gpu, say=report.say),

@@ -1,6 +1,5 @@
 """OpenRLHF's flags that vlmrl refuses, each with the reason. All others have the same name here."""
 
-_ASYNC = "not built yet: asynchronous rollouts; engines and trainer take turns"
 _RING = "not built yet: ring attention; a sequence stays on one rank"
 _EXPERTS = "not built yet: settings for mixtures of experts"
 
@@ -13,9 +12,6 @@ REFUSED: dict[str, str] = {
     },
     "actor.aux_loss_coef": _EXPERTS,
     "ds.experts_implementation": _EXPERTS,
-    "train.async_enable": _ASYNC,
-    "train.async_queue_size": _ASYNC,
-    "train.partial_rollout_enable": _ASYNC,
     "train.dynamic_batch_enable": "replaced by train.max_tokens_per_gpu: micro-batches are always cut by tokens",
     "rollout.micro_batch_size": "replaced by rollout.max_tokens_per_gpu: passes without gradient are cut by tokens",
     "rollout.vllm_generate_batch_size": "replaced by rollout.batch_size: the engines get all prompts of a step at once",

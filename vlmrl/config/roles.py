@@ -4,6 +4,7 @@ models, moving average, best model, and shared devices."""
 from collections.abc import Mapping
 
 from vlmrl.config.adapters import conflicts_of_storage
+from vlmrl.config.algo import Advantage
 from vlmrl.config.base import Unread
 from vlmrl.config.built_in import CRITIC_ESTIMATORS, ESTIMATORS
 from vlmrl.config.ckpt import Ckpt
@@ -123,5 +124,30 @@ def conflicts_of_devices(vllm: Vllm, train: TrainRl) -> list[str]:
         conflicts.append(
             "vllm.sync_backend nccl cannot connect trainer and engines on the same GPU, where train.colocate_all "
             "places them: use ipc or shm"
+        )
+    return conflicts
+
+
+def conflicts_of_async(train: TrainRl, vllm: Vllm, ds: Ds, advantage: Advantage) -> list[str]:
+    if not train.queue_size:
+        return []
+    ahead = f"train.async_enable with train.async_queue_size {train.queue_size}"
+    conflicts = []
+    if train.colocate_all:
+        conflicts.append(
+            f"{ahead} samples while the trainer learns, and train.colocate_all places both on the same devices, which "
+            "they use in turn: leave one of them out"
+        )
+    conflicts += [
+        f"{ahead} samples while the trainer learns, and {flag} frees the memory of one of them meanwhile: leave one of "
+        "them out"
+        for flag, section in (("vllm.enable_sleep", vllm), ("ds.enable_sleep", ds))
+        if section.enable_sleep
+    ]
+    if not advantage.is_correction_enable:
+        conflicts.append(
+            f"{ahead} trains on responses of older weights, which needs importance correction (a Qwen3-0.6B one step "
+            "behind completed 2 of 128 GSM8K problems without it, 98 with it: marin-community/marin#8955): set "
+            "algo.advantage.is_correction_enable"
         )
     return conflicts

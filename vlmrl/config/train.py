@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from vlmrl.config.base import PositiveInt, Section, Text, is_function_spec
+from vlmrl.config.base import PositiveInt, Section, Text, Unread, is_function_spec
 
 Layout = Literal["shared", "packed", "padded"]
 
@@ -57,6 +57,15 @@ class TrainRl(AgentLoop):
 
     num_episodes: PositiveInt = 1
     """Passes over the prompts."""
+    async_enable: bool = False
+    """Sample the responses of later steps while the trainer learns from earlier ones. Engines and trainer then have
+    devices of their own."""
+    async_queue_size: int = Field(default=1, ge=0)
+    """Q: the engines run at most this many batches ahead, so no token is trained on after more than Q weight syncs. 0
+    is synchronous."""
+    partial_rollout_enable: bool = False
+    """Responses under way go on with the new weights after a weight sync, instead of being finished before it. A
+    response that is to cross two needs `train.async_queue_size` 2."""
     colocate_all: bool = False
     """All models share devices."""
     colocate_actor_ref: bool = False
@@ -73,3 +82,17 @@ class TrainRl(AgentLoop):
     image_check_steps: int = Field(default=0, ge=-1)
     """Steps between checks that engine and trainer see the images; the first is before the first update. A path whose
     log-probs do not depend on the images stops the run. 0: only the first check; -1: none."""
+
+    @property
+    def queue_size(self) -> int:
+        """How many batches the engines run ahead; 0 if the run is synchronous."""
+        return self.async_queue_size if self.async_enable else 0
+
+
+def unread_of_async(train: TrainRl) -> Unread:
+    if not train.async_enable:
+        names = ("train.async_queue_size", "train.partial_rollout_enable")
+        return dict.fromkeys(names, "train.async_enable is off")
+    if not train.async_queue_size:
+        return {"train.partial_rollout_enable": "train.async_queue_size 0 is synchronous: no response is under way"}
+    return {}

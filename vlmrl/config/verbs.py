@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, reward, roles, rollout, vision
+from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, reward, roles, rollout, train, vision
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -153,6 +153,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             | reward.unread_of_sources(self.reward)
             | reward.unread_of_models(self.reward)
             | reward.unread_of_shaping(self.reward, has_agent=self.has_agent)
+            | train.unread_of_async(self.train)
             | roles.unread_of_average(self.train)
             | roles.unread_of_best(evaluates=self.evaluates)
             | roles.unread_of_sharing(self.train, has_reward_model=self.reward.has_model)
@@ -251,6 +252,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             *reward.conflicts_of_sampling(self.rollout, self.reward),
             *reward.conflicts_of_sources(self.reward),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
+            *roles.conflicts_of_async(self.train, self.vllm, self.ds, self.algo.advantage),
             *roles.conflicts_of_devices(self.vllm, self.train),
             *roles.conflicts_of_sleep(self.ds, self.train, self._zero_stages),
             *roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmrl.algorithms.aggregation import reduce, token_mean
+from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.kl import kl_from_old
 from vlmrl.algorithms.losses import FLAG, PolicyLoss, check, log_ratio, policy_loss
 from vlmrl.data.experience import Experience
@@ -28,7 +29,7 @@ from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapters import adapters_off
 from vlmrl.models.patch_cost import patch_cost
 from vlmrl.models.scorer import Scorer
-from vlmrl.observe.metrics import Max, Mean, Metric, Sum, merge
+from vlmrl.observe.metrics import Max, Mean, Metric, SampleSize, Sum, merge
 from vlmrl.system.user_function import name_or_function
 from vlmrl.types import Bools, Floats, Ints, Layout, Sample, Totals
 
@@ -239,6 +240,8 @@ class Policy(TrainableModel, WeightSender):
             }
             if settings.correction is not None:
                 sums |= {"weight": terms.weights.sum(), "dropped": (sampled & (terms.weights == 0)).sum()}
+                sums |= {"weight_squared": terms.weights.square().sum()}
+                sums |= _ratio_to_engine(settings.correction, log_ratio(old, rollout, sampled), sampled)
             if experience.old_logprobs is None:
                 sums |= _engine_gap(torch.where(sampled, old - rollout, 0.0).double())
         return share, sums
@@ -271,6 +274,9 @@ class Policy(TrainableModel, WeightSender):
             metrics |= {
                 "policy/correction_weight": Mean(sums["weight"], tokens),
                 "policy/correction_dropped": Mean(sums["dropped"], tokens),
+                "is/ess": SampleSize(sums["weight"], sums["weight_squared"], tokens),
+                "is/mean": Mean(sums["is_ratio"], tokens),
+                "is/clipped": Mean(sums["is_outside"], tokens),
             }
         if "clipped" in sums:
             metrics |= {
@@ -293,6 +299,14 @@ def _load_user_loss(loss: PolicyLoss) -> PolicyLoss:
     if callable(kind):
         check(kind)
     return replace(loss, kind=kind)
+
+
+def _ratio_to_engine(correction: Correction, log_ratio: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    """Sums over a pack of the ratio of probabilities in trainer and engine, and of the tokens where it is outside the
+    correction's range."""
+    ratio = log_ratio.exp()
+    outside = sampled & ((ratio < correction.low) | (ratio > correction.high))
+    return {"is_ratio": torch.where(sampled, ratio, 0.0).sum(), "is_outside": outside.sum()}
 
 
 def _engine_gap(difference: Tensor) -> dict[str, Tensor]:

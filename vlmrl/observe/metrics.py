@@ -61,7 +61,24 @@ class Max:
         return self if math.isnan(self.value) or self.value >= other.value else other
 
 
-Metric = Mean | Sum | Max
+@dataclass(frozen=True, slots=True)
+class SampleSize:
+    """The effective sample size of n weights, `(sum w)^2 / sum w^2`, as a fraction of n: 1 if all are equal."""
+
+    total: float
+    squares: float
+    count: float
+
+    @property
+    def value(self) -> float | None:
+        """None without any weight above 0."""
+        return self.total**2 / (self.squares * self.count) if self.squares and self.count else None
+
+    def merge(self, other: SampleSize) -> SampleSize:
+        return SampleSize(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+
+Metric = Mean | Sum | Max | SampleSize
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -117,5 +134,7 @@ def _merge_two(name: str, first: Metric, second: Metric) -> Metric:
         case Sum(), Sum():
             return first.merge(second)
         case Max(), Max():
+            return first.merge(second)
+        case SampleSize(), SampleSize():
             return first.merge(second)
     raise ValueError(f"metric {name} is a {type(first).__name__} in one place and a {type(second).__name__} in another")

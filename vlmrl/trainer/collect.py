@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import RewardError
 from vlmrl.trainer.episodes import check_episodes, count_failed, episode_metrics
 from vlmrl.trainer.experience import batch_metrics, shaped_rewards
 from vlmrl.trainer.filtering import FilteredGroup, RewardRange, filter_groups, format_shortage, is_solved
-from vlmrl.trainer.protocols import Engine, Prompts, Report, Rewarder
-from vlmrl.types import Metrics, Sampling
+from vlmrl.trainer.protocols import Report, Rewarder, Rollouts
+from vlmrl.types import Group, Metrics
 from vlmrl.verify.logprobs import check_versions
 
 
@@ -61,14 +63,13 @@ def collect(
     config: RlConfig,
     step: int,
     *,
-    prompts: Prompts,
-    engine: Engine,
+    rollouts: Rollouts,
     rewarder: Rewarder,
     report: Report,
     budget: PromptBudget,
     reward_range: RewardRange,
 ) -> Collected | Ending:
-    """Draw prompts and sample responses, and score complete groups while others are still being sampled.
+    """Take groups in the order of their prompts, and score them.
 
     With `algo.dynamic_filtering_enable` (DAPO, arXiv:2503.14476) groups without a learning signal are replaced by those
     of fresh prompts until the batch is full. The run ends when the budget's prompts cannot fill it, or when most of the
@@ -81,13 +82,6 @@ def collect(
     """
     algo, size = config.algo, config.rollout.batch_size
     max_draws = size * (algo.dynamic_filtering_max_draws if algo.dynamic_filtering_enable else 1)
-    sampling = Sampling(
-        n=config.rollout.n_samples_per_prompt,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        max_new_tokens=config.rollout.max_new_tokens,
-        seed=config.train.seed,
-    )
     collected: list[FilteredGroup] = []
     missing, left_out = size, budget.left
     num_failed, num_without_reward = 0, 0
@@ -98,15 +92,11 @@ def collect(
             return _out_of_prompts(config, step, budget, left_out, solved)
         if len(collected) == max_draws:
             return _exhausted(config, step, collected, reward_range.extended(collected))
-        with report.phase("data"):
-            drawn, draw_metrics = prompts.draw(min(missing, max_draws - len(collected)))
-        budget.drawn += len(drawn)
-        with report.phase("rollout"):
-            groups = engine.generate(drawn, sampling, rewarder.begin)
-            check_versions(groups, version=step - 1)
-            num_responses = sampling.n * max(size, len(collected) + len(groups))
-            everything = [*(kept.group for kept in collected), *groups]
-            check_episodes(config, everything, num_responses=num_responses)
+        groups, draw_metrics = rollouts.take(min(missing, max_draws - len(collected)))
+        budget.drawn += len(groups)
+        check_versions(groups, version=step - 1, max_age=config.train.queue_size)
+        num_responses = config.rollout.n_samples_per_prompt * max(size, len(collected) + len(groups))
+        check_episodes(config, [*(each.group for each in collected), *groups], num_responses=num_responses)
         with report.phase("reward"):
             scores = rewarder.score(groups, out_of=num_responses, failed=num_without_reward)
             num_failed += sum(score.failed for group_scores in scores for score in group_scores)
@@ -117,10 +107,10 @@ def collect(
         collected += filter_groups(config, groups, scores)
         missing = size - sum(group.is_kept for group in collected)
     data_metrics["reward/failed"] = float(num_failed)
-    return Collected(collected, data_metrics | _collected_metrics(config, collected))
+    return Collected(collected, data_metrics | _collected_metrics(config, step, collected))
 
 
-def _collected_metrics(config: RlConfig, groups: Sequence[FilteredGroup]) -> Metrics:
+def _collected_metrics(config: RlConfig, step: int, groups: Sequence[FilteredGroup]) -> Metrics:
     """Metrics of all groups; with dynamic filtering, of the kept ones as well."""
 
     def metrics_of(some: Sequence[FilteredGroup]) -> Metrics:
@@ -128,11 +118,25 @@ def _collected_metrics(config: RlConfig, groups: Sequence[FilteredGroup]) -> Met
         return batch_metrics(plain, scores, shaped_rewards(config, plain, scores))
 
     metrics = metrics_of(groups) | episode_metrics([group.group for group in groups])
+    if config.train.queue_size:
+        metrics |= staleness_metrics([group.group for group in groups if group.is_kept], version=step - 1)
     if config.algo.dynamic_filtering_enable:
         kept = [group for group in groups if group.is_kept]
         metrics |= {"filter/kept_fraction": len(kept) / len(groups), "filter/groups_drawn": float(len(groups))}
         metrics |= {_NAME_OF_KEPT[name]: value for name, value in metrics_of(kept).items() if name in _NAME_OF_KEPT}
     return metrics
+
+
+def staleness_metrics(groups: Sequence[Group], *, version: int) -> Metrics:
+    """How many versions the weights that sampled a token are behind `version`, over all sampled tokens."""
+    segments = [segment for group in groups for segment in group.segments]
+    ages = version - np.concatenate([segment.versions[segment.sampled] for segment in segments])
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "async/staleness_mean": float(ages.mean()) if len(ages) else 0.0,
+        "async/staleness_max": float(ages.max(initial=0)),
+        "async/mixed_fraction": sum(len(rollout.versions) > 1 for rollout in rollouts) / len(rollouts),
+    }
 
 
 _NAME_OF_KEPT = {

@@ -78,7 +78,7 @@ def make_experience(
     """Compute advantages from scores, and the metrics that are known before the update.
 
     A response without a reward enters neither baseline nor loss. Engine and trainer are compared on it all the same
-    when `outputs.old` is given; when it is None, the update makes that comparison.
+    when `outputs.old` is given; when it is None, the update makes that comparison. In an asynchronous run neither does.
 
     Args:
         kl_coef: weight of the KL to the reference in this step.
@@ -132,7 +132,7 @@ def make_experience(
         metrics |= {"kl/reference": float(kl[sampled].mean()), "kl/coef": kl_coef}
     if values is not None:
         metrics["value/mean"] = float(values[sampled].mean())
-    if outputs.old is not None:
+    if outputs.old is not None and config.train.queue_size == 0:
         agreement = compare_engine(replace(experience, samples=outputs.samples), outputs.old)
         check_agreement(config, agreement)
         metrics |= agreement

@@ -4,17 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from vlmrl.data.experience import Experience
 from vlmrl.types import Floats, Group, Metrics, Prompt, Sample, Sampling, Score
 
 
-class Prompts(Protocol):
+class Resumable(Protocol):
+    """A position in the training data, as checkpoints need it."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one episode."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run continues from, as plain JSON values. `position` counts the prompts that the run
+        has used."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+
+
+class Prompts(Resumable, Protocol):
     """The endless stream of training prompts."""
 
     def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
         """Return the next `count` prompts, and metrics of fetching them."""
+
+
+class Rollouts(Protocol):
+    """The source of a run's responses, in the order of the prompts. It starts to score them as they are complete."""
+
+    def take(self, count: int) -> tuple[list[Group], Metrics]:
+        """Return the responses to the next `count` prompts, in order, and metrics of fetching these."""
+
+    def settle(self) -> None:
+        """Prepare for new weights, right before they are synced to the engines."""
+
+    def published(self, version: int) -> None:
+        """Note that the engines hold this version. Also called before the first step."""
 
 
 class Engine(Protocol):
@@ -24,6 +52,17 @@ class Engine(Protocol):
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
     ) -> list[Group]:
         """Return one group per prompt, in order; call `on_group` with each group once it is complete, in any order."""
+
+
+class QueueingEngine(Protocol):
+    """Samples responses in the background."""
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+        """Start to sample responses to a prompt, and return at once.
+
+        Args:
+            on_done: called in any thread when it has ended, with a function that returns the group or raises.
+        """
 
 
 class Rewarder(Protocol):

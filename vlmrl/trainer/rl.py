@@ -1,6 +1,6 @@
 """The RL training loop, over Protocols: no Ray, DeepSpeed or vLLM in it.
 
-An asynchronous run needs another Engine, another algorithm another estimator or loss, and PPO one more role. None needs
+An asynchronous run needs other Rollouts, another algorithm another estimator or loss, and PPO one more role. None needs
 another loop.
 """
 
@@ -20,7 +20,7 @@ from vlmrl.trainer.collect import Ending, PromptBudget, collect
 from vlmrl.trainer.episodes import responses_of
 from vlmrl.trainer.experience import ModelOutputs, ScoredBatch, make_experience
 from vlmrl.trainer.filtering import RewardRange
-from vlmrl.trainer.protocols import Critic, Engine, Policy, Prompts, Reference, Report, Rewarder, WeightSync
+from vlmrl.trainer.protocols import Critic, Policy, Reference, Report, Rewarder, Rollouts, WeightSync
 from vlmrl.types import Group, Metrics, Sample
 from vlmrl.verify.logprobs import check_agreement
 
@@ -36,8 +36,7 @@ class LoopState(NamedTuple):
 def train(
     config: RlConfig,
     *,
-    prompts: Prompts,
-    engine: Engine,
+    rollouts: Rollouts,
     rewarder: Rewarder,
     policy: Policy,
     weight_sync: WeightSync,
@@ -68,13 +67,13 @@ def train(
     """
     kl_controller = KlController(coef=state.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
     reward_range = state.reward_range
+    rollouts.published(first_step - 1)
     for step in range(first_step, last_step + 1):
         start = progress(config, step - 1, budget)
         collected = collect(
             config,
             step,
-            prompts=prompts,
-            engine=engine,
+            rollouts=rollouts,
             rewarder=rewarder,
             report=report,
             budget=budget,
@@ -104,7 +103,7 @@ def train(
             span=(start, progress(config, step, budget)) if config.algo.dynamic_filtering_enable else None,
         )
         batch = batch._replace(left_out=[(g.group, g.scores, g.rewards) for g in collected.groups if not g.is_kept])
-        metrics = collected.metrics | check_metrics | metrics
+        metrics = collected.metrics | metrics
         # An update cannot be undone: once it has begun, the step is finished and reported like any other.
         with stops.uninterrupted():
             with report.phase("update"):
@@ -115,16 +114,21 @@ def train(
                     critic=critic,
                     in_turn=config.critic_is_with_actor,
                 )
-            if outputs.old is None and any(sample.sampled.any() for sample in batch.experience.samples):
+            is_compared = outputs.old is None and config.train.queue_size == 0
+            if is_compared and any(sample.sampled.any() for sample in batch.experience.samples):
                 check_agreement(config, update_metrics)
             if trains_policy:  # while it is frozen it cannot drift, which is no reason to lower the coefficient
                 kl_controller = kl_controller.updated(
                     metrics.get("kl/reference", 0.0), num_samples=len(responses_of(groups))
                 )
+            rollouts.settle()
             with report.phase("sync"):
                 sync_metrics = weight_sync.sync(step)
+            rollouts.published(step)
             pass_metrics = policy.take_pass_metrics()
-            metrics |= update_metrics | sync_metrics | pass_metrics | check_sync(step) | after_step(step, batch)
+            # The checks of an asynchronous run compare log-probs of the current weights, the update recorded ones.
+            metrics |= update_metrics | check_metrics | sync_metrics | pass_metrics
+            metrics |= check_sync(step) | after_step(step, batch)
             if step == last_step and 0 < budget.left < config.rollout.batch_size:
                 metrics["data/left_out"] = float(budget.left)
             report.step(step, metrics)

@@ -24,6 +24,7 @@ from vlmrl.system.stops import Stopped
 from vlmrl.system.storage import check_room, size_of, writing
 from vlmrl.trainer.best_model import keep_best
 from vlmrl.trainer.filtering import RewardRange
+from vlmrl.trainer.protocols import Resumable
 from vlmrl.trainer.rl import LoopState
 from vlmrl.types import Metrics
 
@@ -48,20 +49,6 @@ def naming_checkpoint(folder: Path) -> Iterator[None]:
 
 def _first_of(lines: Sequence[str]) -> str:
     return lines[0] + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
-
-
-class ResumablePrompts(Protocol):
-    """The stream of training rows, as checkpoints need it."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of one episode."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the position in the data, to be saved."""
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position."""
 
 
 class SavedModel(Protocol):
@@ -116,7 +103,8 @@ class RunCheckpoints:
 
     config: RlConfig | SftConfig
     folder: RunFolder
-    prompts: ResumablePrompts
+    data: Resumable
+    """The training rows, or the source of responses to them."""
     policy: SavedPolicy
     report: RunReport
     critic: SavedCritic | None = None
@@ -148,7 +136,7 @@ class RunCheckpoints:
         extra = self.policy.load_checkpoint(newest)
         if self.critic is not None:
             self.critic.load_checkpoint(self.folder.critic_checkpoints / newest.name)
-        self.prompts.load_state(extra["prompts"])
+        self.data.load_state(extra["prompts"])
         self.evaluation_is_pending = bool(extra.get("evaluation_is_pending"))
         step = int(extra["step"])
         if changed := changed_settings(extra.get("settings", {}), self.config):
@@ -161,11 +149,11 @@ class RunCheckpoints:
     @property
     def drawn(self) -> int:
         """Rows that the run has drawn so far."""
-        return int(self.prompts.state()["position"])
+        return int(self.data.state()["position"])
 
     def _move_schedules(self, step: int) -> None:
         """Move the schedules to the run's progress: they count optimizer steps, whose number has changed."""
-        share = fraction_done(self.config, self.prompts.num_rows, done=step, drawn=self.drawn)
+        share = fraction_done(self.config, self.data.num_rows, done=step, drawn=self.drawn)
         self.policy.set_progress(share)
         if self.critic is not None:
             self.critic.set_progress(share)
@@ -221,7 +209,7 @@ class RunCheckpoints:
         return LoopState(coef, RewardRange(*extra["reward_range"]) if "reward_range" in extra else RewardRange())
 
     def _extra(self, step: int, state: LoopState | None) -> dict[str, Any]:
-        extra: dict[str, Any] = {"step": step, "prompts": self.prompts.state(), "settings": plain_settings(self.config)}
+        extra: dict[str, Any] = {"step": step, "prompts": self.data.state(), "settings": plain_settings(self.config)}
         if isinstance(self.config, RlConfig) and state is not None:
             extra |= {} if self.config.algo.kl.target is None else {"kl_coef": state.kl_coef}
             extra |= {"reward_range": list(state.reward_range)} if self.config.algo.dynamic_filtering_enable else {}

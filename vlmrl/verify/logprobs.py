@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.experience import Experience
 from vlmrl.errors import SyncError
-from vlmrl.types import Floats, Group, Metrics
+from vlmrl.types import Bools, Floats, Group, Metrics, Rollout
 
 
-def check_versions(groups: Sequence[Group], *, version: int) -> None:
-    """Check that every response was sampled from the newest weights, as synchronous training requires.
+def check_versions(groups: Sequence[Group], *, version: int, max_age: int = 0) -> None:
+    """Check that every response was sampled from the newest weights, or from at most `max_age` versions before.
 
     Raises:
         SyncError: one was not.
     """
+    allowed = set(range(version - max_age, version + 1))
     for group in groups:
-        stale = {held for rollout in group.rollouts for held in rollout.versions} - {version}
+        stale = {held for rollout in group.rollouts for held in rollout.versions} - allowed
         if stale:
+            bound = f", and train.async_queue_size allows {max_age} before" if max_age else ""
             raise SyncError(
                 f"a response to {group.prompt.source} comes from weights of version {sorted(stale)[0]}, the trainer is "
-                f"at version {version}: an engine missed a weight sync, restart the run with --ckpt.load_enable"
+                f"at version {version}{bound}: an engine missed a weight sync, restart the run with --ckpt.load_enable"
             )
 
 
@@ -34,9 +37,39 @@ def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
     The KL is the k3 estimate of KL(engine || trainer), over the engine's own samples. When the update computes the old
     log-probs (`RlConfig.needs_one_pass`), `learning/policy.py` computes the same metrics.
     """
-    sampled = np.concatenate([sample.sampled for sample in experience.samples])
-    difference = (np.concatenate(old) - np.concatenate(experience.rollout_logprobs))[sampled]
-    difference = difference.astype(np.float64)
+    return _differences([sample.sampled for sample in experience.samples], experience.rollout_logprobs, old)
+
+
+def scored_again(groups: Sequence[Group], score: Callable[[Sequence[Group]], list[Floats]]) -> list[Group]:
+    """Return the groups with log-probs of an engine's current weights in place of those of the weights that sampled
+    them. `score` returns [T] per segment, group by group."""
+    rows = iter(score(groups))
+
+    def with_rows(rollout: Rollout) -> Rollout:
+        return replace(rollout, segments=tuple(replace(segment, logprobs=next(rows)) for segment in rollout.segments))
+
+    return [replace(group, rollouts=tuple(map(with_rows, group.rollouts))) for group in groups]
+
+
+def check_groups(
+    config: RlConfig, groups: Sequence[Group], logprobs: Callable[[Sequence[Group]], list[Floats]]
+) -> Metrics:
+    """Compare the engine's log-probs of these groups with the trainer's `logprobs`: metrics of `compare_engine`.
+
+    Raises:
+        SyncError: as `check_agreement`.
+    """
+    segments = [segment for group in groups for segment in group.segments]
+    sampled, engine = [segment.sampled for segment in segments], [segment.logprobs for segment in segments]
+    agreement = _differences(sampled, engine, logprobs(groups))
+    check_agreement(config, agreement)
+    return agreement
+
+
+def _differences(sampled: Sequence[Bools], engine: Sequence[Floats], trainer: Sequence[Floats]) -> Metrics:
+    """Metrics of the differences of log-probs on the sampled tokens."""
+    flags = np.concatenate(sampled)
+    difference = (np.concatenate(trainer) - np.concatenate(engine))[flags].astype(np.float64)
     return {
         "sync/logprob_diff_max": float(np.abs(difference).max(initial=0.0)),
         "sync/logprob_diff_mean": float(np.abs(difference).mean()) if difference.size else 0.0,

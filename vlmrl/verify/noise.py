@@ -117,7 +117,7 @@ class NoiseCheck:
         Raises SyncError when one of these is more than 20 times the noise, for these responses and for others.
         """
         rng = np.random.default_rng([self._seed % 2**63, step])
-        first, others = _choose(groups, rng)
+        first, others = choose(groups, rng)
         if not first:
             return {}
         if self._last_noise is not None and step % _REFRESH:
@@ -223,7 +223,7 @@ _MEANING = {
 _Values = NDArray[np.float64]
 
 
-def _choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
+def choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Group], list[list[Group]]]:
     """Choose a few responses, and for each repeated measurement others of the same groups.
 
     A group without further responses is replaced by another group, as long as there are any: the same responses would

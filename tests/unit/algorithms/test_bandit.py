@@ -152,3 +152,32 @@ def test_a_users_estimator_and_loss_learn() -> None:
         return -advantages * logprobs
 
     assert learnt(above_average, likelihood) > 0.9
+
+
+def test_the_corrected_gradient_of_a_bandit_sampled_by_two_older_policies_is_exact() -> None:
+    """Every action of a one-token bandit, with the probability that each of two behaviour policies chooses it."""
+    logits = torch.tensor([0.3, -0.5, 1.1], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    behaviours = torch.log_softmax(torch.tensor([[0.0, 1.0, -1.0], [2.0, 0.0, 0.5]], dtype=torch.float64), dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1).expand(2, 3)
+    sampled = torch.ones(2, 3, dtype=torch.bool)
+
+    def gradient(correction: Correction | None) -> torch.Tensor:
+        terms = policy_loss(
+            PolicyLoss(aggregation="token", max_tokens=1, clip_low=1.0, clip_high=1e6, correction=correction),
+            logprobs=logprobs,
+            old=logprobs.detach(),
+            rollout=behaviours,
+            advantages=rewards.expand(2, 3),
+            sampled=sampled,
+            owner=torch.arange(6).reshape(2, 3),
+        )
+        expected = (behaviours.exp() * terms.losses).sum() / 2
+        (result,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        return result
+
+    (exact,) = torch.autograd.grad(-(logits.softmax(dim=-1) * rewards).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradient(Correction("tis", 0.0, 1e9)), exact, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(gradient(None), exact, atol=1e-2), "without the correction it is another"
+    # The ratios of the third action are 0.61 / 0.09 and 0.61 / 0.16: clipped at 1 the gradient is another.
+    assert not torch.allclose(gradient(Correction("tis", 0.0, 1.0)), exact, atol=1e-2)

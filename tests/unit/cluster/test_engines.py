@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,3 +59,40 @@ def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.Mo
     generated = {index: engine for method, engine, index in group.log if method == "respond"}
     assert sorted(generated.values()) == [0, 1, 2]
     assert {index: engine for method, engine, index in group.log if method == "score"} == generated
+
+
+class Background(Engines):
+    """Engines whose responses end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.futures: dict[int, Future[None]] = {}
+
+    def submit_to(self, engine: int, function: Any) -> Any:
+        _, index = super().submit_to(engine, function)
+        self.futures[index] = Future()
+        return SimpleNamespace(future=lambda: self.futures[index], index=index)
+
+    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+        return None if isinstance(results, list) else f"group {results.index}"
+
+
+def test_submitted_prompts_go_to_the_engine_with_the_fewest_in_flight() -> None:
+    group = Background()
+    engines = RemoteEngines(group, timeout_s=1.0, sleeps=False)  # type: ignore[arg-type]
+    ended: list[Any] = []
+
+    def submit(index: int) -> None:
+        prompt = Prompt(index, f"row {index}", "?", tokens=np.arange(2), request=np.arange(2), label=None)
+        engines.submit(prompt, SAMPLING, ended.append)
+
+    for index in range(4):
+        submit(index)
+    assert [engine for _, engine, _ in group.log] == [0, 1, 2, 0]
+    group.futures[1].set_result(None)
+    submit(4)
+    assert group.log[-1][1] == 1, "it has one in flight as long as its result is not read, and so has engine 2"
+    assert [result() for result in ended] == ["group 1"]
+    submit(5)
+    submit(6)
+    assert [engine for _, engine, _ in group.log[-2:]] == [1, 2]

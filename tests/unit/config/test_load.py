@@ -188,7 +188,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
         "actor: {modell: x}\ntrain:\n  micro_batch_size: 0\nalgo:\n  kl: {use_loss: true, init_coef: 0.1}\n",
     )
     lines = mistakes(
-        *["--config", file, "--train.async_enable", "--ds.zero_stage", "9", "--vllm.enable_sleep"],
+        *["--config", file, "--train.dynamic_batch_enable", "--ds.zero_stage", "9", "--vllm.enable_sleep"],
         *["--data.min_pixels", "10", "--data.max_pixels", "5", "--rollout.top_p", "0.5", "--rollout.temperature", "2"],
         *["--rollout.n_samples_per_prompt", "1", "--data.prompt_dataset"],
         needed=False,
@@ -196,7 +196,7 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     message = [
         f"{file}:1: actor.modell: no such setting; did you mean actor.model_name_or_path?",
         f"{file}:3: train.micro_batch_size: 0: should be greater than 0",
-        "--train.async_enable: not built yet",
+        "--train.dynamic_batch_enable: replaced by train.max_tokens_per_gpu",
         "--ds.zero_stage 9: should be",
         "--data.prompt_dataset: needs a value",
         "algo.kl.estimator k1 has no useful gradient",

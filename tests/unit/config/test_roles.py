@@ -19,9 +19,15 @@ def rl(line: str = "") -> RlConfig:
     return load(RlConfig, [*NEEDED, *line.split()])
 
 
+ASYNC = "--train.async_enable --algo.advantage.is_correction_enable"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (f"{ASYNC} --train.colocate_all", "train.colocate_all places both on the same devices"),
+        ("--train.async_enable", r"2 of 128 .* 98 with it.*: set algo.advantage.is_correction_enable"),
+        (f"{ASYNC} --train.async_queue_size -1", "greater than or equal to 0"),
         (f"{GAE} --critic.freezing_steps 5 --train.max_steps 5", "leaves the actor none of train.max_steps 5"),
         (f"{GAE} --critic.freezing_steps 0", "above 0, or -1 for never"),
         (f"{GAE} --critic.value_clip 0", "greater than 0"),
@@ -73,6 +79,8 @@ def test_invalid_combinations_are_one_line(line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "name", "reason"),
     [
+        ("--train.async_queue_size 2", "train.async_queue_size", "train.async_enable is off"),
+        ("--train.partial_rollout_enable", "train.partial_rollout_enable", "train.async_enable is off"),
         ("--critic.adam.lr 1e-5", "critic.adam.lr", "algo.advantage.estimator group_norm has no critic, gae has"),
         ("--critic.num_gpus_per_node 2", "critic.num_gpus_per_node", "has no critic"),
         ("--train.colocate_actor_critic", "train.colocate_actor_critic", "has no critic"),
@@ -226,3 +234,15 @@ def test_bench_step_reads_muon_only_with_the_muon_optimizer() -> None:
 def test_supervised_training_has_no_best_model() -> None:
     with pytest.raises(ConfigError, match="vlmrl sft does not have it; vlmrl rl does"):
         load(SftConfig, [*NEEDED, "--ckpt.best_metric_key", "policy/loss"])
+
+
+def test_an_asynchronous_run_of_no_batches_ahead_is_synchronous() -> None:
+    assert rl("--train.async_enable --train.async_queue_size 0 --train.colocate_all").train.queue_size == 0
+    assert rl(ASYNC).train.queue_size == 1
+    assert rl().train.queue_size == 0
+
+
+@pytest.mark.parametrize("section", ["vllm", "ds"])
+def test_an_asynchronous_run_does_not_sleep(section: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.enable_sleep frees the memory of one of them meanwhile"):
+        rl(f"{ASYNC} --{section}.enable_sleep")

@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from vlmrl.observe.metrics import Max, Mean, Sum, check_name, evaluated_sets, merge, reduce
+from vlmrl.observe.metrics import Max, Mean, SampleSize, Sum, check_name, evaluated_sets, merge, reduce
 
 
 def test_parts_of_unequal_size_merge_to_the_mean_of_the_whole() -> None:
@@ -61,3 +61,10 @@ def test_parts_of_an_evaluation_set_are_distinguished_from_sets() -> None:
     names = ["eval/toy/clock/pass@1", "eval/toy/pass@1", "eval/hub/set/pass@1", "eval/toy/pass@2", "eval/x/reward"]
     assert evaluated_sets(names) == {"hub/set": [], "toy": ["clock"]}
     assert evaluated_sets([]) == {}
+
+
+def test_the_effective_sample_size_is_that_of_all_weights() -> None:
+    # Weights 1, 1 on one rank and 2, 0 on another: 4^2 / (6 * 4).
+    parts = [{"is/ess": SampleSize(2.0, 2.0, 2)}, {"is/ess": SampleSize(2.0, 4.0, 2)}]
+    assert reduce(parts) == {"is/ess": pytest.approx(16 / 24)}
+    assert reduce([{"is/ess": SampleSize(0.0, 0.0, 3)}]) == {}

@@ -116,7 +116,7 @@ def test_the_last_step_can_be_saved_after_the_next_one_has_drawn_prompts(tmp_pat
     assert run.save_last_step() is None, "nothing is finished yet"
     run.save(1, LoopState(0.0, RewardRange(-1.0, 2.0)))
     assert log == [], "ckpt.save_steps is -1"
-    run.prompts.state = lambda: {"position": 99}  # type: ignore[method-assign,assignment]
+    run.data.state = lambda: {"position": 99}  # type: ignore[method-assign,assignment]
     assert run.save_last_step() == tmp_path / "checkpoints/step_000001"
     assert run.restore() == (1, LoopState(0.0, RewardRange(-1.0, 2.0)))
     assert log == ["policy step_000001", "policy from step_000001", "prompts {'position': 7}"]
@@ -255,7 +255,7 @@ def test_a_resumed_run_shows_changed_settings_and_moves_its_schedule(tmp_path: P
         "train": {"batch_size": 32},
     }
     report: Any = RecordingReport()
-    run = RunCheckpoints(config(**changed), RunFolder(tmp_path), before.prompts, before.policy, report, before.critic)
+    run = RunCheckpoints(config(**changed), RunFolder(tmp_path), before.data, before.policy, report, before.critic)
     log.clear()
     assert run.restore()[0] == 2
     (line,) = lines(run)
@@ -277,7 +277,7 @@ def test_a_changed_learning_rate_is_shown_and_moves_no_schedule(tmp_path: Path, 
     before.save(2, LoopState(0.5))
     actor = {"model_name_or_path": "model", "adam": {"lr": 1e-4}}
     settings = before.config.model_copy(update={"actor": before.config.actor.model_validate(actor)})
-    run = RunCheckpoints(settings, RunFolder(tmp_path), before.prompts, before.policy, RecordingReport(), before.critic)  # type: ignore[arg-type]
+    run = RunCheckpoints(settings, RunFolder(tmp_path), before.data, before.policy, RecordingReport(), before.critic)  # type: ignore[arg-type]
     run.restore()
     assert lines(run) == ["resuming after step 2 with other settings: actor.adam.lr 1e-06 -> 0.0001"]
     assert not [line for line in log if " at " in line]

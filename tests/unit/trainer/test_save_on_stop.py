@@ -121,7 +121,7 @@ def test_an_interrupted_evaluation_is_pending_after_resuming(tmp_path: Path, log
     run = run_checkpoints(tmp_path, log)
     run.evaluation_is_pending = True
     run.save(2, LoopState(0.5))
-    run = RunCheckpoints(run.config, run.folder, run.prompts, run.policy, run.report, run.critic)
+    run = RunCheckpoints(run.config, run.folder, run.data, run.policy, run.report, run.critic)
     assert not run.evaluation_is_pending
     run.restore()
     assert run.evaluation_is_pending

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
 import numpy as np
+import pytest
 from scripted_loop import config, make_prompt, make_rollout
 
 from vlmrl.data.experience import Experience
-from vlmrl.types import Group, Sample
-from vlmrl.verify.logprobs import check_versions, compare_engine, largest_gap, rounding
+from vlmrl.errors import SyncError
+from vlmrl.types import Floats, Group, Sample
+from vlmrl.verify.logprobs import (
+    check_groups,
+    check_versions,
+    compare_engine,
+    largest_gap,
+    rounding,
+    scored_again,
+)
 
 
 def test_a_step_without_sampled_tokens_has_no_gap() -> None:
@@ -23,6 +35,33 @@ def test_a_step_without_sampled_tokens_has_no_gap() -> None:
 def test_versions_agree_when_all_responses_are_new() -> None:
     prompt = make_prompt(0)
     check_versions([Group(prompt, (make_rollout(prompt, "a", version=3),))], version=3)
+
+
+@pytest.mark.parametrize(("held", "is_allowed"), [(0, False), (1, True), (3, True), (4, False)])
+def test_versions_may_be_as_old_as_the_queue_is_long_and_never_newer(held: int, is_allowed: bool) -> None:
+    prompt = make_prompt(0)
+    with nullcontext() if is_allowed else pytest.raises(SyncError, match=r"async_queue_size allows 2 before"):
+        check_versions([Group(prompt, (make_rollout(prompt, "a", version=held),))], version=3, max_age=2)
+
+
+def test_a_few_responses_are_compared_by_what_both_compute_now() -> None:
+    prompt = make_prompt(0)
+    groups = [Group(prompt, (make_rollout(prompt, "a", version=1, length=3),)) for _ in range(2)]
+
+    def score(off: float) -> Callable[[Sequence[Group]], list[Floats]]:
+        return lambda groups: [s.logprobs * 2 + np.float32(off) * s.sampled for g in groups for s in g.segments]
+
+    again = scored_again(groups, score(0.0))
+    # They were recorded with -0.5 on two unsampled and three sampled tokens.
+    assert [segment.logprobs.tolist() for group in again for segment in group.segments] == [[0, 0, -1, -1, -1]] * 2
+    assert [segment.versions.tolist() for segment in again[0].segments] == [[-1, -1, 1, 1, 1]]
+
+    def trainer(off: float) -> Callable[[Sequence[Group]], list[Floats]]:
+        return lambda groups: [s.logprobs + np.float32(off) * s.sampled for g in groups for s in g.segments]
+
+    assert check_groups(config(), again, trainer(5e-4))["sync/logprob_diff_mean"] == pytest.approx(5e-4, rel=1e-3)
+    with pytest.raises(SyncError, match=r"differ by 0\.002 on average"):
+        check_groups(config(), again, trainer(2e-3))
 
 
 def test_engines_on_the_original_base_of_a_4_bit_policy_are_bound_only_on_request() -> None:

@@ -1,0 +1,82 @@
+"""Checks of an asynchronous run's responses, which older weights have sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_loop import Notebook, config, make_prompt, make_rollout
+
+from vlmrl.commands.rl_checks import Checks
+from vlmrl.errors import SyncError
+from vlmrl.types import Floats, Group, Sample
+
+AHEAD = {"batch_size": 4, "async_enable": True}
+
+
+class Sides:
+    """Engine and trainer, both with the current weights: -2 for each sampled token, the trainer's with an error."""
+
+    def __init__(self, error: float) -> None:
+        self.error = error
+        self.num_scored = 0
+
+    def score(self, groups: Sequence[Group]) -> list[Floats]:
+        segments = [segment for group in groups for segment in group.segments]
+        self.num_scored += len(segments)
+        return [np.where(segment.sampled, -2.0, 0.0).astype(np.float32) for segment in segments]
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return [np.where(sample.sampled, -2.0 + self.error, 0.0).astype(np.float32) for sample in samples]
+
+    def uncounted(self) -> Any:
+        return nullcontext()
+
+
+class Recorded:
+    """Stands for the checks of images and noise, and keeps the groups that they get."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+
+    def is_due(self, step: int, groups: Sequence[Group]) -> bool:
+        return False
+
+    def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        self.groups += groups
+        return {}
+
+
+def checks(sides: Sides, recorded: Recorded, **changes: Any) -> Checks:
+    parts: list[Any] = [config(**changes), Notebook(), sides, sides]
+    return Checks(*parts, images=recorded, noise=recorded, adapters=None, first_step=1)  # type: ignore[arg-type]
+
+
+# The weights that sampled these tokens gave them -0.5.
+GROUPS = [
+    Group(prompt, tuple(make_rollout(prompt, "a", version=1, length=9) for _ in range(4)))
+    for prompt in map(make_prompt, range(8))
+]
+CORRECTED = {"advantage": {"is_correction_enable": True}}
+
+
+def test_engine_and_trainer_are_compared_on_a_few_responses_that_the_engine_scores_again() -> None:
+    sides, recorded = Sides(5e-4), Recorded()
+    metrics = checks(sides, recorded, train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+    assert metrics["sync/logprob_diff_mean"] == pytest.approx(5e-4, rel=1e-3)
+    assert 2 <= sides.num_scored <= 8, "a few"
+    assert {float(v) for group in recorded.groups for s in group.segments for v in s.logprobs[s.sampled]} == {-2.0}
+
+
+def test_a_trainer_that_differs_from_the_engine_now_stops_an_asynchronous_run() -> None:
+    with pytest.raises(SyncError, match=r"engine and trainer disagree.* 0\.002 on average"):
+        checks(Sides(2e-3), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+
+
+def test_a_synchronous_run_scores_nothing_again() -> None:
+    sides, recorded = Sides(2e-3), Recorded()
+    assert checks(sides, recorded).check_responses(3, GROUPS) == {}
+    assert (sides.num_scored, recorded.groups) == (0, GROUPS)

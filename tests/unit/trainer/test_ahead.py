@@ -1,0 +1,416 @@
+"""Rollouts that run ahead, in the loop, with engines of random speed in other threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_episodes import make_episode_rollout, make_segment
+from scripted_loop import (
+    CountingPrompts,
+    LabelRewarder,
+    Notebook,
+    RememberingPolicy,
+    ScriptedEngine,
+    ScriptedSync,
+    config,
+    make_prompt,
+    run,
+)
+
+from vlmrl.config.verbs import RlConfig
+from vlmrl.errors import ClusterError, DataError, SyncError
+from vlmrl.system import stops
+from vlmrl.system.stops import Stopped
+from vlmrl.trainer.ahead import Ahead
+from vlmrl.trainer.rollouts import InTurn
+from vlmrl.trainer.saved_groups import can_save, decode, encode
+from vlmrl.types import ChatMessage, Group, Metrics, Pixels, Prompt, Sampling, Score
+
+CORRECTED = {"advantage": {"is_correction_enable": True}}
+
+
+def ahead_config(queue: int = 1, *, partial: bool = False, **changes: object) -> RlConfig:
+    train = {"batch_size": 4, "async_enable": True, "async_queue_size": queue, "partial_rollout_enable": partial}
+    return config(**{"train": train, "algo": CORRECTED, "vllm": {"max_logprob_diff": 9.0}} | changes)
+
+
+class SlowEngine(ScriptedEngine):
+    """Each group takes up to a few ms, and comes from the weights that it began with. Groups end in any order."""
+
+    def __init__(self, *, seed: int = 0, longest_s: float = 0.005) -> None:
+        super().__init__()
+        self.random, self.longest_s = random.Random(seed), longest_s
+        self.submitted: list[int] = []
+        self.under_way: set[int] = set()
+        self.error: Exception | None = None
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+        (group,) = self.generate([prompt], sampling)
+        self.submitted.append(prompt.index)
+        self.under_way.add(prompt.index)
+
+        def result() -> Group:
+            self.under_way.remove(prompt.index)
+            if self.error is not None:
+                raise self.error
+            return group
+
+        timer = threading.Timer(self.random.uniform(0, self.longest_s), on_done, [result])
+        timer.daemon = True
+        timer.start()
+
+
+def make_ahead(
+    settings: RlConfig,
+    engine: SlowEngine,
+    notebook: Notebook,
+    *,
+    prompts: Any = None,
+    rewarder: LabelRewarder | None = None,
+    timeout_s: float = 10.0,
+) -> Ahead:
+    return Ahead(
+        settings,
+        prompts=prompts or CountingPrompts(),
+        engine=engine,
+        rewarder=rewarder or LabelRewarder(),
+        report=notebook,
+        timeout_s=timeout_s,
+    )
+
+
+def run_ahead(
+    settings: RlConfig,
+    engine: SlowEngine,
+    *,
+    steps: int,
+    rewarder: LabelRewarder | None = None,
+    policy: RememberingPolicy | None = None,
+    num_prompts: int = 1000,
+    timeout_s: float = 10.0,
+    prompts: Any = None,
+    **hooks: object,
+) -> tuple[Notebook, RememberingPolicy, list[list[Group]]]:
+    """Run the loop; return the report, the policy, and the groups that each step trained on."""
+    notebook, rewarder = Notebook(), rewarder or LabelRewarder()
+    policy = policy or RememberingPolicy(engine)
+    trained: list[list[Group]] = []
+
+    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+        trained.append(list(groups))
+        return {}
+
+    rollouts = make_ahead(settings, engine, notebook, prompts=prompts, rewarder=rewarder, timeout_s=timeout_s)
+    rollouts.begin(last_step=steps, num_prompts=num_prompts, version=0)
+    try:
+        run(
+            settings,
+            policy,
+            steps=steps,
+            rewarder=rewarder,
+            notebook=notebook,
+            rollouts=rollouts,
+            check_responses=keep,
+            **hooks,
+        )
+    finally:
+        rollouts.close()
+    return notebook, policy, trained
+
+
+def indices(trained: list[list[Group]]) -> list[list[int]]:
+    return [[group.prompt.index for group in groups] for groups in trained]
+
+
+def versions(trained: list[list[Group]]) -> list[list[int]]:
+    return [[v for group in groups for v in group.rollouts[0].versions] for groups in trained]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("queue", [1, 2, 3])
+def test_steps_train_on_the_prompts_of_a_synchronous_run_within_the_bound(queue: int, partial: bool) -> None:
+    engine = SlowEngine(seed=queue)
+    notebook, _, trained = run_ahead(ahead_config(queue, partial=partial), engine, steps=6)
+    assert indices(trained) == [[2 * step, 2 * step + 1] for step in range(6)]
+    assert engine.submitted == list(range(12)), "in order, each once, and none that no step takes"
+    for step, ages in enumerate(versions(trained)):
+        assert all(max(0, step - queue) <= version <= step for version in ages)
+    if not partial:
+        assert versions(trained) == [[max(0, step - queue)] * 2 for step in range(6)]
+    assert ("settle" in notebook.phases) is not partial
+    assert notebook.steps[1]["async/staleness_max"] == 0
+    assert notebook.steps[6]["async/staleness_max"] == max(6 - 1 - min(min(v) for v in versions(trained)[5:]), 0)
+
+
+def test_a_synchronous_run_and_one_ahead_report_the_same_rewards_and_lengths() -> None:
+    ahead, policy, _ = run_ahead(ahead_config(2), SlowEngine(), steps=3)
+    in_turn = run(config(algo=CORRECTED), other := RememberingPolicy(ScriptedEngine()), steps=3)
+    for step in (1, 2, 3):
+        shared = [name for name in in_turn.steps[step] if name.startswith(("reward/", "response/", "group/"))]
+        assert {name: ahead.steps[step][name] for name in shared} == {
+            name: in_turn.steps[step][name] for name in shared
+        }
+    for one, two in zip(policy.taught, other.taught, strict=True):
+        assert [list(row) for row in one.advantages] == [list(row) for row in two.advantages]
+
+
+class PickyRewarder(LabelRewarder):
+    """Every second prompt has responses of equal reward."""
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        return [[Score(0.0), Score(float(group.prompt.index % 2))] for group in groups]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_filtered_groups_are_replaced_in_order(partial: bool) -> None:
+    filtering = CORRECTED | {"dynamic_filtering_enable": True, "dynamic_filtering_max_draws": 4}
+    notebook, _, trained = run_ahead(
+        ahead_config(1, partial=partial, algo=filtering), SlowEngine(), steps=4, rewarder=PickyRewarder()
+    )
+    assert indices(trained) == [[1, 3], [5, 7], [9, 11], [13, 15]]
+    assert notebook.steps[2]["filter/groups_drawn"] == 4
+    if not partial:
+        # Step 1 reads 0 to 3, and each of the two that it filters admits one more at version 0: 4 and 5. The sync
+        # admits 6 and 7, step 2 8 and 9, and so on. Nothing is admitted for a step after the fourth.
+        assert versions(trained) == [[0, 0], [0, 1], [1, 2], [2, 3]]
+
+
+def test_scoring_begins_before_a_step_asks() -> None:
+    rewarder = LabelRewarder()
+    begun: list[int] = []
+
+    class Policy(RememberingPolicy):
+        def update(self, experience: Any, *, step: int) -> Metrics:
+            while len(rewarder.begun) < 2 * min(step + 1, 3):  # the next batch is scored during the update
+                pass
+            begun.append(step)
+            return super().update(experience, step=step)
+
+    engine = SlowEngine()
+    run_ahead(ahead_config(), engine, steps=3, rewarder=rewarder, policy=Policy(engine))
+    assert begun == [1, 2, 3]
+    assert sorted(rewarder.begun) == list(range(6))
+
+
+def test_without_partial_rollouts_nothing_is_under_way_during_a_sync() -> None:
+    engine = SlowEngine()
+
+    class Sync(ScriptedSync):
+        def sync(self, version: int) -> Metrics:
+            assert not engine.under_way
+            return super().sync(version)
+
+    run_ahead(ahead_config(2), engine, steps=5, weight_sync=Sync(engine))
+
+
+def test_an_engine_that_missed_more_syncs_than_the_queue_explains_stops_the_run() -> None:
+    class Lost(ScriptedSync):
+        def sync(self, version: int) -> Metrics:
+            return {}
+
+    engine = SlowEngine()
+    with pytest.raises(
+        SyncError, match=r"version 0, the trainer is at version 2, and train\.async_queue_size allows 1"
+    ):
+        run_ahead(ahead_config(1), engine, steps=4, weight_sync=Lost(engine))
+
+
+@pytest.mark.parametrize("where", ["engine", "data"])
+def test_an_error_in_the_thread_is_raised_in_the_loop(where: str) -> None:
+    class Bad(CountingPrompts):
+        def draw(self, count: int) -> tuple[list[Prompt], Metrics]:
+            if where == "data" and self.position >= 4:
+                raise DataError("no rows")
+            return super().draw(count)
+
+    engine = SlowEngine()
+    if where == "engine":
+        engine.error = ClusterError("vllm 0 died")
+    with pytest.raises((ClusterError, DataError), match="vllm 0 died" if where == "engine" else "no rows"):
+        run_ahead(ahead_config(), engine, steps=4, prompts=Bad())
+
+
+def test_an_engine_that_hangs_is_an_error() -> None:
+    with pytest.raises(ClusterError, match="no engine finished a response within 0 s"):
+        run_ahead(ahead_config(), SlowEngine(longest_s=60.0), steps=2, timeout_s=0.05)
+
+
+def test_a_run_that_was_asked_to_stop_does_not_wait_for_what_is_under_way() -> None:
+    class Slow(SlowEngine):
+        """Only the first step's groups end."""
+
+        def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+            self.longest_s = 0.001 if prompt.index < 2 else 300.0
+            super().submit(prompt, sampling, on_done)
+
+    class Stopping(RememberingPolicy):
+        def update(self, experience: Any, *, step: int) -> Metrics:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().update(experience, step=step)
+
+    engine, saved = Slow(), list[int]()
+    with pytest.raises(Stopped), stops.handle_signals(60.0), stops.only_in_waits():
+        run_ahead(
+            ahead_config(1), engine, steps=4, policy=Stopping(engine), save=lambda step, state: saved.append(step)
+        )
+    assert saved == [1], "the step whose update had begun is finished"
+    assert engine.under_way == {2, 3}
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("queue", [1, 2])
+@pytest.mark.parametrize("killed_after", [1, 2, 3, 4])
+def test_a_killed_run_trains_on_every_prompt_once_with_the_same_tokens(queue: int, killed_after: int) -> None:
+    settings = ahead_config(queue)
+    _, _, whole = run_ahead(settings, SlowEngine(), steps=6)
+    states: list[Any] = []
+    engine, notebook = SlowEngine(seed=1), Notebook()
+    first = make_ahead(settings, engine, notebook)
+    first.begin(last_step=6, num_prompts=1000, version=0)
+    broken: list[list[Group]] = []
+
+    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+        broken.append(list(groups))
+        return {}
+
+    run(
+        settings,
+        RememberingPolicy(engine),
+        steps=killed_after,
+        notebook=notebook,
+        rollouts=first,
+        check_responses=keep,
+        save=lambda step, state: states.append(json.dumps(first.state())),
+    )
+    first.close()
+    resumed_engine, prompts = SlowEngine(seed=2), CountingPrompts()
+    resumed_engine.version = killed_after
+    second = make_ahead(settings, resumed_engine, notebook, prompts=prompts)
+    second.load_state(json.loads(states[-1]))
+    assert second.state()["position"] == 2 * killed_after
+    second.begin(last_step=6, num_prompts=1000, version=killed_after)
+    run(
+        settings,
+        RememberingPolicy(resumed_engine),
+        steps=6,
+        first_step=killed_after + 1,
+        notebook=notebook,
+        rollouts=second,
+        check_responses=keep,
+    )
+    second.close()
+    assert indices(broken) == indices(whole)
+    assert versions(broken) == versions(whole)
+    saved = {int(position) for position in json.loads(states[-1])["ahead"]["groups"]}
+    again = [index for index in engine.submitted if index >= 2 * killed_after and index not in saved]
+    assert resumed_engine.submitted[: len(again)] == again, "those under way are played again, and first"
+    assert not saved & set(resumed_engine.submitted)
+
+
+def test_a_checkpoint_of_a_longer_queue_does_not_train_on_what_is_too_old() -> None:
+    engine = SlowEngine()
+    first = make_ahead(ahead_config(3), engine, Notebook())
+    first.begin(last_step=9, num_prompts=1000, version=0)
+    first.published(0)
+    first.take(2)
+    first.settle()
+    engine.version = 1
+    first.published(1)
+    first.settle()
+    state = json.loads(json.dumps(first.state()))
+    first.close()
+    assert sorted(map(int, state["ahead"]["groups"])) == list(range(2, 10))
+    engine = SlowEngine()
+    engine.version = 1
+    second = make_ahead(ahead_config(1), engine, Notebook())
+    second.load_state(state)
+    second.begin(last_step=9, num_prompts=1000, version=1)
+    second.published(1)
+    groups, _ = second.take(2)
+    assert [v for group in groups for v in group.rollouts[0].versions] == [0, 0]
+    second.settle()
+    # 4 and 5 are of the step after, which holds version 2: version 0 would be 2 behind.
+    assert engine.submitted == [4, 5]
+    assert sorted(map(int, second.state()["ahead"]["groups"])) == list(range(4, 10)), "others are kept until it is time"
+    second.close()
+
+
+def test_a_synchronous_run_resumes_from_a_checkpoint_of_one_ahead_and_the_other_way_round() -> None:
+    engine = SlowEngine()
+    first = make_ahead(ahead_config(1), engine, Notebook())
+    first.begin(last_step=9, num_prompts=1000, version=0)
+    first.published(0)
+    first.take(1)
+    state = first.state()
+    first.close()
+    prompts = CountingPrompts()
+    rewarder, notebook = LabelRewarder(), Notebook()
+    in_turn = InTurn(config(), prompts=prompts, engine=engine, rewarder=rewarder, report=notebook)
+    in_turn.load_state(state)
+    assert [group.prompt.index for group in in_turn.take(2)[0]] == [1, 2]
+    second = make_ahead(ahead_config(1), engine, Notebook())
+    second.load_state(in_turn.state())
+    second.begin(last_step=9, num_prompts=1000, version=0)
+    second.published(0)
+    assert [group.prompt.index for group in second.take(2)[0]] == [3, 4]
+    second.close()
+
+
+class Image:
+    """An image that only its hash describes."""
+
+    size = (28, 28)
+
+    def __init__(self, name: str) -> None:
+        self.hash = name
+
+    def fetch(self) -> Pixels:
+        raise AssertionError("pixels are not saved")
+
+
+def test_a_saved_group_is_the_same_to_the_bit() -> None:
+    row = replace(make_prompt(7), media=(Image("a"), Image("b")))
+    first = replace(row, text="look", tokens=np.arange(4), request=np.arange(3), media=(row.media[1],), is_chat=True)
+    first = replace(first, messages=(ChatMessage("user", ("look: ", row.media[1])),))
+    one = replace(make_segment([[1, 2], [3, 4], [5], [6]], [0.25, 0.5], version=3), media=(row.media[1],))
+    one = replace(one, logprobs=np.array([0, 0, -1 / 3, -np.pi, 0, -1e-20], dtype=np.float32))
+    group = Group(
+        first,
+        (
+            make_episode_rollout(one, make_segment([[9], [8]]), tool_calls=2, env_s=0.1, retried=("it hung",)),
+            make_episode_rollout(make_segment([[1, 2]]), stop="failed", failure="infrastructure", problem="lost"),
+        ),
+    )
+    assert can_save(group, row)
+    again = decode(json.loads(json.dumps(encode(group))), row)
+    assert again.prompt.text == "look"
+    assert again.prompt.is_chat
+    assert again.prompt.media == (row.media[1],)
+    assert again.prompt.messages == first.messages
+    assert again.prompt.index == 7
+    assert again.prompt.label == "right"
+    np.testing.assert_array_equal(again.prompt.request, np.arange(3))
+    for before, after in zip(group.rollouts, again.rollouts, strict=True):
+        assert (before.text, before.finish_reason, before.episode) == (after.text, after.finish_reason, after.episode)
+        for old, new in zip(before.segments, after.segments, strict=True):
+            for name in ("tokens", "sampled", "logprobs", "versions"):
+                np.testing.assert_array_equal(getattr(old, name), getattr(new, name))
+                assert getattr(old, name).dtype == getattr(new, name).dtype
+            assert (old.turns, old.media) == (new.turns, new.media)
+
+
+def test_images_of_an_environment_cannot_be_saved() -> None:
+    row = replace(make_prompt(7), media=(Image("a"),))
+    seen = make_segment([[1], [2], [3], [4]], media=(row.media[0], Image("of the environment")))
+    assert not can_save(Group(row, (make_episode_rollout(seen),)), row)
