@@ -80,6 +80,8 @@ class TextProcessor:
         literal: bool = False,
     ) -> str:
         messages = self.messages(question, num_images=num_images, columns=columns, literal=literal)
+        if literal:
+            messages = self.template.as_taken(messages)
         if columns.apply_chat_template:
             return self.template.prompt(messages, self._mark_all(list(tools)))
         if tools:

@@ -34,6 +34,7 @@ Reinforcement learning of language and vision-language models.
   bench agents   throughput of conversations with environments, and of the same tokens without them
   bench step     time, FLOPs and memory of an optimizer step in each layout
   bench logprobs time and memory of log-probs with and without [T, V] logits
+  serve          serve a model to agents, by OpenAI's chat completions
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
   merge          merge an adapter into its base, as a complete model
   doctor         report what this machine has, what works on it, and how to fix what does not;
@@ -62,7 +63,7 @@ _ELSEWHERE = {
     "dapo": f"{_RL_WITH} group_norm, --algo.dynamic_filtering_enable and --actor.eps_clip_low_high 0.2 0.28",
     **dict.fromkeys(("train_sft", "finetune", "fine-tune"), "vlmrl sft does it"),
     "evaluate": "vlmrl eval does it",
-    **dict.fromkeys(("serve", "serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
+    **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
     **dict.fromkeys(("env", "check", "self-test", "selftest"), "vlmrl doctor does it"),
 }
@@ -224,6 +225,17 @@ def _serve_rm(words: list[str]) -> int:
     return 0
 
 
+def _serve(words: list[str]) -> int:
+    from vlmrl.config.verbs import PolicyServeConfig
+
+    if (arguments := _parse(PolicyServeConfig, words)) is not None:
+        from vlmrl.commands.serve import serve
+
+        with scratch():
+            serve(arguments.config)
+    return 0
+
+
 _DOCTOR_HELP = """\
 usage: vlmrl doctor [--json]
        vlmrl doctor --self-test [--json]
@@ -283,6 +295,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft,
     "eval": _eval,
     "bench": _bench,
+    "serve": _serve,
     "serve-rm": _serve_rm,
     "merge": _merge,
     "doctor": _doctor,

@@ -117,7 +117,8 @@ class Processor(Protocol):
         """Render a question as the text that the model reads, with one placeholder per image.
 
         `tools` are functions in OpenAI's format, which the chat template shows or the system prompt has.
-        With `literal`, `<image>` is plain text, and image parts alone mark images.
+        With `literal`, `<image>` is plain text, image parts alone mark images, and messages may be a whole conversation
+        with results of tools, which are shown as by `bridge`.
 
         In a row with images, `<image>` in a string or a part `{"type": "image"}` marks the place of an image; without
         any mark, all images come first. For a model without images, and where `columns.image_key` is None, `<image>` is

@@ -88,10 +88,7 @@ _MAX_SEED = 2**62 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of the responses to a prompt.
-
-    Raises ConfigError for values that no engine can sample with.
-    """
+    """Sampling settings of the responses to a prompt. Raises ConfigError for values that no engine can sample with."""
 
     n: int
     """Responses per prompt."""
@@ -103,6 +100,8 @@ class Sampling:
     """Longest response, in tokens, the end token included."""
     seed: int
     """Seed of the run, or of one evaluation: requests with equal seed and equal prompt index draw equal noise."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response. The tokens up to the end of the text are sampled, and are part of the response."""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_new_tokens < 1:
@@ -178,8 +177,6 @@ StopReason = Literal["done", "context", "images", "turns", "raised", "failed"]
 """Why an episode ended: its environment was done; the feedback would have exceeded `agent.context_len` or
 `agent.max_images`; `agent.max_turns` were made; the environment raised; or it hung or died more often than
 `agent.max_retries`."""
-
-
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -218,6 +215,10 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     """Tool calls that could not be parsed, did not fit the schema, or raised."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Counts of the gateway: name of the metric behind `agent/gateway/` -> number."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers that the agent returned beside its reward."""
     retried: tuple[str, ...] = ()
     """Why it was played again, each time, in one line for users: the environment hung, died or could not begin."""
     timeouts: int = 0
@@ -235,8 +236,8 @@ class Rollout:
     """
 
     segments: tuple[Segment, ...]
-    """At least one. There are several where the chat template rewrote the history between turns: each begins with the
-    history as it was rewritten, and a token is sampled in exactly one of them."""
+    """At least one. There are several where the chat template rewrote the history between turns, or an agent of the
+    user's own held several conversations: each begins with its history, and a token is sampled in exactly one."""
     text: str
     """The last response of the policy, decoded without special tokens."""
     finish_reason: FinishReason

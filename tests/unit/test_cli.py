@@ -78,7 +78,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve-rm, merge, doctor\n"),
+        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve, serve-rm, merge, doctor\n"),
         (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
         (["grpo", *NEEDED], "vlmrl: no verb is called grpo here: vlmrl rl does it, with --algo.advantage.estimator gr"),
         (["ppo"], "vlmrl: no verb is called ppo here: vlmrl rl does it, with --algo.advantage.estimator gae\n"),

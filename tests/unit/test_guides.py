@@ -17,7 +17,7 @@ from vlmrl.config.verbs import RlConfig
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [
     folder
-    for pattern in ("[a-z]*/", "vlmrl/*/", "tests/*/")
+    for pattern in ("[a-z]*/", "vlmrl/*/", "vlmrl/agents/*/", "tests/*/")
     for folder in ROOT.glob(pattern)
     if not folder.is_symlink()
 ]

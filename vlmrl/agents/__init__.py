@@ -1,5 +1,5 @@
-"""Environments that users bring, and the conversations of a policy with them."""
+"""Environments and agents that users bring, and the conversations of a policy with them."""
 
-from vlmrl.agents.environment import Reply, tool
+from vlmrl.agents.environment import Reply, Task, tool
 
-__all__ = ["Reply", "tool"]
+__all__ = ["Reply", "Task", "tool"]

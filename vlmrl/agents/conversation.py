@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from vlmrl.config.data import Columns
 from vlmrl.data.conversations import with_media
 from vlmrl.errors import DataError, SyncError
 from vlmrl.plugins import Processor
-from vlmrl.types import Ints, Media, Prompt, Segment, Turn
+from vlmrl.types import Floats, Ints, Media, Prompt, Segment, Turn
 
 Parts = Sequence[str | Media]
 """Text and images, in order. `<image>` in text is plain text."""
@@ -102,6 +103,11 @@ class Conversation:
         return replace(self._prompt, tokens=draft.tokens, request=draft.request, media=draft.media)
 
     @property
+    def tokens(self) -> Ints:
+        """All tokens of the sequence that goes on."""
+        return self._drafts[-1].tokens
+
+    @property
     def last_response(self) -> Ints:
         """The sampled tokens of the last response, with its end token."""
         return self._responses[-1]
@@ -118,6 +124,13 @@ class Conversation:
         return len(self._drafts[-1].media)
 
     @property
+    def last_logprobs(self) -> Floats:
+        """The engine's log-probs of the last response."""
+        complete = self._drafts[-1].complete
+        assert complete is not None, "there is no response yet"
+        return complete.logprobs[complete.turns[-1].start :]
+
+    @property
     def num_turns(self) -> int:
         """Number of responses."""
         return len(self._responses)
@@ -129,6 +142,12 @@ class Conversation:
         if np.array_equal(before[:first], prompt.request):
             return prompt.text + self._text(before[first:]) + response
         return self._text(before) + response  # the chat template has rewritten the end of the prompt
+
+    def copy(self) -> Conversation:
+        """Return a conversation that goes on from here by itself."""
+        other = copy.copy(self)
+        other._drafts, other._responses, other._feedback = [*self._drafts], [*self._responses], [*self._feedback]
+        return other
 
     def add_response(self, response: Segment) -> None:
         """Append the engine's response to `next_prompt`: the segment of prompt and response that it returned.

@@ -30,7 +30,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from vlmrl.errors import ConfigError
@@ -50,6 +50,22 @@ class Reply:
     """The reward of that response."""
     done: bool = False
     """The episode ends here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An episode for an agent, `async def run(task)`: the policy is behind an OpenAI-compatible server."""
+
+    base_url: str
+    """For `openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)` and clients like it."""
+    api_key: str = field(repr=False)
+    """The episode's own. It is revoked when `run` ends."""
+    row: dict[str, Any] | None
+    """question, label, metadata and, if the row has images, images (PIL); None for the dataset `episodes`."""
+    seed: int
+    """Equal for all episodes of a group."""
+    model: str = "policy"
+    """The name of the model; any other does as well."""
 
 
 class Environment(Protocol):

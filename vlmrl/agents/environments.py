@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Self
 
 from vlmrl.agents.environment import ToolError, ToolSpec
-from vlmrl.agents.messages import MAX_PROBLEM_CHARS, Hello, Mode, Orders, Picture, Verb
-from vlmrl.agents.process import EnvironmentLost, EnvironmentRaised, Process, UnsendableError
+from vlmrl.agents.messages import Hello, Mode, Orders
+from vlmrl.agents.open_environment import Observation, OpenEnvironment, Outcome
+from vlmrl.agents.process import EnvironmentLost, EnvironmentRaised, Process
 from vlmrl.agents.spawner import Spawner
-from vlmrl.agents.worker import CLOSE_LIMIT_S, FLAG
+from vlmrl.agents.worker import FLAG
 from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.rewards.environment_variables import check_passed
-from vlmrl.system.plain_text import one_line
-from vlmrl.types import Pixels, Retry
+from vlmrl.types import Retry
 
 __all__ = [
     "EnvironmentLost",
@@ -35,6 +32,7 @@ __all__ = [
     "Environments",
     "Observation",
     "OpenEnvironment",
+    "Outcome",
     "ToolError",
     "ToolSpec",
 ]
@@ -47,28 +45,7 @@ NUM_ALONE = 64
 """Environments with a process to themselves, by default. Each is a fork, of some 10 MB."""
 _NUM_SHARED = 4
 """Processes that asynchronous environments share, by default."""
-CLOSE_CALL_LIMIT_S = CLOSE_LIMIT_S + 1.0
-"""Time limit of the call: that of `close` itself, and a second to answer."""
 _WAIT_LIMIT_S = 3600.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Observation:
-    """The reaction of an environment."""
-
-    parts: tuple[str | Pixels, ...]
-    """Text and images, in order. None after `reset`: the first message is the row's own prompt."""
-    reward: float = 0.0
-    done: bool = False
-
-    @property
-    def num_chars(self) -> int:
-        """Characters of its texts."""
-        return sum(len(part) for part in self.parts if isinstance(part, str))
-
-    @property
-    def num_images(self) -> int:
-        return sum(not isinstance(part, str) for part in self.parts)
 
 
 class Environments:
@@ -107,7 +84,7 @@ class Environments:
         """The user's file could be loaded: if it cannot be later, that is the infrastructure's doing."""
         self._starting = asyncio.Semaphore(MAX_STARTING)
         self._tools: tuple[ToolSpec, ...] = ()
-        self._is_async = False
+        self._is_async = self._is_agent = False
         self._episodes = itertools.count(1)
         self._num_alone, self._wait_limit_s = num_workers or NUM_ALONE, wait_limit_s
         self._slots = asyncio.Semaphore(self._num_alone)
@@ -133,10 +110,16 @@ class Environments:
             await self.close()
             raise
         self._tools = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in hello.tools)
-        self._is_async = hello.is_async
+        self._is_async, self._is_agent = hello.is_async, hello.is_agent
         process.is_shared = self._is_async
         (self._shared if self._is_async else self._idle).append(process)
         return self._tools
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the user's function is an agent, `async def run(task)`: episodes are `OpenEnvironment.run`. Known
+        after `start`."""
+        return self._is_agent
 
     @property
     def is_async(self) -> bool:
@@ -191,7 +174,7 @@ class Environments:
             self._slots.release()
             raise
         process.num_episodes += 1
-        return self._environment(process, self)
+        return self._environment(process, self._take_back)
 
     async def _wait_for_slot(self, source: str) -> None:
         """Wait until a process is free, which is as long as it takes while episodes end. Raises ClusterError."""
@@ -209,7 +192,7 @@ class Environments:
                     "room for more processes"
                 )
 
-    def _environment(self, process: Process, home: Environments | None) -> OpenEnvironment:
+    def _environment(self, process: Process, home: Callable[[Process], None] | None) -> OpenEnvironment:
         tools = tuple(tool.name for tool in self._tools)
         return OpenEnvironment(process, next(self._episodes), tools, self._step_limit_s, home)
 
@@ -258,94 +241,3 @@ class Environments:
         if self._spawner is None:
             self._spawner = Spawner(self._orders, pass_env=self._pass_env)
         return self._spawner
-
-
-class OpenEnvironment:
-    """One episode of an environment. Its calls are made one after the other."""
-
-    def __init__(
-        self, process: Process, episode: int, tools: Sequence[str], limit_s: float, home: Environments | None
-    ) -> None:
-        """`home` takes back the process, if it is lent to this episode alone."""
-        self._process, self._episode, self._tools, self._limit_s, self._home = process, episode, tools, limit_s, home
-        self._is_closed = False
-
-    async def reset(self, row: Mapping[str, Any] | None, seed: int, images: Sequence[Pixels] = ()) -> Observation:
-        """Make the environment and start its episode.
-
-        Args:
-            row: question, label and metadata; None if it has no question.
-            images: those of the row, RGB.
-
-        Raises:
-            EnvironmentRaised, EnvironmentLost
-            ConfigError: neither row nor environment has a first message.
-        """
-        pictures = [Picture(pixels.shape[1], pixels.shape[0], pixels.tobytes()) for pixels in images]
-        arguments = None if row is None else dict(row)
-        try:
-            observation = await self._call("reset", arguments=arguments, seed=seed, images=pictures)
-        except UnsendableError as error:
-            raise EnvironmentRaised(f"the row cannot be passed to reset: {error}", blame="infrastructure") from error
-        if not observation.parts and row is None:
-            raise ConfigError(
-                f"{FLAG}: reset returned None, for the row's own prompt, but the rows of this dataset have none: "
-                "return text or an image, or give a dataset with questions"
-            )
-        return observation
-
-    async def step(self, response: str) -> Observation:
-        """Pass a response of the policy to the environment. Raises EnvironmentRaised and EnvironmentLost."""
-        return await self._call("step", response.encode(errors="replace").decode())
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """Call a tool of the environment.
-
-        Raises:
-            ToolError: there is no such tool, the arguments do not fit, or it raised. The episode can go on.
-            EnvironmentRaised: it returned something unusable.
-            EnvironmentLost
-        """
-        if name not in self._tools:
-            raise ToolError(one_line(f"there is no tool {name}; there are: {', '.join(self._tools) or 'none'}"))
-        if not isinstance(arguments, Mapping):
-            raise ToolError(f"the arguments of {name} must be an object")
-        try:
-            return await self._call("tool", name, arguments=dict(arguments))
-        except UnsendableError as error:
-            raise ToolError(f"the arguments of {name} cannot be used: {error}") from error
-
-    async def close(self) -> None:
-        """Close the environment, and free its process. Raises nothing. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if self._process.is_usable:
-                with suppress(EnvironmentLost):
-                    await self._process.call("close", self._episode, CLOSE_CALL_LIMIT_S)
-        finally:
-            self._process.num_episodes -= 1
-            if self._home is not None:
-                self._home._take_back(self._process)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def _call(self, verb: Verb, text: str = "", **others: Any) -> Observation:
-        answer = await self._process.call(verb, self._episode, self._limit_s, text, **others)
-        problem = one_line(answer.problem, max_chars=MAX_PROBLEM_CHARS)
-        if answer.outcome == "tool_error" and verb == "tool":
-            raise ToolError(problem)
-        if answer.outcome != "observation":
-            raise EnvironmentRaised(problem, blame=answer.blame)
-        return Observation(
-            tuple(part if isinstance(part, str) else _pixels(part) for part in answer.parts), answer.reward, answer.done
-        )
-
-
-def _pixels(picture: Picture) -> Pixels:
-    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from vlmrl.agents.contents import Contents
 from vlmrl.agents.conversation import Conversation, Feedback, Message, first_prompt
+from vlmrl.agents.course import CUT_SHORT, Course, Sampler, failed_rollout, gather_episodes, row_of
 from vlmrl.agents.environment import ToolError, ToolSpec
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, Environments, Observation, OpenEnvironment
 from vlmrl.agents.tool_calls import ToolCall, ToolCallParser, as_function
@@ -27,84 +24,14 @@ from vlmrl.types import (
     Failure,
     Group,
     Media,
-    Pixels,
     Prompt,
     Rollout,
     Sampling,
-    Segment,
     StopReason,
 )
 
-_CUT_SHORT: frozenset[StopReason] = frozenset({"context", "images", "turns"})
-_MAX_SEED = 2**32
-"""Seeds of environments are below this, as NumPy wants them."""
 _UNPARSED = "unparsed0"
 """Stands for the id of a call that could not be parsed: Mistral's templates want one of nine characters."""
-
-
-class Sampler(Protocol):
-    """Samples responses to a prompt."""
-
-    async def __call__(self, prompt: Prompt, sampling: Sampling) -> Group: ...
-
-
-@dataclass
-class _Course:
-    """Counts of an episode."""
-
-    limit_s: float
-    """Seconds that the environment may take in an attempt."""
-    env_s: float = 0.0
-    """Seconds that it took, in all attempts."""
-    before_s: float = 0.0
-    """Seconds that it took in earlier attempts."""
-    tool_calls: int = 0
-    tool_errors: int = 0
-    retried: tuple[str, ...] = ()
-    timeouts: int = 0
-
-    async def call(self, reaction: Awaitable[Observation]) -> Observation:
-        """Wait for the environment."""
-        start = time.monotonic()
-        try:
-            return await reaction
-        finally:
-            self.env_s += time.monotonic() - start
-
-    def check_time(self) -> None:
-        """Check that there is time for another call: an episode that has ended counts, however long its last one took.
-
-        Raises EnvironmentLost when the calls have taken too long together.
-        """
-        if self.env_s - self.before_s > self.limit_s:
-            raise EnvironmentLost("timeout", f"its calls took over agent.episode_limit_s {self.limit_s:g} s together")
-
-    def retry(self, problem: str) -> None:
-        """Begin another attempt, because of a problem in this one."""
-        self.before_s, self.tool_calls, self.tool_errors = self.env_s, 0, 0
-        self.retried += (problem,)
-
-    def episode(
-        self,
-        stop: StopReason,
-        messages: Sequence[ChatMessage] = (),
-        *,
-        rendered: str = "",
-        failure: Failure | None = None,
-        problem: str | None = None,
-    ) -> Episode:
-        return Episode(
-            stop,
-            tuple(messages),
-            rendered,
-            env_s=self.env_s,
-            tool_calls=self.tool_calls,
-            tool_errors=self.tool_errors,
-            retried=self.retried,
-            timeouts=self.timeouts,
-            failure=failure,
-            problem=problem,
-        )
 
 
 class _Played(NamedTuple):
@@ -151,17 +78,12 @@ class Player:
                 image for a model that takes text only.
             ClusterError: no episode that plays has ended in the time that it may take, while this one waits.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._episode(prompt, sampling, i)) for i in range(sampling.n)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        played = [task.result() for task in tasks]
+        played = await gather_episodes([self._episode(prompt, sampling, i) for i in range(sampling.n)])
         first = _common_prompt([one.prompt for one in played if one.prompt is not None], prompt)
-        return Group(first, tuple(one.rollout or _failed(first, one.episode) for one in played))
+        return Group(first, tuple(one.rollout or failed_rollout(first, one.episode) for one in played))
 
     async def _episode(self, prompt: Prompt, sampling: Sampling, number: int) -> _Played:
-        course = _Course(self.settings.episode_limit_s)
+        course = Course(self.settings.episode_limit_s)
         first: Prompt | None = None
         for attempt in range(self.settings.max_retries + 1):
             try:
@@ -180,18 +102,12 @@ class Player:
         return _Played(first, None, course.episode("failed", failure="infrastructure", problem=problem))
 
     async def _first_prompt(
-        self, prompt: Prompt, sampling: Sampling, environment: OpenEnvironment, course: _Course
+        self, prompt: Prompt, sampling: Sampling, environment: OpenEnvironment, course: Course
     ) -> Prompt:
         """Reset the environment; return its first observation as a prompt, or the row's own prompt."""
-        row = None
-        if prompt.has_question:
-            row = {"question": prompt.question, "label": prompt.label, "metadata": dict(prompt.metadata)}
-        seed = sampling.request_seed(prompt.index) % _MAX_SEED
-        pixels: list[Pixels] = []
-        if prompt.media:
-            pixels = await asyncio.to_thread(lambda: [item.fetch() for item in prompt.media])
+        row = await row_of(prompt, sampling)
         try:
-            observation = await course.call(environment.reset(row, seed, pixels))
+            observation = await course.call(environment.reset(row.columns, row.seed, row.pixels))
             course.check_time()
             first = await self._to_prompt(observation, prompt) if observation.parts else prompt
         except (EnvironmentRaised, DataError) as error:
@@ -241,7 +157,7 @@ class _UnusableStartError(Exception):
 class _Play:
     """One attempt to play an episode."""
 
-    def __init__(self, player: Player, prompt: Prompt, environment: OpenEnvironment, course: _Course) -> None:
+    def __init__(self, player: Player, prompt: Prompt, environment: OpenEnvironment, course: Course) -> None:
         self._player, self._prompt, self._environment, self._course = player, prompt, environment, course
         self._settings = player.settings
         self._conversation = Conversation(prompt, player.processor, history=self._settings.history)
@@ -360,7 +276,7 @@ class _Play:
     ) -> _Played:
         rendered = self._conversation.rendered(response.text)
         episode = self._course.episode(stop, self._messages, rendered=rendered, failure=failure, problem=problem)
-        is_cut = stop in _CUT_SHORT or response.finish_reason == "length"
+        is_cut = stop in CUT_SHORT or response.finish_reason == "length"
         segments = self._conversation.segments(self._rewards)
         rollout = Rollout(segments, response.text, "length" if is_cut else "stop", episode)
         return _Played(self._prompt, rollout, episode)
@@ -383,17 +299,3 @@ def _common_prompt(prompts: Sequence[Prompt], row: Prompt) -> Prompt:
                 f"{'texts' if same_images else 'images'}: the first observation may depend on the row and the seed only"
             )
     return first
-
-
-def _failed(prompt: Prompt, episode: Episode) -> Rollout:
-    """Return the rollout of an episode that failed: the prompt, and no response."""
-    nothing = np.zeros(len(prompt.tokens))
-    segment = Segment(
-        prompt.tokens,
-        nothing.astype(np.bool_),
-        nothing.astype(np.float32),
-        np.full(len(prompt.tokens), -1),
-        (),
-        prompt.media,
-    )
-    return Rollout((segment,), "", "stop", episode)

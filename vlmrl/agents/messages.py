@@ -15,7 +15,7 @@ _MAX_BYTES = 2**31
 """Most bytes of a message to a process, which the run itself writes."""
 MAX_PROBLEM_CHARS = 500
 
-Verb = Literal["reset", "step", "tool", "close", "cancel"]
+Verb = Literal["reset", "step", "tool", "run", "close", "cancel"]
 Mode = Literal["unknown", "sync", "async"]
 """Whether environments have asynchronous methods. In the first process it is unknown."""
 Outcome = Literal["observation", "raised", "tool_error", "cancelled"]
@@ -37,12 +37,14 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     episode: int
     verb: Verb
     text: str = ""
-    """The response of `step`; the name of the tool."""
+    """The response of `step`; the name of the tool; the address of `run`'s policy."""
     arguments: dict[str, Any] | None = None
-    """Those of the tool; the row of `reset`."""
+    """Those of the tool; the row of `reset` and `run`."""
     seed: int = 0
     images: list[Picture] = []
     """Images of the row."""
+    key: str = ""
+    """The key of `run`'s policy."""
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
@@ -57,6 +59,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
     """Why there is no observation, in one line."""
     blame: Failure = "response"
     """The cause of `raised`."""
+    numbers: dict[str, float] = {}
+    """Those that `run` returned beside its reward."""
 
 
 class Tool(msgspec.Struct, array_like=True, frozen=True):
@@ -72,6 +76,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
 
     tools: list[Tool] = []
     is_async: bool = False
+    is_agent: bool = False
+    """The user's function is an agent, `async def run(task)`, which makes no environments."""
     problem: str = ""
     """Why the environments cannot be used, in one line; empty if they can."""
 

@@ -21,6 +21,8 @@ from vlmrl.rewards.bounds import problem_of_reward
 MAX_PARTS = 256
 MAX_CHARS = 1_000_000
 """Most texts and images of an observation, and most characters of its texts."""
+_MAX_NAME_CHARS = 200
+"""Most characters of the name of a number that `run` returned."""
 
 
 class UnusableError(Exception):
@@ -54,6 +56,18 @@ def of_tool(number: int, name: str, returned: Any, limits: ImageLimits) -> Answe
                 f"{name} returned {_describe(returned)} where text, images or JSON are expected: {error}"
             ) from error
     return Answer(number, "observation", _parts(returned, name, limits))
+
+
+def of_run(number: int, returned: Any) -> Answer:
+    """Convert the reward that `run` returned, and the other numbers of a dict. Raises UnusableError."""
+    if not isinstance(returned, dict):
+        return Answer(number, "observation", [], 0.0 if returned is None else _reward(returned, "run"), done=True)
+    are_names = all(isinstance(name, str) and len(name) <= _MAX_NAME_CHARS for name in returned)
+    if "total" not in returned or len(returned) > MAX_PARTS or not are_names:
+        raise UnusableError("run returned a dict, which needs a number named total, and names that are short texts")
+    numbers = {name: _reward(value, "run") for name, value in returned.items()}
+    reward = numbers.pop("total")
+    return Answer(number, "observation", [], reward, done=True, numbers=numbers)
 
 
 def _of_reply(number: int, reply: Reply, method: str, limits: ImageLimits) -> Answer:

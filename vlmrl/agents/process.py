@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -58,6 +60,19 @@ class UnsendableError(Exception):
     """A value that the messages between processes cannot hold."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """A call in progress, and its time limit."""
+
+    number: int
+    episode: int
+    verb: Verb
+    limit_s: float
+    start: float
+    paused_s: Callable[[], float]
+    timer: asyncio.TimerHandle = field(init=False)
+
+
 class Process:
     """A process of environments, and the calls that wait for it."""
 
@@ -97,8 +112,17 @@ class Process:
             self.is_usable, self._reason = False, reason
             self._spawner.kill(self._number)
 
-    async def call(self, verb: Verb, episode: int, limit_s: float, text: str = "", **others: Any) -> Answer:
-        """Make a call.
+    async def call(
+        self,
+        verb: Verb,
+        episode: int,
+        limit_s: float,
+        text: str = "",
+        *,
+        paused_s: Callable[[], float] = lambda: 0.0,
+        **others: Any,
+    ) -> Answer:
+        """Make a call. `paused_s` returns the seconds so far that do not count for its limit.
 
         Raises:
             EnvironmentLost: it took too long, or the process ended.
@@ -113,18 +137,23 @@ class Process:
             raise UnsendableError(one_line(error, max_chars=MAX_PROBLEM_CHARS)) from error
         answer = self._pending[number] = self._loop.create_future()
         self._stream.transport.write(message)
-        timer = self._loop.call_later(limit_s, self._expire, number, episode, verb, limit_s)
+        call = _Call(number, episode, verb, limit_s, self._loop.time(), paused_s)
+        call.timer = self._loop.call_later(limit_s, self._expire, call)
         try:
             return await answer
         except asyncio.CancelledError:
             self._abandon(number, episode)
             raise
         finally:
-            timer.cancel()
+            call.timer.cancel()
             self._pending.pop(number, None)
 
-    def _expire(self, number: int, episode: int, verb: Verb, limit_s: float) -> None:
-        task = self._loop.create_task(self._end_call(number, episode, verb, limit_s))
+    def _expire(self, call: _Call) -> None:
+        remaining_s = call.start + call.limit_s + call.paused_s() - self._loop.time()
+        if remaining_s > 0:
+            call.timer = self._loop.call_later(remaining_s, self._expire, call)
+            return
+        task = self._loop.create_task(self._end_call(call.number, call.episode, call.verb, call.limit_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -183,10 +212,10 @@ class Process:
 
 def _is_sound(answer: Answer, orders: Orders) -> bool:
     pictures = [part for part in answer.parts if isinstance(part, Picture)]
-    texts = [answer.problem, *(part for part in answer.parts if isinstance(part, str))]
+    texts = [answer.problem, *answer.numbers, *(part for part in answer.parts if isinstance(part, str))]
     return (
-        problem_of_reward(answer.reward) is None
-        and len(answer.parts) <= MAX_PARTS
+        all(problem_of_reward(number) is None for number in (answer.reward, *answer.numbers.values()))
+        and len(answer.parts) + len(answer.numbers) <= MAX_PARTS
         and sum(map(len, texts)) <= MAX_CHARS
         and all(min(p.width, p.height) > 0 and len(p.rgb) == 3 * p.width * p.height for p in pictures)
         and all(p.width * p.height <= orders.image_pixels for p in pictures)

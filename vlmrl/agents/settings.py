@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmrl.config.agent import Agent
 from vlmrl.config.data import Columns
+from vlmrl.config.gateway import Gateway
 from vlmrl.errors import ConfigError
 from vlmrl.rollout.settings import EngineSettings
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 def attempt_limit_s(agent: Agent) -> float:
     """Return the seconds that an environment may take to play an episode once, from the start of its process to
     `close`."""
-    from vlmrl.agents.environments import CLOSE_CALL_LIMIT_S, START_LIMIT_S
+    from vlmrl.agents.environments import START_LIMIT_S
+    from vlmrl.agents.open_environment import CLOSE_CALL_LIMIT_S
 
     # The call in which the limit of the episode is reached may come to its own end.
     return START_LIMIT_S + agent.episode_limit_s + agent.step_limit_s + CLOSE_CALL_LIMIT_S
@@ -91,6 +93,8 @@ class AgentEngineSettings:
     environments: EnvironmentSettings
     share: Callable[[InlineMedia], Media]
     """Stores an image of an environment, and returns the handle that the trainer reads."""
+    gateway: Gateway = field(default_factory=Gateway)
+    """The server through which an agent of the user's own reaches the policy."""
 
     def build(self) -> AgentEngine:
         from vlmrl.agents.engine import AgentEngine

@@ -79,7 +79,7 @@ class ToolCallParser:
 
     def parse(self, response: Ints, *, prompt: Ints) -> ToolCalls:
         """Return the tool calls of a response [T] to a prompt [T']. Calls in its thinking do not count."""
-        text = self._text(response)
+        text = self.text(response)
         if _END_OF_THINKING not in text and (text.lstrip().startswith(_THINKING) or self._begins_thinking(prompt)):
             return ToolCalls()
         text = text.rpartition(_END_OF_THINKING)[2]
@@ -101,7 +101,17 @@ class ToolCallParser:
             calls.append(ToolCall(name, parsed, call_id if call_id and call_id in text else _call_id(text, i)))
         return ToolCalls(tuple(calls))
 
-    def _text(self, response: Ints) -> str:
+    def text_before(self, response: Ints) -> str:
+        """Return the text of a response before its first tool call, without control tokens."""
+        text = self.text(response)
+        thinking, end, rest = text.rpartition(_END_OF_THINKING)
+        mark = _MARKS.search(rest)
+        before = thinking + end + (rest[: mark.start()] if mark else rest)
+        for token in self.processor.tokenizer.all_special_tokens:
+            before = before.replace(str(token), "")
+        return before.strip()
+
+    def text(self, response: Ints) -> str:
         """Decode a response with its control tokens, some of which mark calls, but without its end token."""
         tokens = [int(token) for token in response]
         if tokens and tokens[-1] in self.processor.eos_token_ids:

@@ -12,13 +12,13 @@ import inspect
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vlmrl.agents import observations
-from vlmrl.agents.environment import Environment, ToolError, call_tool, tools_of
+from vlmrl.agents.environment import Environment, Task, ToolError, call_tool, tools_of
 from vlmrl.agents.messages import (
     MAX_PROBLEM_CHARS,
     Answer,
@@ -37,7 +37,7 @@ from vlmrl.data.media import ImageLimits
 from vlmrl.errors import ConfigError
 from vlmrl.rewards.failures import failure_of
 from vlmrl.system.plain_text import one_line
-from vlmrl.system.user_function import declared, load_function, message_of, parameters_of, reason
+from vlmrl.system.user_function import declared, load_function, message_of, name_of, parameters_of, reason
 
 FLAG = "train.agent_func_path"
 CLOSE_LIMIT_S = 5.0
@@ -73,17 +73,22 @@ class _Environments:
 
     def __init__(self, orders: Orders) -> None:
         """Load the user's file. Raises ConfigError."""
-        self._make: Callable[[], Environment] = load_function(orders.spec, FLAG)
-        declared(self._make, (), flag=FLAG)
+        self._make: Callable[..., Any] = load_function(orders.spec, FLAG, default=("make", "run"))
+        self.is_agent = inspect.iscoroutinefunction(self._make)
+        if self.is_agent:
+            _check_agent(self._make)
+            _reach_loopback(os.environ)
+        else:
+            declared(self._make, (), flag=FLAG)
         self._spec, self._file = orders.spec, _file(orders)
         self._limits = ImageLimits(0, orders.image_pixels, orders.total_pixels)
         self._open: dict[int, Environment] = {}
 
     def describe(self) -> Hello:
-        """Make an environment, check its methods, and close it."""
-        environment = self._make()
-        if inspect.isawaitable(environment):
-            raise ConfigError(f"{FLAG}: {self._spec} is async; write def, and begin what takes time in reset")
+        """Make an environment, check its methods, and close it; an agent makes none."""
+        if self.is_agent:
+            return Hello(is_async=True, is_agent=True)
+        environment: Environment = self._make()
         kind = type(environment).__name__
         step = getattr(environment, "step", None)
         if not callable(step):
@@ -109,16 +114,16 @@ class _Environments:
 
     def call(self, request: Request) -> Any:
         """Call the environment's method and return what it returns, or a coroutine."""
+        if request.verb == "run":
+            return self._make(Task(request.text, request.key, _row(request), request.seed))
         if request.verb == "reset":
             environment = self._open[request.episode] = self._make()
             reset = getattr(environment, "reset", None)
             if reset is None:
                 return None
             names = declared(reset, _OFFERED, flag=FLAG)
-            row = request.arguments
-            if row is not None and request.images:
-                row = row | {"images": [_open(picture) for picture in request.images]}
-            return reset(**{name: value for name, value in (("row", row), ("seed", request.seed)) if name in names})
+            offered = (("row", _row(request)), ("seed", request.seed))
+            return reset(**{name: value for name, value in offered if name in names})
         environment = self._open[request.episode]
         if request.verb == "step":
             return environment.step(request.text)
@@ -130,6 +135,8 @@ class _Environments:
 
     def answer(self, request: Request, returned: Any) -> Answer:
         """Convert what the environment returned. Raises UnusableError."""
+        if request.verb == "run":
+            return observations.of_run(request.number, returned)
         if request.verb == "reset":
             return observations.of_reset(request.number, returned, self._limits)
         if request.verb == "step":
@@ -150,6 +157,31 @@ class _Environments:
             return Answer(request.number, "raised", problem=reason(error, file=self._file), blame=failure_of(error))
         except Exception:  # attributes of a user's exception may raise, and the working directory may be gone
             return Answer(request.number, "raised", problem=message_of(error))
+
+
+def _check_agent(run: Callable[..., Any]) -> None:
+    """Raise ConfigError unless an agent takes a task, and nothing else that is required."""
+    parameters = parameters_of(run, flag=FLAG)
+    num_required = len(parameters.positional_only) + len(parameters.required)
+    if num_required > 1 or not (num_required or parameters.names):
+        raise ConfigError(
+            f"{FLAG}: {name_of(run)} is async, so it is an agent: async def run(task); what makes environments is a "
+            "plain function"
+        )
+
+
+def _reach_loopback(environment: MutableMapping[str, str]) -> None:
+    """Have HTTP clients reach the gateway directly where the machine has a proxy."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in environment.get(name, "").split(",") if host]
+        environment[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost", "::1"]))
+
+
+def _row(request: Request) -> dict[str, Any] | None:
+    row = request.arguments
+    if row is None or not request.images:
+        return row
+    return row | {"images": [_open(picture) for picture in request.images]}
 
 
 def _serve(connection: socket.socket, environments: _Environments) -> None:

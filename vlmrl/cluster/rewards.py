@@ -200,7 +200,8 @@ def _with_turns(score: Score, rollout: Rollout) -> Score:
     if rollout.episode is None or not score.has_reward:
         return score
     rewards = tuple(turn.reward for turn in rollout.turns)
-    return replace(score, parts={**score.parts, ENVIRONMENT: sum(rewards)}, turn_rewards=rewards)
+    parts = {**score.parts, **rollout.episode.parts, ENVIRONMENT: sum(rewards)}
+    return replace(score, parts=parts, turn_rewards=rewards)
 
 
 def _with_lowest(scores: list[Score], *, of_all: Sequence[Score]) -> list[Score]:

@@ -67,7 +67,7 @@ def engine_builder(config: RlConfig | EvalConfig, adapter: AdapterPlan | None = 
     settings, environments = engine_settings(config, adapter), environment_settings(config)
     if environments is None:
         return settings.build
-    return AgentEngineSettings(engine=settings, environments=environments, share=put).build
+    return AgentEngineSettings(engine=settings, environments=environments, share=put, gateway=config.gateway).build
 
 
 def generation_limit_s(config: RlConfig | EvalConfig) -> float:

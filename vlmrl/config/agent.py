@@ -22,7 +22,7 @@ class Agent(Section):
     step_limit_s: PositiveFloat = 60.0
     """Time limit of one call of the environment: its `reset`, a `step`, or a tool."""
     episode_limit_s: PositiveFloat = 600.0
-    """Time limit of all calls of an episode together. The time of the engines does not count."""
+    """Time limit of all calls of an episode together, or of the `run` of an agent; without the time of the engines."""
     max_retries: Annotated[int, Field(ge=0)] = 2
     """How many times an episode is played again whose environment hung or died; after that it has failed, and is left
     out of the loss."""

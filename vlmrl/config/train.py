@@ -40,8 +40,9 @@ class AgentLoop(Loop):
     """The loop of verbs that sample responses."""
 
     agent_func_path: Text | None = None
-    """Your environment: `path/to/file.py:make`, a function that makes one per episode; a file alone means its function
-    `make`. Each response is then a conversation with it, see `agent.*`. None: a response is one turn."""
+    """Your environment: `path/to/file.py:make`, a function that makes one per episode; or your agent, `async def
+    run(task)`, which reaches the policy through an OpenAI-compatible server (`gateway.*`). A file alone means its
+    function `make`, or else `run`. Each response is then a conversation (`agent.*`). None: a response is one turn."""
 
     @field_validator("agent_func_path")
     @classmethod

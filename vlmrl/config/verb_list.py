@@ -2,9 +2,9 @@
 
 from vlmrl.config.bench_verbs import AgentsBench, LogprobsBench, RolloutBench, StepBench, SyncBench
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, MergeConfig, RlConfig, ServeConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig, SftConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
-    *(RlConfig, SftConfig, EvalConfig, MergeConfig, ServeConfig),
+    *(RlConfig, SftConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
     *(SyncBench, RolloutBench, AgentsBench, StepBench, LogprobsBench),
 )

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, reward, roles, rollout, train, vision
+from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, gateway, reward, roles, rollout, train, vision
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -14,6 +14,7 @@ from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
 from vlmrl.config.data import Columns, Data
 from vlmrl.config.ds import Ds
+from vlmrl.config.gateway import Gateway
 from vlmrl.config.lora import ADAPTER_RATE
 from vlmrl.config.merge import Merge
 from vlmrl.config.names import all_but, is_given
@@ -95,6 +96,7 @@ class AgentConfig(VerbConfig):
     reward: Scoring
     rollout: Rollout
     agent: Agent
+    gateway: Gateway
 
     @property
     def has_agent(self) -> bool:
@@ -132,6 +134,7 @@ class RlConfig(TrainingConfig, AgentConfig):
 
     actor: Actor
     agent: Agent = Agent()
+    gateway: Gateway = Gateway()
     critic: Critic = Critic()
     ref: Ref = Ref()
     reward: Reward = Reward()
@@ -146,6 +149,7 @@ class RlConfig(TrainingConfig, AgentConfig):
         return (
             super().unread()
             | agent.unread_of_agent(has_agent=self.has_agent)
+            | gateway.unread_of_gateway(has_agent=self.has_agent)
             | algo.unread_of_loss(self.actor)
             | algo.unread_of_advantage(self.algo.advantage)
             | algo.unread_of_filtering(self.algo)
@@ -287,6 +291,7 @@ class EvalConfig(AgentConfig):
 
     actor: Model
     agent: Agent = Agent()
+    gateway: Gateway = Gateway()
     eval: EvalOnly
     data: Columns = Columns()
     reward: Scoring = Scoring()
@@ -299,6 +304,7 @@ class EvalConfig(AgentConfig):
     def unread(self) -> Unread:
         return (
             agent.unread_of_agent(has_agent=self.has_agent)
+            | gateway.unread_of_gateway(has_agent=self.has_agent)
             | data.unread_of_columns(self.data)
             | reward.unread_of_sources(self.reward)
         )
@@ -308,6 +314,44 @@ class EvalConfig(AgentConfig):
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
             *rollout.conflicts_of_eval(self.eval),
         ]
+
+
+class PolicyServeConfig(VerbConfig):
+    """Serve a model as the gateway of a run serves its policy: OpenAI's chat completions, with exact tokens."""
+
+    verb: ClassVar[str] = "serve"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *CHECKPOINT)
+        | all_but(Agent, "agent", "context_len", "max_images", "tool_format")
+        | all_but(
+            *(Columns, "data", "system_prompt", "min_pixels", "max_pixels"),
+            *("max_image_pixels", "max_row_pixels", "max_image_mib"),
+        )
+        | all_but(Rollout, "rollout", "max_new_tokens", "temperature", "top_p")
+        | frozenset(
+            f"vllm.{name}" for name in (*SYNC, *WITH_TRAINER, "qlora_base", "num_engines", "generate_timeout_s")
+        )
+        | all_but(Loop, "train", "seed")
+        | all_but(Ds, "ds", "param_dtype")
+    )
+
+    actor: Model
+    agent: Agent = Agent()
+    gateway: Gateway = Gateway()
+    data: Columns = Columns()
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+
+    def conflicts(self) -> list[str]:
+        if self.rollout.max_new_tokens < self.agent.context_len:
+            return []
+        conflict = (
+            f"agent.context_len {self.agent.context_len} leaves no room for a prompt before a response of "
+            f"rollout.max_new_tokens {self.rollout.max_new_tokens}: raise it, or lower the other"
+        )
+        return [conflict]
 
 
 class ServeConfig(VerbConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from vlmrl.errors import ConfigError, DataError
@@ -49,6 +50,7 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """Qwen's system prompt for tools, in Hermes' format (github.com/NousResearch/Hermes-Function-Calling)."""
+_CALL = "<tool_call>\n{}\n</tool_call>"
 _ONLY_IMAGES = "(see the image below)"
 """Text of a tool's result that is an image, where the template takes images in user messages only."""
 
@@ -99,6 +101,26 @@ class ChatTemplate:
         if not text.startswith(question):
             raise DataError("the model's chat template changes the first prompt when the conversation goes on")
         return text.removeprefix(question)
+
+    def as_taken(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a conversation in the form that the template takes, as `after_response` does.
+
+        Tool calls of assistant messages become text where the template shows no tools.
+        """
+        taken: list[Message] = []
+        for is_feedback, run in groupby(messages, key=lambda message: message["role"] in ("user", "tool")):
+            members = list(run)
+            taken += self._adapted(members) if is_feedback else [self._with_calls(message) for message in members]
+        return taken
+
+    def _with_calls(self, message: Message) -> Message:
+        if not message.get("tool_calls") or self.report.shows_tools:
+            return message
+        others = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = [_CALL.format(json.dumps(call["function"], ensure_ascii=False)) for call in message["tool_calls"]]
+        texts = [part for part in message["content"] if part["type"] == "text" and part["text"]]
+        text = "\n".join([*(part["text"] for part in texts), *calls])
+        return others | {"content": [{"type": "text", "text": text}]}
 
     @cached_property
     def beginning(self) -> str:

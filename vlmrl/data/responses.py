@@ -70,13 +70,21 @@ def to_samples(groups: Sequence[Group]) -> list[Sample]:
                     source=group.prompt.source,
                     response=num_responses,
                     response_tokens=rollout.num_sampled,
-                    shares_prompt=place == 0,
-                    num_prompt_images=len(group.prompt.media) if place == 0 else None,
+                    shares_prompt=shares_prompt,
+                    num_prompt_images=len(group.prompt.media) if shares_prompt else None,
                 )
                 for place, segment in enumerate(rollout.segments)
+                for shares_prompt in [place == 0 and _begins_with(segment, group.prompt)]
             ]
             num_responses += 1
     return samples
+
+
+def _begins_with(segment: Segment, prompt: Prompt) -> bool:
+    """Whether a segment begins with a prompt; agents of users' own need not begin all episodes of a group alike."""
+    media = segment.media[: len(prompt.media)]
+    has_images = [item.hash for item in media] == [item.hash for item in prompt.media]
+    return has_images and np.array_equal(segment.tokens[: len(prompt.tokens)], prompt.tokens)
 
 
 class EndToEnd:

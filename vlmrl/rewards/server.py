@@ -273,15 +273,15 @@ def _end_now() -> None:
 
 def check_token(host: str, token: str | None) -> None:
     """Raise ConfigError for a server that other machines could reach without a token."""
-    if not token and not _is_loopback(host):
+    if not token and not is_loopback(host):
         raise ConfigError(
             f"serve.host {host} is open to other machines: set the environment variable {TOKEN} to a secret of your "
             "choice, here and where vlmrl rl runs, or leave serve.host at 127.0.0.1"
         )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket at this address. It refuses clients until `run` serves them.
+def listen(host: str, port: int, *, section: str = "serve") -> socket.socket:
+    """Return a socket at this address. It refuses clients until it is served. `section` has the address's settings.
 
     Raises ConfigError when the address is not this machine's or the port is taken.
     """
@@ -292,10 +292,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((address[0], port, *address[2:]))
         return listener
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"serve.host {host}, serve.port {port}: cannot listen there: {error}") from error
+        raise ConfigError(f"{section}.host {host}, {section}.port {port}: cannot listen there: {error}") from error
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

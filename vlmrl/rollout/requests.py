@@ -74,7 +74,7 @@ def sampling_parameters(
         "logit_bias": dict.fromkeys(banned_tokens, -100.0) or None,
         "logprobs": 0,
         "detokenize": False,
-    }
+    } | ({"stop": list(sampling.stop), "detokenize": True} if sampling.stop else {})
 
 
 def as_prompt(prompt: Prompt, segment: Segment, request: Ints) -> Prompt:

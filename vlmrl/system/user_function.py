@@ -91,8 +91,9 @@ def name_or_function(setting: str, flag: str) -> str | Callable[..., Any]:
     return _loaded_once(setting, flag) if ".py:" in setting else setting
 
 
-def load_function(spec: str, flag: str) -> Callable[..., Any]:
-    """Load the function that `path/to/file.py:name` names. `flag` is its setting, for messages.
+def load_function(spec: str, flag: str, *, default: tuple[str, str] | None = None) -> Callable[..., Any]:
+    """Load the function that `path/to/file.py:name` names. `flag` is its setting, for messages. With `default`, a file
+    without the first of these two names may have the second.
 
     Raises ConfigError when the file does not exist, does not import, or has no function of that name.
     """
@@ -104,6 +105,8 @@ def load_function(spec: str, flag: str) -> Callable[..., Any]:
         raise ConfigError(f"{flag}: there is no file {file}")
     module = _import_file(path, flag)
     function = getattr(module, name, None)
+    if function is None and default is not None and name == default[0]:
+        function = getattr(module, default[1], None)
     if not callable(function):
         functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
         raise ConfigError(f"{flag}: {file} has no function {name}; it has: {', '.join(functions) or 'none'}")

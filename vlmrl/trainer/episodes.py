@@ -33,7 +33,16 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "agent/failed": float(stops["failed"]),
         "time/env_s": float(max(seconds)),
         **{f"agent/stop/{reason}": stops[reason] / len(episodes) for reason in get_args(StopReason)},
+        **{f"agent/gateway/{name}": float(count) for name, count in sorted(_counts(episodes).items())},
     }
+
+
+def _counts(episodes: Sequence[Episode]) -> Counter[str]:
+    """Sums of the gateway's counts."""
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    return counts
 
 
 def responses_of(groups: Sequence[Group]) -> list[Rollout]:

@@ -248,7 +248,7 @@ async def test_a_cancelled_call_frees_the_slot_with_a_new_process(user_file: Pat
 
 
 async def test_a_close_that_hangs_is_killed(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmrl.agents.environments.CLOSE_CALL_LIMIT_S", 0.3)
+    monkeypatch.setattr("vlmrl.agents.open_environment.CLOSE_CALL_LIMIT_S", 0.3)
     async with environments(user_file, "Sync") as made:
         assert (await play(await made.open(), ["close hangs"]))[-1] == "you said close hangs"
         assert await play(await made.open(), ["x"]) == ["seed 7", "you said x"]

@@ -71,7 +71,7 @@ async def test_secrets_are_hidden_except_those_that_are_passed(
         ("Undocumented", "tool grow needs a docstring"),
         ("broken", "cannot be used: ValueError: no licence"),
         ("leaves", "exit code 5"),
-        ("later", "is async; write def"),
+        ("later", "is async, so it is an agent"),
     ],
 )
 async def test_environments_that_cannot_be_used_are_refused_at_the_start(

@@ -53,6 +53,19 @@ def test_calls_have_name_arguments_and_equal_ids_in_equal_runs(qwen: Processor, 
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
+def test_the_text_before_the_calls_has_no_control_tokens(qwen: Processor, hermes: TextParser) -> None:
+    parser = ToolCallParser(qwen, hermes, "hermes")
+    end = qwen.eos_token_ids[0]
+    for text, before in (
+        (f"I look.\n{CALL}\n{CALL}", "I look."),
+        (f"<think>\n{CALL}?\n</think>\n\nYes. {CALL}", f"<think>\n{CALL}?\n</think>\n\nYes."),
+        (CALL, ""),
+        ("No call. ", "No call."),
+    ):
+        tokens = qwen.tokenizer(text, add_special_tokens=False).input_ids
+        assert parser.text_before(np.array([*tokens, end], dtype=np.int64)) == before
+
+
 def test_the_tokens_stay_as_they_are(qwen: Processor, hermes: TextParser) -> None:
     tokens = np.array([*b'<tool_call>{"name"', qwen.eos_token_ids[0]], dtype=np.int64)
     before = tokens.copy()

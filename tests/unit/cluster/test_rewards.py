@@ -223,6 +223,13 @@ def test_rewards_of_turns_are_added_to_those_of_the_sources() -> None:
     assert (failed.failure, failed.has_reward, alone.failure) == ("infrastructure", False, "infrastructure")
 
 
+def test_numbers_of_an_agent_are_parts_that_do_not_count() -> None:
+    rollout = make_episode_rollout(make_segment([[0, 1], [7]], [0.5]), parts={"tests_passed": 3.0})
+    ((score,),) = RewardSources(None, []).score([Group(make_prompt(0), (rollout,))])
+    assert (score.total, score.turn_rewards) == (0.0, (0.5,))
+    assert score.parts == {"tests_passed": 3.0, "environment": 0.5}
+
+
 def test_a_conversation_that_raised_is_lowered_at_its_last_turn() -> None:
     functions = RecordingFunctions([[Score(-10.0)]])
     steps = {0: np.array([0, 0, 0.25, 0], np.float32), 1: np.zeros(4, np.float32)}

@@ -91,6 +91,18 @@ def test_images_of_the_prompt_are_those_of_its_group() -> None:
     assert later.prompt_media == ()
 
 
+def test_a_response_with_another_beginning_shares_no_prompt() -> None:
+    dot, line = Blank("dot", (28, 28)), Blank("line", (28, 28))
+    prompt = replace(make_prompt(0), media=(dot,))
+    segments = (
+        make_segment([prompt.tokens.tolist(), [7]], media=(dot,)),
+        make_segment([[9, 9, 9], [7]], media=(dot,)),
+        make_segment([prompt.tokens.tolist(), [7]], media=(line,)),
+    )
+    samples = to_samples([Group(prompt, tuple(make_episode_rollout(segment) for segment in segments))])
+    assert [sample.shares_prompt for sample in samples] == [True, False, False]
+
+
 def test_rows_of_segments_lie_end_to_end_and_come_back() -> None:
     samples = to_samples(conversations())
     rows = [np.arange(len(sample.tokens)) + 100 * i for i, sample in enumerate(samples)]

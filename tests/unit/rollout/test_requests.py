@@ -91,6 +91,12 @@ def test_sampling_settings_get_vllms_names() -> None:
     assert requests.sampling_parameters(sampling, index=7, eos_token_ids=(2,), banned_tokens=())["logit_bias"] is None
 
 
+def test_texts_that_end_a_response_are_looked_for_in_the_text() -> None:
+    sampling = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=16, seed=1, stop=("Observation:",))
+    parameters = requests.sampling_parameters(sampling, index=7, eos_token_ids=(2,), banned_tokens=())
+    assert (parameters["stop"], parameters["detokenize"]) == (["Observation:"], True)
+
+
 def test_responses_become_rollouts_in_the_order_of_their_seeds() -> None:
     output = Output([Completion(1, [4], "length", (3,)), Completion(0, [7, 2], "stop", (3, 4))])
     first, second = requests.to_group(prompt(), output, decode=decode).rollouts

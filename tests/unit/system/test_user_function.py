@@ -16,6 +16,16 @@ def test_a_users_function_is_found_in_its_file(tmp_path: Path) -> None:
     assert load_function(f"{tmp_path}/mine.py:double", "reward.remote_url")(21) == 42
 
 
+def test_a_file_without_the_first_of_two_names_may_have_the_second(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def run():\n    return 1\n")
+    load = lambda name: load_function(f"{tmp_path}/mine.py:{name}", "flag", default=("make", "run"))  # noqa: E731
+    assert load("make")() == load("run")() == 1
+    with pytest.raises(ConfigError, match="has no function other; it has: run"):
+        load("other")
+    (tmp_path / "mine.py").write_text("def run(): ...\ndef make():\n    return 2\n")
+    assert load("make")() == 2
+
+
 def test_a_setting_is_a_name_or_a_users_function_that_is_loaded_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("COUNT = []\ndef count():\n    COUNT.append(1)\n    return len(COUNT)\n")
     assert name_or_function("rloo", "algo.advantage.estimator") == "rloo"

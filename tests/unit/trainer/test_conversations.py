@@ -259,6 +259,12 @@ def test_metrics_of_episodes() -> None:
     assert (metrics["agent/env_s"], metrics["time/env_s"]) == (1.5, 3.0)
     assert (metrics["agent/tool_calls"], metrics["agent/tool_errors"], metrics["agent/timeouts"]) == (4.0, 1.0, 2.0)
     assert metrics["agent/stop/turns"] == 0.5
+    counted = [
+        make_episode_rollout(make_segment([[0, 1], [7]]), counts=counts)
+        for counts in ({"opened/start": 2, "dropped_tokens": 5}, {"opened/start": 1})
+    ]
+    metrics = episode_metrics([Group(groups[0].prompt, tuple(counted))])
+    assert (metrics["agent/gateway/opened/start"], metrics["agent/gateway/dropped_tokens"]) == (3.0, 5.0)
 
 
 def test_too_many_failed_episodes_stop_the_run_with_the_first_problem() -> None:

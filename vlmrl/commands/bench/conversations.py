@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from vlmrl.agents.course import Sampler
 from vlmrl.agents.engine import AgentEngine
-from vlmrl.agents.episodes import Sampler
 from vlmrl.types import Group, Prompt, Rollout, Sampling
 
 

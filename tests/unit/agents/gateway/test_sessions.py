@@ -1,0 +1,54 @@
+"""Conversations of a served model: one for each key."""
+
+import pytest
+from agents.gateway.scripted import SAMPLING, ScriptedSampler, serving
+from chat_templates import text_processor
+
+from vlmrl.agents.gateway import sessions
+from vlmrl.agents.gateway.sessions import Sessions
+
+pytestmark = pytest.mark.anyio
+ASK = b'{"messages": [{"role": "user", "content": "Which way?"}]}'
+
+
+def opened(token: str | None = None, *, max_turns: int = 100) -> Sessions:
+    one = text_processor("chatml")
+    sample = ScriptedSampler(one, lambda text, number: "left")
+    return Sessions(serving(one, sample, max_turns=max_turns), SAMPLING, token=token)
+
+
+async def test_a_token_is_the_beginning_of_all_keys() -> None:
+    with_token, without = opened("secret"), opened()
+    for key in ("secret", "secret/one", "secret/one/two"):
+        assert with_token.find(key) is with_token.find(key)
+        assert with_token.find(key) is not None
+    for key in ("", "secre", "secrets", "/secret", "sécret"):
+        assert with_token.find(key) is None
+        assert without.find(key) is not None
+    assert with_token.find("secret") is not with_token.find("secret/one")
+
+
+async def test_a_long_session_begins_anew() -> None:
+    one = opened(max_turns=4)
+    first = one.find("a")
+    assert first is not None
+    for _ in range(2):
+        await (await first.request(ASK, is_retry=False)).task
+    assert one.find("a") is not first
+    await first.close()
+
+
+async def test_sessions_that_were_used_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_RESPONSES", 6)
+    one = opened()
+    for name in "abc":
+        session = one.find(name)
+        assert session is not None
+        for _ in range(2):
+            await (await session.request(ASK, is_retry=False)).task
+    kept = one.find("c")
+    assert kept is not None
+    assert len(kept.tree.nodes) == 2
+    again = one.find("a")
+    assert again is not None
+    assert len(again.tree.nodes) == 0
