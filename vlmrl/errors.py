@@ -39,6 +39,10 @@ class DiedError(ClusterError):
     """A process that a role started (vLLM's) ended unexpectedly. `cluster/worker_group.py` adds the role's name."""
 
 
+class EngineLossError(ClusterError):
+    """Engines died more often than `vllm.max_restarts` allows. The run saves its last step."""
+
+
 class SyncError(VlmrlError):
     """Engine and trainer do not compute the same: their weights, pixels or tokens differ."""
 

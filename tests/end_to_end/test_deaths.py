@@ -132,8 +132,8 @@ def test_the_death_of_the_data_process_is_one_line_and_a_reward_that_fails_now_a
 
 DEATHS = {
     "reward": ("reward on", {}),
-    "vllm": ("vllm 1 of 2 on", {"vllm.num_engines": 2}),
-    "engine core": ("vllm 1 of 2 on", {"vllm.num_engines": 2}),
+    "vllm": ("vllm 1 of 2 on", {"vllm.num_engines": 2, "vllm.max_restarts": 0}),
+    "engine core": ("vllm 1 of 2 on", {"vllm.num_engines": 2, "vllm.max_restarts": 0}),
     "actor": ("actor 1 of 2 on", {"actor.num_gpus_per_node": 2}),
     "ref": ("ref on", {"algo.kl.init_coef": 0.01}),
     "critic": ("critic on", {"algo.advantage.estimator": "gae", "train.colocate_all": "false"}),
@@ -165,3 +165,4 @@ def test_the_death_of_any_role_is_one_line(
     else:
         assert re.search(BY_SIGKILL, message), message
     assert "lower --" in message
+    assert ("the steps before it are saved: resume from" in message) is (who in ("vllm", "engine core"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.machine_watch import Watch
 from vlmrl.cluster.models import (
@@ -184,12 +185,24 @@ class RoleBuilder:
             sleeps=config.vllm.enable_sleep,
             on_progress=report.generated,
             colocated=partial(self._colocated, config),
+            restarts=EngineRestarts(
+                group, limit=config.vllm.max_restarts, obstacle=self._restart_obstacle(config), say=report.say
+            ),
         )
         self.stack.callback(engines.shutdown)
         status = engines.status()[0]
         for line in (format_limits(status["limits"]), *status.get("notes", ())):
             report.say(line)
         return engines
+
+    def _restart_obstacle(self, config: RlConfig | EvalConfig) -> str | None:
+        if isinstance(config, RlConfig) and self._shares_gpus(config):
+            return "it cannot be started again on GPUs that it shares with the trainer (train.colocate_all)"
+        return None
+
+    def _shares_gpus(self, config: RlConfig) -> bool:
+        """Whether engines and other roles are on the same GPUs."""
+        return self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
 
     def _colocated(self, config: RlConfig | EvalConfig) -> ColocatedGroups:
         """Return the other roles on the engines' devices."""
@@ -218,8 +231,7 @@ class RoleBuilder:
         ]
         # In parallel: starts mostly wait for imports and files. But vLLM measures the free memory of its GPUs, and
         # would count what other roles load meanwhile as its own.
-        shares_gpus = self.machines.has_gpus and any("vllm" in pool for pool in config.pools)
-        first = [starts.pop(0)()] if shares_gpus else []
+        first = [starts.pop(0)()] if self._shares_gpus(config) else []
         engines, learners, rewarder, models = [*first, *run_parallel(*starts)]
         ranks = learners.policy.ranks
         plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))

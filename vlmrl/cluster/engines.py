@@ -1,12 +1,15 @@
-"""The trainer's engines, in separate processes."""
+"""The trainer's engines, in separate processes. Those that die are started again, and do their work again."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 
+from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import ClusterError
 from vlmrl.rollout.capacity import prompts_at_once
@@ -24,10 +27,23 @@ if TYPE_CHECKING:
 
 _ALL = ("weights", "kv_cache")
 """All memory that an engine can wake, in the order in which a step needs it."""
+_Result = TypeVar("_Result")
+
+
+class _Request(NamedTuple):
+    """A prompt of `submit`."""
+
+    prompt: Prompt
+    sampling: Sampling
+    on_done: Callable[[Callable[[], Group | None]], None]
 
 
 class RemoteEngines:
-    """Several engines. Each prompt goes to the engine with the fewest prompts in flight."""
+    """Several engines. Each prompt goes to the engine with the fewest prompts in flight.
+
+    All calls but `submit` are made while the policy holds the weights of the engines' version. If an engine dies during
+    one of them it is started again, `resync` gives it these weights, and the call is repeated.
+    """
 
     def __init__(
         self,
@@ -37,9 +53,15 @@ class RemoteEngines:
         sleeps: bool,
         on_progress: Callable[[int, int], None] | None = None,
         colocated: Callable[[], ColocatedGroups] = tuple,
+        restarts: EngineRestarts | None = None,
     ) -> None:
-        """`colocated` returns the other roles on the engines' GPUs; it is called after they have started."""
+        """`colocated` returns the other roles on the engines' GPUs; it is called after they have started. `restarts`
+        None: an engine that dies is not started again."""
         self.group = group
+        self.restarts = restarts or EngineRestarts(group)
+        self.resync: Callable[[], object] | None = None
+        """Starts dead engines again (`start_again`), and syncs the version of the others to them. None: the engines
+        have their weights when they have started."""
         self._timeout_s = timeout_s
         self._sleeps = sleeps
         self._on_progress = on_progress
@@ -47,8 +69,12 @@ class RemoteEngines:
         self._awake: set[str] = set(_ALL)
         self._engine_of: dict[int, int] = {}
         """Index of a prompt -> engine that generated its last responses with the current weights."""
-        self._submitted = [0] * len(group)
-        """Prompts of `submit` that each engine has in flight."""
+        self._requests = threading.Lock()
+        """Guards the next two fields: `submit` is called in a thread of its own."""
+        self._in_flight: dict[ray.ObjectRef[Any], int] = {}
+        """Call of `submit` -> engine."""
+        self._held: list[_Request] = []
+        """Prompts of `submit` that wait for an engine to be started again."""
         group.call(lambda engine: engine.start())
         # Other roles load their models onto the same GPUs now.
         self._sleep()
@@ -61,30 +87,104 @@ class RemoteEngines:
         self._sleep()
         return groups
 
-    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
-        """Start to generate, and return at once; see `trainer.protocols.QueueingEngine`.
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]) -> None:
+        """Start to generate, and return at once; see `trainer.protocols.QueueingEngine`."""
+        self._play(_Request(prompt, sampling, on_done))
 
-        The function that `on_done` gets must be called in the thread that submits.
+    def _play(self, request: _Request) -> None:
+        """Start a request on the usable engine with the fewest in flight, or hold it until there is one."""
+        with self._requests:
+            usable = self.restarts.usable
+            if not usable:
+                self._held.append(request)
+                return
+            load = Counter(self._in_flight.values())
+            engine = min(usable, key=lambda number: load[number])
+            incarnation = self.restarts.incarnation(engine)
+            self._engine_of[request.prompt.index] = engine
+            ref = self._start_prompt(engine, request.prompt, request.sampling)
+            self._in_flight[ref] = engine
+
+        def result() -> Group | None:
+            with self._requests:
+                del self._in_flight[ref]
+            try:
+                if self.restarts.incarnation(engine) == incarnation:
+                    group: Group = self.group.wait(ref)
+                    return group
+            except Exception:
+                if engine not in self.restarts.find_dead() and self.restarts.incarnation(engine) == incarnation:
+                    raise
+            self._play(request)
+            return None
+
+        ref.future().add_done_callback(lambda _: request.on_done(result))
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether an engine has died that was in use by `submit`."""
+        return self.restarts.is_needed
+
+    @property
+    def is_down(self) -> bool:
+        """Whether all engines have died."""
+        return not self.restarts.usable
+
+    def repair(self) -> None:
+        """Start engines that have died again, with the weights of the others' version, and what they had under way.
+
+        Raises:
+            EngineLossError: they are not to be started again.
         """
-        engine = self._submitted.index(min(self._submitted))
-        self._submitted[engine] += 1
-        self._engine_of[prompt.index] = engine
-        ref = self._start_prompt(engine, prompt, sampling)
+        if self.resync is not None:
+            self.resync()
+        else:
+            self.start_again()
+            self.have_weights()
 
-        def result() -> Group:
-            self._submitted[engine] -= 1
-            group: Group = self.group.wait(ref)
-            return group
+    def start_again(self) -> bool:
+        """Start engines that have died, without weights; return whether there were any. Raises EngineLossError."""
+        return self.restarts.start()
 
-        ref.future().add_done_callback(lambda _: on_done(result))
+    def have_weights(self) -> None:
+        """Note that all engines hold the current weights, and start the requests that were held."""
+        self.restarts.have_weights()
+        with self._requests:
+            held, self._held = self._held, []
+        for request in held:
+            self._play(request)
+
+    def _recover(self, error: Exception) -> list[int]:
+        """Repair after an error of a call; return the numbers of the engines that had died.
+
+        Raises `error` if none has.
+        """
+        dead = self.restarts.find_dead()
+        if not dead:
+            raise error
+        self.repair()
+        return dead
+
+    def _repeated(self, call: Callable[[], _Result]) -> _Result:
+        """Make a call, again if an engine dies meanwhile."""
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                self._recover(error)
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
         """Return log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine
         that generated them if it is known.
         """
         self._wake(*_ALL)
-        started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
-        by_group: list[list[Floats]] = self.group.wait(started, self._timeout_s)
+
+        def score() -> list[list[Floats]]:
+            started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
+            by_group: list[list[Floats]] = self.group.wait(started, self._timeout_s)
+            return by_group
+
+        by_group = self._repeated(score)
         self._sleep()
         return [row for rows in by_group for row in rows]
 
@@ -98,8 +198,11 @@ class RemoteEngines:
         def start(with_adapter: bool) -> list[Any]:
             return self.group.submit(lambda engine: engine.generate(prompt, sampling, adapter=with_adapter))
 
-        started = [start(with_adapter) for with_adapter in adapter]
-        groups: list[list[Group]] = [self.group.wait(calls, self._timeout_s) for calls in started]
+        def respond() -> list[list[Group]]:
+            started = [start(with_adapter) for with_adapter in adapter]
+            return [self.group.wait(calls, self._timeout_s) for calls in started]
+
+        groups = self._repeated(respond)
         self._sleep()
         return groups
 
@@ -128,8 +231,16 @@ class RemoteEngines:
                     "or lower --rollout.max_new_tokens"
                 )
             for ref in done:
-                number, engine = in_flight.pop(ref)
-                groups[number] = self.group.wait(ref)
+                number, engine = in_flight[ref]
+                try:
+                    groups[number] = self.group.wait(ref)
+                except Exception as error:
+                    dead = self._recover(error)
+                    waiting += sorted((n for n, by in in_flight.values() if by in dead), reverse=True)
+                    in_flight = {ref: (n, by) for ref, (n, by) in in_flight.items() if by not in dead}
+                    load = [0 if by in dead else count for by, count in enumerate(load)]
+                    break
+                del in_flight[ref]
                 load[engine] -= 1
                 if on_group is not None:
                     on_group(groups[number])

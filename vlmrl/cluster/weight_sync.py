@@ -37,13 +37,34 @@ class WeightSync:
         """Nothing has been sent yet to these engines."""
         self._is_connected = False
         """Both ends are connected for transfers from GPU to GPU."""
+        self._version = 0
+        engines.resync = lambda: self.sync(self._version)
 
     def sync(self, version: int) -> Metrics:
-        """Send the current weights to all engines as `version`.
+        """Send the current weights to all engines as `version`. Engines that have died are started again first, and get
+        all that a new engine gets.
 
         Raises:
             SyncError: an engine does not hold what was sent.
+            EngineLossError: engines have died too often.
         """
+        by_device = self._plan.vllm.sync_backend != "shm"
+        if by_device:  # a death during a transfer would block the trainer
+            self._engines.restarts.find_dead()
+        while True:
+            if self._engines.start_again():
+                self._is_first, self._is_connected = True, False
+            try:
+                metrics = self._sync(version)
+            except Exception:
+                if by_device or not self._engines.restarts.find_dead():
+                    raise
+                continue
+            self._version = version
+            self._engines.have_weights()
+            return metrics | {"cluster/engine_restarts": float(self._engines.restarts.count)}
+
+    def _sync(self, version: int) -> Metrics:
         is_first, self._is_first = self._is_first, False
         parts = self._plan.parts(is_first=is_first)
         readback = self._plan.readback(version, is_first=is_first)
@@ -109,12 +130,16 @@ class WeightSync:
         shared = [self._share(number, 0) for number in range(ahead)]
         begin()
         loading = [self._load(tickets, number, 0) for number, tickets in enumerate(shared)]
-        for number in range(num_buckets):
-            self._policy.wait(shared[number])
-            self._workers.wait(loading[number])
-            if (later := number + ahead) < num_buckets:
-                shared.append(self._share(later, number + 1))
-                loading.append(self._load(shared[later], later, number + 1))
+        try:
+            for number in range(num_buckets):
+                self._policy.wait(shared[number])
+                self._workers.wait(loading[number])
+                if (later := number + ahead) < num_buckets:
+                    shared.append(self._share(later, number + 1))
+                    loading.append(self._load(shared[later], later, number + 1))
+        except Exception:  # an engine has died: the next attempt must not meet what the others still load
+            self._workers.finish([call for calls in loading for call in calls])
+            raise
 
     def _share(self, number: int, num_loaded: int) -> list[Any]:
         """Let all ranks share bucket `number`; the result of rank 0 is the ticket."""

@@ -97,13 +97,19 @@ class Roster:
             if member is not None and member.process is not None:
                 member.process.close()
 
+    def forget(self, actors: Sequence[Any]) -> None:
+        """Remove dead workers that others take the place of: their deaths do not end the run."""
+        with self._lock:
+            self.remove(actors)
+            self.death = None
+
     def find_death(self, patience_s: float) -> str | None:
         """Return the line about the first worker that died; None if no dead worker is found within `patience_s`."""
         with self._lock:  # several threads see the consequences of one death
             if self.death is None and self.members:
                 dead = self._find_dead(patience_s)
                 if dead is not None:
-                    self.death = self._format_death(*dead)
+                    self.death = self.format_death(*dead)
             return self.death
 
     def _find_dead(self, patience_s: float) -> tuple[Member, RayActorError] | None:
@@ -128,7 +134,8 @@ class Roster:
                 continue  # it never started, which is reported where it was started
         return None
 
-    def _format_death(self, member: Member, error: RayActorError) -> str:
+    def format_death(self, member: Member, error: RayActorError) -> str:
+        """Return the line about a worker's death; `dump` receives the details."""
         text = str(error)
         if error.actor_init_failed:
             return f"{member} could not start: {(text.strip().splitlines() or [text])[-1].strip()}"

@@ -180,61 +180,101 @@ class WorkerGroup(Generic[Role_co]):
         self._driver: dict[str, str] | None = None
         if len(session.nodes) > 1:
             self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
-        actor = ray.remote(_AsyncWorker if concurrent else _Worker)
-        per_node = {place.node: sum(p.node == place.node for p in places) for place in places}
-        executable = {"py_executable": shlex.quote(session.python)} if session.python else {}
-        self._workers = []
-        for place in places:
-            variables = worker_environment(
-                session, num_workers=per_node[place.node], slots=place.slots, node=place.node
-            )
-            affinity = NodeAffinitySchedulingStrategy(node_id=session.nodes[place.node].id, soft=False)
-            self._workers.append(
-                actor.options(
-                    num_cpus=0,
-                    scheduling_strategy=affinity,
-                    runtime_env={"env_vars": variables} | executable,
-                    max_concurrency=4096 if concurrent else 1,
-                ).remote()
-            )
+        self._session, self._places, self._concurrent = session, places, concurrent
+        self._build_role = build
+        self._roster = session.roster
+        self._workers = [self._start_worker(place) for place in places]
         if register_shutdown is not None:
             register_shutdown(self.shutdown)
-        self._roster = session.roster
         self._addresses = [session.nodes[node].address for node in self.nodes]
-        self.pids: list[int] = []
+        self.pids = [0] * len(places)
         """Process id of each worker."""
         try:
-            self._register()
-            self._build(build, distributed=distributed)
+            self._register(range(len(places)))
+            self._build(range(len(places)), distributed=distributed)
         except BaseException:
             self.shutdown()
             raise
 
-    def _register(self) -> None:
-        """Add the workers to the session's roster, so that deaths during `build` are noticed too."""
-        workers = self._alive()
-        for number, (worker, node) in enumerate(zip(workers, self.nodes, strict=True)):
-            fields = (self.name, number, len(workers), self._addresses[number], worker.ping.remote)
-            self._roster.add(worker, Member(*fields, is_here=node == 0))
-        processes = self._get([worker.process.remote() for worker in workers])
-        self.pids = [process.pid for process in processes]
-        for worker, process, node in zip(workers, processes, self.nodes, strict=True):
-            member = self._roster.members.get(worker)  # removed if the machine has died meanwhile
-            if node == 0 and member is not None:  # the kernel reports only processes of this machine
-                log = Path(process.log) if process.log else None
-                self._roster.add(worker, replace(member, process=Pidfd(process.pid), log=log))
+    def _start_worker(self, place: Place) -> Any:
+        session, node = self._session, place.node
+        variables = worker_environment(
+            session, num_workers=sum(p.node == node for p in self._places), slots=place.slots, node=node
+        )
+        executable = {"py_executable": shlex.quote(session.python)} if session.python else {}
+        return (
+            ray.remote(_AsyncWorker if self._concurrent else _Worker)
+            .options(
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=session.nodes[node].id, soft=False),
+                runtime_env={"env_vars": variables} | executable,
+                max_concurrency=4096 if self._concurrent else 1,
+            )
+            .remote()
+        )
 
-    def _build(self, build: Callable[[], Role_co], *, distributed: bool) -> None:
-        """Build the role in each worker."""
+    def _register(self, numbers: Sequence[int]) -> None:
+        """Add these workers to the session's roster, so that deaths during `build` are noticed too."""
+        workers = self._alive()
+        for number in numbers:
+            fields = (self.name, number, len(workers), self._addresses[number], workers[number].ping.remote)
+            self._roster.add(workers[number], Member(*fields, is_here=self.nodes[number] == 0))
+        processes = self._get([workers[number].process.remote() for number in numbers])
+        for number, process in zip(numbers, processes, strict=True):
+            self.pids[number] = process.pid
+            member = self._roster.members.get(workers[number])  # removed if the machine has died meanwhile
+            if self.nodes[number] == 0 and member is not None:  # the kernel reports only processes of this machine
+                log = Path(process.log) if process.log else None
+                self._roster.add(workers[number], replace(member, process=Pidfd(process.pid), log=log))
+
+    def _build(self, numbers: Sequence[int], *, distributed: bool) -> None:
+        """Build the role in these workers."""
         world: dict[str, str] = {}
         if distributed:
             world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._rendezvous()
         prepared = []
-        for rank, worker in enumerate(self._alive()):
-            variables = world | ({"RANK": str(rank)} if distributed else {})
-            prepared.append(worker.set_environment.remote(variables, self._driver))
+        for number in numbers:
+            variables = world | ({"RANK": str(number)} if distributed else {})
+            prepared.append(self._alive()[number].set_environment.remote(variables, self._driver))
         self._get(prepared)
-        self._get([worker.build.remote(build) for worker in self._alive()])
+        self._get([self._alive()[number].build.remote(self._build_role) for number in numbers])
+
+    def find_dead(self, check: Callable[[Role_co], Any]) -> dict[int, str]:
+        """Return the workers that have died, by number, each with a line about its death.
+
+        Args:
+            check: a call that raises DiedError if a process that the worker started has died. A worker that is too busy
+                to reply counts as alive.
+        """
+        call, workers = record_call(check), self._alive()
+        started = {_start(worker, call): number for number, worker in enumerate(workers)}
+        done, _ = ray.wait(list(started), num_returns=len(started), timeout=REPORTED_S)
+        dead: dict[int, str] = {}
+        for ref in done:
+            number = started[ref]
+            member = self._roster.members.get(workers[number])
+            try:
+                ray.get(ref)
+            except ray.exceptions.ActorUnavailableError:
+                continue  # not known yet
+            except ray.exceptions.RayActorError as error:
+                dead[number] = self.name if member is None else self._roster.format_death(member, error)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, DiedError):
+                    dead[number] = f"{member or self.name}: {error.cause}"
+        return dict(sorted(dead.items()))
+
+    def replace(self, numbers: Sequence[int], end: Callable[[Role_co], Any]) -> None:
+        """Start new workers in place of these, on the same devices. `end` is called on those that still live."""
+        workers, call = self._alive(), record_call(end)
+        old = [workers[number] for number in numbers]
+        self._roster.forget(old)
+        self.finish([_start(worker, call) for worker in old])
+        for number, worker in zip(numbers, old, strict=True):
+            ray.kill(worker)
+            workers[number] = self._start_worker(self._places[number])
+        self._register(numbers)
+        self._build(numbers, distributed=False)
 
     def _rendezvous(self) -> dict[str, str]:
         """Return the rendezvous of the ranks: a file if they are on one machine, else a port on the first rank's
@@ -294,6 +334,10 @@ class WorkerGroup(Generic[Role_co]):
     def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
         """Return the results of calls that `submit` or `submit_to` started."""
         return self._get(refs, timeout_s)
+
+    def finish(self, refs: Sequence[ray.ObjectRef[Any]]) -> None:
+        """Wait until these calls have ended, however they end."""
+        ray.wait(list(refs), num_returns=len(refs), timeout=_END_S)
 
     def end(self, function: Callable[[Role_co], Any]) -> None:
         """Let the workers clean up by this call. Errors of workers are ignored: they would hide what ended the run."""

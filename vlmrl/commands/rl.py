@@ -14,7 +14,7 @@ from vlmrl.commands.rl_checks import make_checks, report_adapter_check
 from vlmrl.commands.run import begin_steps, prepare, run_session
 from vlmrl.config.num_steps import check_steps
 from vlmrl.config.verbs import RlConfig
-from vlmrl.errors import RewardError
+from vlmrl.errors import EngineLossError, RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
@@ -86,7 +86,7 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
                 budget=budget,
                 state=state or LoopState(config.algo.kl.init_coef),
             )
-        except RewardError as error:
+        except (RewardError, EngineLossError) as error:
             raise evaluations.save_on_error(error) from None
         evaluations.finish_early(ending, has_adapter=has_adapter)
         checkpoints.finish(has_adapter=has_adapter)

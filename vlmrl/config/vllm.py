@@ -32,6 +32,10 @@ class Vllm(Section):
     """Time limit for an engine to start."""
     generate_timeout_s: PositiveFloat = 3600.0
     """Time limit for a batch of responses."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often engines that have died are started again, over the whole run. They get the current weights, and what
+    was under way is sampled again. The next death saves a checkpoint and stops the run, as does any with
+    train.colocate_all on GPUs, where an engine cannot start beside the trainer."""
     sync_backend: Literal["shm", "nccl", "ipc"] = "shm"
     """Transport of weights to the engines: shared memory (shm) is tested on CPU; nccl, between GPUs, and ipc, within a
     GPU (train.colocate_all), need CUDA and have not run on a GPU yet."""

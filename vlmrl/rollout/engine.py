@@ -126,6 +126,11 @@ class RolloutEngine(Inbox):
         if llm is not None:
             await self._launch.stop(llm)
 
+    async def check(self) -> None:
+        """Raise DiedError if vLLM has died."""
+        if self._started().errored:
+            raise await self._death()
+
     async def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache (needs `vllm.enable_sleep`). Does nothing on CPU."""
         if self._vllm.enable_sleep and self._asleep != SLEEP_TAGS:

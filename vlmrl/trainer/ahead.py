@@ -95,7 +95,8 @@ class Ahead:
             with self._changed:
                 schedule.admit(count)
             self._events.put(self._start)
-            self._wait_until(partial(schedule.is_ready, count))
+            # Meanwhile the trainer does nothing, and holds the weights that an engine needs that starts again.
+            self._wait_until(partial(schedule.is_ready, count), repairs=True)
         with self._changed:
             groups = schedule.take(count)
             self._taken = schedule.taken
@@ -109,11 +110,11 @@ class Ahead:
 
     def settle(self) -> None:
         """Wait for what is under way. A run that was asked to stop abandons it instead: it is sampled again after a
-        resume, as after a kill."""
+        resume, as after a kill. If all engines have died, what is under way waits for the next weights."""
         schedule = self._started()
         if not self._config.train.partial_rollout_enable:
             with self._report.phase("settle"):
-                self._wait_until(lambda: schedule.is_settled or stops.is_stopping())
+                self._wait_until(lambda: schedule.is_settled or stops.is_stopping() or self._engine.is_down)
             if stops.is_stopping():
                 self._events.put(None)  # what ends from now on has tokens of two versions
 
@@ -122,19 +123,25 @@ class Ahead:
             self._started().published(version)
         self._events.put(self._start)
 
-    def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        with stops.interruptible_wait(), self._changed:
-            last_change = time.monotonic()
-            while self._error is None and not is_done():
+    def _wait_until(self, is_done: Callable[[], bool], *, repairs: bool = False) -> None:
+        """Wait until `is_done`. With `repairs`, engines that die meanwhile are started again."""
+        last_change = time.monotonic()
+        while True:
+            with stops.interruptible_wait(), self._changed:
+                if self._error is not None:
+                    raise self._error
+                if is_done():
+                    return
                 if self._changed.wait(_POLL_S):
                     last_change = time.monotonic()
-                elif time.monotonic() - last_change > self._timeout_s:
-                    raise ClusterError(
-                        f"no engine finished a response within {self._timeout_s:.0f} s: raise "
-                        "--vllm.generate_timeout_s or lower --rollout.max_new_tokens"
-                    )
-            if self._error is not None:
-                raise self._error
+            if repairs and self._engine.needs_repair:
+                self._engine.repair()
+                last_change = time.monotonic()
+            if time.monotonic() - last_change > self._timeout_s:
+                raise ClusterError(
+                    f"no engine finished a response within {self._timeout_s:.0f} s: raise "
+                    "--vllm.generate_timeout_s or lower --rollout.max_new_tokens"
+                )
 
     def _started(self) -> Schedule[Group]:
         assert self._schedule is not None, "the run has not begun"
@@ -222,9 +229,11 @@ class Ahead:
         oldest = min((version for rollout in group.rollouts for version in rollout.versions), default=0)
         return group if self._started().is_fresh(prompt.index, oldest) else None
 
-    def _finish(self, position: int, result: Callable[[], Group]) -> None:
+    def _finish(self, position: int, result: Callable[[], Group | None]) -> None:
         group = result()
-        self._rewarder.begin(group)
+        if group is not None:
+            self._rewarder.begin(group)
         with self._changed:
-            self._started().finish(position, group)
+            if group is not None:
+                self._started().finish(position, group)
             self._changed.notify_all()

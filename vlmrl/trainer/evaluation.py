@@ -13,7 +13,7 @@ import numpy as np
 
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.verbs import EvalConfig, RlConfig
-from vlmrl.errors import RewardError, StorageError, VlmrlError
+from vlmrl.errors import StorageError, VlmrlError
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.system import stops
@@ -35,6 +35,7 @@ _CHECKING_REWARDS = [name for name, row in REWARD_FUNCTIONS.items() if row.check
 """Rewards that check whether a response is correct. The first one in use decides; without any, the total score."""
 
 T = TypeVar("T")
+_Ending = TypeVar("_Ending", bound=VlmrlError)
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.@+:-]+")
 """Characters that `observe.metrics.check_name` rejects."""
@@ -222,15 +223,15 @@ class Evaluations:
             self.checkpoints.finish(has_adapter=has_adapter)
             raise self.error
 
-    def save_on_error(self, error: RewardError) -> RewardError:
+    def save_on_error(self, error: _Ending) -> _Ending:
         """Save the last step; return the error with the checkpoint to resume from.
 
         The step of a failed evaluation is saved already.
         """
         try:
             saved = None if error is self.error else self.checkpoints.save_last_step()
-        except StorageError as storage_error:  # it must not hide why the run ended
-            return type(error)(f"{error}; its last step is not saved: {storage_error}")
+        except VlmrlError as second_error:  # it must not hide why the run ended
+            return type(error)(f"{error}; its last step is not saved: {second_error}")
         if saved is None:
             return error
         return type(error)(f"{error}; the steps before it are saved: resume from {saved} with --ckpt.load_enable")

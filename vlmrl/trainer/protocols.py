@@ -55,14 +55,28 @@ class Engine(Protocol):
 
 
 class QueueingEngine(Protocol):
-    """Samples responses in the background."""
+    """Samples responses in the background. What was under way in an engine that died is sampled again."""
 
-    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]) -> None:
         """Start to sample responses to a prompt, and return at once.
 
         Args:
-            on_done: called in any thread when it has ended, with a function that returns the group or raises.
+            on_done: called in any thread when it has ended, with a function that returns the group or raises; call that
+                in the thread that submits. It returns None if the responses are sampled again: then `on_done` is
+                called again.
         """
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether an engine has died."""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether all engines have died."""
+
+    def repair(self) -> None:
+        """Start engines that have died again, with the current weights. Call it only while the policy holds the version
+        that was published last. A weight sync repairs them too."""
 
 
 class Rewarder(Protocol):

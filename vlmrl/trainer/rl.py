@@ -14,6 +14,7 @@ from vlmrl.algorithms.kl import KlController
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.experience import Experience
 from vlmrl.data.responses import to_samples
+from vlmrl.errors import EngineLossError
 from vlmrl.parallel import run_parallel
 from vlmrl.system import stops
 from vlmrl.trainer.collect import Ending, PromptBudget, collect
@@ -63,6 +64,7 @@ def train(
 
     Raises:
         ExhaustedError: dynamic filtering kept too few groups; all earlier steps are complete.
+        EngineLossError: engines died too often; all steps whose update has begun are complete.
         Stopped: the run was asked to stop; the last step whose update has begun is complete.
     """
     kl_controller = KlController(coef=state.kl_coef, target=config.algo.kl.target, horizon=config.algo.kl.horizon)
@@ -121,18 +123,24 @@ def train(
                 kl_controller = kl_controller.updated(
                     metrics.get("kl/reference", 0.0), num_samples=len(responses_of(groups))
                 )
-            rollouts.settle()
-            with report.phase("sync"):
-                sync_metrics = weight_sync.sync(step)
-            rollouts.published(step)
-            pass_metrics = policy.take_pass_metrics()
             # The checks of an asynchronous run compare log-probs of the current weights, the update recorded ones.
-            metrics |= update_metrics | check_metrics | sync_metrics | pass_metrics
-            metrics |= check_sync(step) | after_step(step, batch)
+            metrics |= update_metrics | check_metrics
+            loss: EngineLossError | None = None
+            try:
+                rollouts.settle()
+                with report.phase("sync"):
+                    metrics |= weight_sync.sync(step)
+                rollouts.published(step)
+                metrics |= check_sync(step)
+            except EngineLossError as error:  # the policy is trained: the step is finished without engines
+                loss = error
+            metrics |= policy.take_pass_metrics() | after_step(step, batch)
             if step == last_step and 0 < budget.left < config.rollout.batch_size:
                 metrics["data/left_out"] = float(budget.left)
             report.step(step, metrics)
             save(step, LoopState(kl_controller.coef, reward_range))
+        if loss is not None:
+            raise loss
         stops.raise_if_requested()
     return Ending(max(last_step, first_step - 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from vlmrl.cluster import engines as engines_module
+from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.remote_call import record_call
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, EngineLossError
 from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
@@ -61,20 +63,70 @@ def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.Mo
     assert {index: engine for method, engine, index in group.log if method == "score"} == generated
 
 
+@dataclass(eq=False)
+class Call:
+    """A call under way on an engine, which ends when the test says so."""
+
+    engine: int
+    item: Any
+    ended: Future[None] = field(default_factory=Future)
+
+    def future(self) -> Future[None]:
+        return self.ended
+
+
 class Background(Engines):
-    """Engines whose responses end when the test says so."""
+    """Engines that can die, whose calls end when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.futures: dict[int, Future[None]] = {}
+        self.under_way: list[Call] = []
+        self.lost: list[Call] = []
+        self.dead: set[int] = set()
+        self.fails_to_start = 0
 
     def submit_to(self, engine: int, function: Any) -> Any:
-        _, index = super().submit_to(engine, function)
-        self.futures[index] = Future()
-        return SimpleNamespace(future=lambda: self.futures[index], index=index)
+        if record_call(function).method == "start":
+            self.fails_to_start -= 1
+            return "failed" if self.fails_to_start >= 0 else None
+        super().submit_to(engine, function)
+        _, _, index = self.log[-1]
+        self.under_way.append(Call(engine, index))
+        if engine in self.dead:
+            self.kill(engine)
+        return self.under_way[-1]
+
+    def end(self, index: int) -> None:
+        next(call for call in self.under_way if call.item == index and call not in self.lost).ended.set_result(None)
+
+    def kill(self, engine: int) -> None:
+        """Let an engine die; its calls end."""
+        self.dead.add(engine)
+        for call in self.under_way:
+            if call.engine == engine and not call.ended.done():
+                self.lost.append(call)
+                call.ended.set_result(None)
 
     def wait(self, results: Any, timeout_s: float | None = None) -> Any:
-        return None if isinstance(results, list) else f"group {results.index}"
+        if isinstance(results, Call) and results in self.lost:
+            raise ClusterError(f"vllm {results.engine} died")
+        if isinstance(results, list):
+            if "failed" in results:
+                raise ClusterError("no memory is left")
+            return [self.wait(result) for result in results]
+        return f"group {results.item}" if isinstance(results, Call) else results
+
+    def find_dead(self, check: Any) -> dict[int, str]:
+        assert record_call(check).method == "check"
+        return {engine: f"vllm {engine} died" for engine in self.dead}
+
+    def replace(self, numbers: list[int], end: Any) -> None:
+        assert record_call(end).method == "shutdown"
+        self.dead -= set(numbers)
+
+
+def prompt_of(index: int) -> Prompt:
+    return Prompt(index, f"row {index}", "?", tokens=np.arange(2), request=np.arange(2), label=None)
 
 
 def test_submitted_prompts_go_to_the_engine_with_the_fewest_in_flight() -> None:
@@ -83,16 +135,145 @@ def test_submitted_prompts_go_to_the_engine_with_the_fewest_in_flight() -> None:
     ended: list[Any] = []
 
     def submit(index: int) -> None:
-        prompt = Prompt(index, f"row {index}", "?", tokens=np.arange(2), request=np.arange(2), label=None)
-        engines.submit(prompt, SAMPLING, ended.append)
+        engines.submit(prompt_of(index), SAMPLING, ended.append)
 
     for index in range(4):
         submit(index)
     assert [engine for _, engine, _ in group.log] == [0, 1, 2, 0]
-    group.futures[1].set_result(None)
+    group.end(1)
     submit(4)
     assert group.log[-1][1] == 1, "it has one in flight as long as its result is not read, and so has engine 2"
     assert [result() for result in ended] == ["group 1"]
     submit(5)
     submit(6)
     assert [engine for _, engine, _ in group.log[-2:]] == [1, 2]
+
+
+class Story:
+    """Three engines, prompts that were submitted to them, and what has come back."""
+
+    def __init__(self, *, limit: int = 3, obstacle: str | None = None) -> None:
+        self.group, self.said, self.ended = Background(), list[str](), list[Any]()
+        restarts = EngineRestarts(self.group, limit=limit, obstacle=obstacle, say=self.said.append)  # type: ignore[arg-type]
+        self.engines = RemoteEngines(self.group, timeout_s=1.0, sleeps=False, restarts=restarts)  # type: ignore[arg-type]
+
+    def submit(self, *indices: int) -> None:
+        for index in indices:
+            self.engines.submit(prompt_of(index), SAMPLING, self.ended.append)
+
+    def results(self) -> list[Any]:
+        """Results of the calls that have ended; None for those that are sampled again."""
+        ended, self.ended[:] = list(self.ended), []
+        return [result() for result in ended]
+
+    @property
+    def engine_of(self) -> dict[int, int]:
+        """Prompt -> the engine that it was sent to last."""
+        return {index: engine for _, engine, index in self.group.log}
+
+
+def test_prompts_of_an_engine_that_dies_are_sampled_by_the_others_at_once() -> None:
+    story = Story()
+    story.submit(0, 1, 2, 3)
+    story.group.kill(0)
+    assert story.results() == [None, None]
+    assert story.engines.needs_repair
+    assert not story.engines.is_down
+    assert {story.engine_of[0], story.engine_of[3]} == {1, 2}
+    story.submit(4)
+    assert story.engine_of[4] != 0, "it has died, and is not started again yet"
+    synced: list[None] = []
+    story.engines.resync = lambda: (story.engines.start_again(), synced.append(None), story.engines.have_weights())
+    story.engines.repair()
+    assert (story.said, len(synced)) == (["vllm 0 died; it is started again (1 of vllm.max_restarts 3)"], 1)
+    assert not story.engines.needs_repair
+    story.submit(5)
+    assert story.engine_of[5] == 0
+    for index in range(6):
+        story.group.end(index)
+    assert sorted(story.results()) == [f"group {index}" for index in range(6)]
+
+
+def test_prompts_wait_when_all_engines_have_died_and_for_the_weights_when_they_are_started() -> None:
+    story = Story()
+    story.submit(0, 1, 2)
+    for engine in range(3):
+        story.group.kill(engine)
+    assert story.results() == [None, None, None]
+    assert story.engines.is_down
+    sent = len(story.group.log)
+    assert story.engines.start_again()
+    story.submit(3)
+    assert story.engines.is_down, "the engines have no weights"
+    assert len(story.group.log) == sent
+    story.engines.have_weights()
+    assert sorted(index for _, _, index in story.group.log[sent:]) == [0, 1, 2, 3]
+    assert story.engines.restarts.count == 3
+
+
+def test_a_call_that_ends_after_its_engine_was_started_again_is_repeated() -> None:
+    story = Story()
+    story.submit(0, 1, 2)
+    story.group.kill(1)
+    story.engines.restarts.find_dead()
+    story.engines.repair()
+    assert story.results() == [None]
+    story.group.end(1)
+    assert story.results() == ["group 1"]
+
+
+def test_an_error_of_a_living_engine_is_raised() -> None:
+    story = Story()
+    story.submit(0)
+    story.group.lost.append(story.group.under_way[0])
+    story.group.under_way[0].ended.set_result(None)
+    with pytest.raises(ClusterError, match="vllm 0 died"):
+        story.results()
+
+
+def test_responses_of_a_step_are_sampled_again_if_their_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+
+    def wait(refs: list[Call], **_: Any) -> tuple[list[Call], list[Call]]:
+        if len(story.group.under_way) == 5:
+            story.group.kill(1)
+        done = [call for call in refs if call in story.group.lost] or refs[:1]
+        return done[:1], []
+
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(wait=wait))
+    groups = story.engines.generate([prompt_of(index) for index in range(5)], SAMPLING)
+    assert groups == [f"group {index}" for index in range(5)]
+    assert len(story.said) == 1
+    # Both prompts of the dead engine, and no other.
+    assert [index for _, _, index in story.group.log] == [0, 1, 2, 3, 4, 1, 4]
+
+
+def test_scoring_is_repeated_if_an_engine_dies() -> None:
+    story = Story()
+    story.group.kill(2)
+    assert story.engines.score([Group(prompt_of(index), ()) for index in range(3)]) == list("group 0group 1group 2")
+    assert story.engines.restarts.count == 1
+
+
+def test_engines_are_started_again_as_often_as_the_limit_allows() -> None:
+    story = Story(limit=3)
+    for engine in (0, 1):
+        story.group.kill(engine)
+    story.engines.restarts.find_dead()
+    story.engines.repair()
+    assert story.engines.restarts.count == 2
+    story.group.kill(0)
+    story.group.fails_to_start = 1
+    story.engines.restarts.find_dead()
+    with pytest.raises(
+        EngineLossError, match=r"^no memory is left; this came after 3 restarts \(vllm.max_restarts 3\)$"
+    ):
+        story.engines.repair()
+
+
+def test_an_engine_on_the_trainers_gpu_is_not_started_again() -> None:
+    story = Story(obstacle="the GPU is full")
+    story.group.kill(0)
+    story.engines.restarts.find_dead()
+    with pytest.raises(EngineLossError, match=r"^vllm 0 died; the GPU is full$"):
+        story.engines.repair()

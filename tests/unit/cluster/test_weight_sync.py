@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.remote_call import record_call
 from vlmrl.cluster.sync_plan import SyncPlan
 from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import SyncError
+from vlmrl.errors import ClusterError, EngineLossError, SyncError
 from vlmrl.rollout.gpu_transfer import IpcSender, NcclSender
 
 Log = list[tuple[Any, ...]]
@@ -25,6 +26,9 @@ class Workers:
     def __init__(self, name: str, number: int, log: Log, *, nodes: list[int] | None = None, **results: Any) -> None:
         self.name, self.number, self.log, self.results = name, number, log, results
         self.nodes = nodes or [0] * number
+        self.fatal: str | None = None
+        """Method during which engine 1 dies."""
+        self.dead: dict[int, str] = {}
 
     def __len__(self) -> int:
         return self.number
@@ -35,6 +39,7 @@ class Workers:
     def call(self, function: Any) -> list[Any]:
         method, args, kwargs = record_call(function)
         self.log.append((method, *args, *kwargs.values()))
+        self._die_at(method)
         result = self.results.get(method, f"{self.name} {method}")
         return result if isinstance(result, list) else [result] * self.number
 
@@ -43,10 +48,23 @@ class Workers:
     def submit_to(self, worker: int, function: Any, *item: Any) -> Any:
         method, args, _ = record_call(function, *item)
         self.log.append((f"{method} by {self.name} {worker}", *args))
+        self._die_at(method)
         return self.results.get(method, f"{self.name} {worker} {method}")
 
     def submit_each(self, function: Any, items: list[Any]) -> list[Any]:
         return [self.submit_to(worker, function, item) for worker, item in enumerate(items)]
+
+    def _die_at(self, method: str) -> None:
+        if method == self.fatal:
+            self.fatal, self.dead = None, {1: "engine 1 died"}
+            raise ClusterError("engine 1 died")
+
+    def find_dead(self, check: Any) -> dict[int, str]:
+        return self.dead
+
+    def replace(self, numbers: list[int], end: Any) -> None:
+        self.log.append(("replace", *numbers))
+        self.dead = {}
 
     def wait(self, refs: Any) -> Any:
         if "connect" in str(refs) or "receive" in str(refs):
@@ -57,8 +75,16 @@ class Workers:
 class Engines:
     """The part of RemoteEngines that a sync uses."""
 
-    def __init__(self, group: Workers) -> None:
+    def __init__(self, group: Workers, *, limit: int = 3) -> None:
         self.group = group
+        self.resync: Any = None
+        self.restarts = EngineRestarts(group, limit=limit, say=lambda line: None)  # type: ignore[arg-type]
+
+    def start_again(self) -> bool:
+        return self.restarts.start()
+
+    def have_weights(self) -> None:
+        self.restarts.have_weights()
 
     def prepare_for_weights(self) -> None:
         self.group.log.append(("prepare",))
@@ -136,11 +162,53 @@ def test_the_base_is_sent_once_and_the_adapter_each_time() -> None:
     first, second = both.sync(3), both.sync(4)
     assert [call[2] for call in calls(log, "begin_sync")] == ["base", "adapter", "adapter"]
     readback = {"sync/readback_layers": 23.0, "sync/readback_unread": 1.0, "sync/readback_s": 0.5}
-    assert first == {"sync/version": 3.0, "sync/bytes": 1280.0, "sync/adapter_bytes": 640.0} | readback
-    assert second == {"sync/version": 4.0, "sync/bytes": 640.0, "sync/adapter_bytes": 640.0}
+    restarts = {"cluster/engine_restarts": 0.0}
+    assert first == {"sync/version": 3.0, "sync/bytes": 1280.0, "sync/adapter_bytes": 640.0} | readback | restarts
+    assert second == {"sync/version": 4.0, "sync/bytes": 640.0, "sync/adapter_bytes": 640.0} | restarts
     # Engines always read an adapter back, without a plan.
     plans = [call[3] for call in calls(log, "begin_update")]
     assert plans == [{"seed": 3, "is_full": True}, None, None]
+
+
+@pytest.mark.parametrize("fatal", ["begin_update", "load", "finish_update", "readback"])
+def test_an_engine_that_dies_during_a_sync_is_started_again_and_gets_all_that_a_new_one_gets(fatal: str) -> None:
+    log: Log = []
+    sync = weight_sync(log, part="whole" if fatal == "readback" else "adapter", base_goes_first=fatal != "readback")
+    sync.sync(1)
+    log.clear()
+    sync._workers.fatal = fatal  # type: ignore[attr-defined]
+    metrics = sync.sync(2)
+    assert metrics["cluster/engine_restarts"] == 1
+    assert not sync._engines.restarts.is_needed
+    assert [call for call in log if call[0] == "replace"] == [("replace", 1)]
+    after = log[log.index(("replace", 1)) :]
+    assert ("start by engine 1",) in after
+    expected = ["whole"] if fatal == "readback" else ["base", "adapter"]
+    assert [call[2] for call in calls(after, "begin_sync")] == expected
+    assert next(call[3] for call in calls(after, "begin_update")) == {"seed": 2, "is_full": True}
+    log.clear()
+    sync._engines.resync()  # type: ignore[misc]
+    assert [call[1] for call in calls(log, "begin_update")] == [2], "the version of the last sync"
+
+
+def test_engines_that_die_too_often_during_syncs_end_the_run() -> None:
+    sync = weight_sync([])
+    sync._engines.restarts._limit = 0
+    sync._workers.fatal = "load"  # type: ignore[attr-defined]
+    with pytest.raises(EngineLossError, match=r"engine 1 died; .*max_restarts 0"):
+        sync.sync(1)
+
+
+def test_a_death_during_a_transfer_over_nccl_ends_the_run_and_one_before_it_does_not() -> None:
+    log: Log = []
+    sync = weight_sync(log, sync_backend="nccl")
+    sync.sync(1)
+    sync._workers.dead = {0: "engine 0 died"}  # type: ignore[attr-defined]
+    assert sync.sync(2)["cluster/engine_restarts"] == 1
+    assert len(calls(log, "connect by engine 0")) == 2, "with the new process"
+    sync._workers.fatal = "receive"  # type: ignore[attr-defined]
+    with pytest.raises(ClusterError, match=r"^engine 1 died$"):
+        sync.sync(3)
 
 
 def test_all_layers_are_read_back_at_first_and_then_according_to_the_plan() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,8 +53,12 @@ class SlowEngine(ScriptedEngine):
         self.submitted: list[int] = []
         self.under_way: set[int] = set()
         self.error: Exception | None = None
+        self.needs_repair = self.is_down = False
 
-    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+    def repair(self) -> None:
+        raise AssertionError("no engine has died")
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]) -> None:
         (group,) = self.generate([prompt], sampling)
         self.submitted.append(prompt.index)
         self.under_way.add(prompt.index)
@@ -244,11 +249,74 @@ def test_an_engine_that_hangs_is_an_error() -> None:
         run_ahead(ahead_config(), SlowEngine(longest_s=60.0), steps=2, timeout_s=0.05)
 
 
+class Dying(SlowEngine):
+    """The only engine, which dies with everything under way as soon as this prompt is submitted."""
+
+    def __init__(self, prompt: int) -> None:
+        super().__init__()
+        self.fatal, self.held = prompt, list[Any]()
+        self.repaired_at: list[int] = []
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]) -> None:
+        if prompt.index == self.fatal and not self.repaired_at:
+            self.needs_repair = self.is_down = True
+        if self.is_down:
+            self.held.append((prompt, sampling, on_done))
+            on_done(lambda: None)
+            return
+        super().submit(prompt, sampling, on_done)
+
+    def repair(self) -> None:
+        self.repaired_at.append(self.version)
+        self.needs_repair = self.is_down = False
+        held, self.held = self.held, []
+        for request in held:
+            self.submit(*request)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_step_that_waits_for_a_dead_engine_has_it_started_again(partial: bool) -> None:
+    engine = Dying(prompt=1)
+    _, _, trained = run_ahead(ahead_config(2, partial=partial), engine, steps=4)
+    assert engine.repaired_at == [0]
+    assert [group.prompt.index for groups in trained for group in groups] == list(range(8))
+
+
+def test_groups_of_engines_that_all_died_during_an_update_wait_for_the_next_weights() -> None:
+    engine = Dying(prompt=6)
+    of_sync: list[int] = []
+
+    class Sync(ScriptedSync):
+        """A weight sync starts dead engines again."""
+
+        def sync(self, version: int) -> Metrics:
+            metrics = super().sync(version)
+            of_sync.append(version)
+            if engine.needs_repair:
+                engine.repair()
+            return metrics
+
+    class Patient(RememberingPolicy):
+        def update(self, experience: Any, *, step: int) -> Metrics:
+            while step == 2 and not engine.needs_repair:  # prompts 6 and 7 start after the sync of step 1
+                time.sleep(0.001)
+            return super().update(experience, step=step)
+
+    _, _, trained = run_ahead(ahead_config(2), engine, steps=5, policy=Patient(engine), weight_sync=Sync(engine))
+    assert engine.repaired_at == [2]
+    assert [group.prompt.index for groups in trained for group in groups] == list(range(10))
+    versions = [version for groups in trained for group in groups for r in group.rollouts for version in r.versions]
+    assert versions == sorted(versions)
+    assert set(versions[12:16]) == {2}, "prompts 6 and 7 have the weights of step 2 instead of step 1"
+
+
 def test_a_run_that_was_asked_to_stop_does_not_wait_for_what_is_under_way() -> None:
     class Slow(SlowEngine):
         """Only the first step's groups end."""
 
-        def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+        def submit(
+            self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]
+        ) -> None:
             self.longest_s = 0.001 if prompt.index < 2 else 300.0
             super().submit(prompt, sampling, on_done)
 

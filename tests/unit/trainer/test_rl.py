@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scripted_loop import (
     LabelRewarder,
+    Notebook,
     RememberingPolicy,
     ScriptedEngine,
     ScriptedSync,
@@ -18,7 +19,7 @@ from scripted_loop import (
 )
 
 from vlmrl.data.experience import Experience
-from vlmrl.errors import SyncError
+from vlmrl.errors import EngineLossError, SyncError
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.rl import progress
@@ -71,6 +72,34 @@ def test_a_gap_found_in_the_update_stops_the_run_before_the_weight_sync() -> Non
         run(config(), policy, steps=1)
     assert len(policy.taught) == 1
     assert policy.engine.version == 0
+
+
+def test_a_step_whose_engines_are_lost_at_its_weight_sync_is_finished_before_the_run_ends() -> None:
+    class Dead(ScriptedSync):
+        def sync(self, version: int) -> Metrics:
+            if version == 2:
+                raise EngineLossError("vllm died once too often")
+            return super().sync(version)
+
+    engine, order = ScriptedEngine(), list[str]()
+
+    def after_step(step: int, batch: ScoredBatch) -> Metrics:
+        order.append(f"transcripts {step}")
+        return {}
+
+    notebook = Notebook()
+    with pytest.raises(EngineLossError, match="once too often"):
+        run(
+            config(),
+            RememberingPolicy(engine),
+            steps=3,
+            notebook=notebook,
+            weight_sync=Dead(engine),
+            after_step=after_step,
+            save=lambda step, state: order.append(f"saved {step}"),
+        )
+    assert order == ["transcripts 1", "saved 1", "transcripts 2", "saved 2"]
+    assert list(notebook.steps) == [1, 2]
 
 
 def test_an_engine_that_missed_a_sync_stops_the_run() -> None:
