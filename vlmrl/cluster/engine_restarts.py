@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.errors import ClusterError, EngineLossError
+from vlmrl.errors import EngineLossError, VlmrlError
 
 if TYPE_CHECKING:
     from vlmrl.rollout.engine import RolloutEngine
@@ -35,8 +35,7 @@ class EngineRestarts:
         self._dead: dict[int, str] = {}
         """Number of an engine -> line about its death."""
         self._without_weights: set[int] = set()
-        self._starts = [0] * len(workers)
-        """How often each engine has been started again."""
+        self._incarnations = [0] * len(workers)
         self._lock = threading.Lock()
 
     @property
@@ -50,8 +49,12 @@ class EngineRestarts:
         return [n for n in range(len(self._workers)) if n not in self._dead and n not in self._without_weights]
 
     def incarnation(self, engine: int) -> int:
-        """How often this engine has been started again."""
-        return self._starts[engine]
+        """How often this engine has lost all that it had under way."""
+        return self._incarnations[engine]
+
+    def is_lost(self, engine: int, incarnation: int) -> bool:
+        """Whether an engine has lost what it had under way in this incarnation, as far as is known."""
+        return engine in self._dead or self._incarnations[engine] != incarnation
 
     def find_dead(self) -> list[int]:
         """Search for engines that have died; return the numbers of all that are dead now."""
@@ -87,13 +90,17 @@ class EngineRestarts:
         try:
             self._workers.replace(dead, lambda engine: engine.shutdown())
             self._workers.wait([self._workers.submit_to(number, lambda engine: engine.start()) for number in dead])
-        except ClusterError as error:
+        except VlmrlError as error:  # also those of users' files, which may have been edited during the run
             self._dead = dict.fromkeys(dead, str(error))
             return
-        for number in dead:
-            self._starts[number] += 1
-        self._without_weights.update(dead)
+        self.abandon(dead)
         self._dead = {}
+
+    def abandon(self, engines: Sequence[int]) -> None:
+        """Note that these engines have lost what they had under way, and have no weights."""
+        for number in engines:
+            self._incarnations[number] += 1
+        self._without_weights.update(engines)
 
     def have_weights(self) -> None:
         """Note that all engines hold the current weights."""

@@ -82,7 +82,7 @@ class RemoteEngines:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_group: Callable[[Group], None] | None = None
     ) -> list[Group]:
-        self._wake(*_ALL)
+        self._prepare()
         groups = self._dispatch(prompts, sampling, on_group)
         self._sleep()
         return groups
@@ -113,7 +113,10 @@ class RemoteEngines:
                     group: Group = self.group.wait(ref)
                     return group
             except Exception:
-                if engine not in self.restarts.find_dead() and self.restarts.incarnation(engine) == incarnation:
+                # One death ends many requests: search for it once.
+                if not self.restarts.is_lost(engine, incarnation):
+                    self.restarts.find_dead()
+                if not self.restarts.is_lost(engine, incarnation):
                     raise
             self._play(request)
             return None
@@ -146,6 +149,12 @@ class RemoteEngines:
         """Start engines that have died, without weights; return whether there were any. Raises EngineLossError."""
         return self.restarts.start()
 
+    def abandon_requests(self) -> None:
+        """Prepare all engines for a new base, on which those that live cannot go on with what they have under way: it
+        is sampled again."""
+        with self._requests:  # a request is either of the old incarnation or held
+            self.restarts.abandon(range(len(self.group)))
+
     def have_weights(self) -> None:
         """Note that all engines hold the current weights, and start the requests that were held."""
         self.restarts.have_weights()
@@ -155,15 +164,15 @@ class RemoteEngines:
             self._play(request)
 
     def _recover(self, error: Exception) -> list[int]:
-        """Repair after an error of a call; return the numbers of the engines that had died.
+        """Repair after an error of a call; return the numbers of the engines that have lost what they had under way.
 
-        Raises `error` if none has.
+        Raises `error` if none has died.
         """
-        dead = self.restarts.find_dead()
-        if not dead:
+        before = [self.restarts.incarnation(engine) for engine in range(len(self.group))]
+        if not self.restarts.find_dead():
             raise error
         self.repair()
-        return dead
+        return [engine for engine, incarnation in enumerate(before) if self.restarts.is_lost(engine, incarnation)]
 
     def _repeated(self, call: Callable[[], _Result]) -> _Result:
         """Make a call, again if an engine dies meanwhile."""
@@ -177,7 +186,7 @@ class RemoteEngines:
         """Return log-probs of existing responses, [T] each, group by group (see `RolloutEngine.score`), from the engine
         that generated them if it is known.
         """
-        self._wake(*_ALL)
+        self._prepare()
 
         def score() -> list[list[Floats]]:
             started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
@@ -193,7 +202,7 @@ class RemoteEngines:
     ) -> list[list[Group]]:
         """Return the responses of all engines to one prompt, for each value of `adapter`: with it (True) or the base
         alone."""
-        self._wake(*_ALL)
+        self._prepare()
 
         def start(with_adapter: bool) -> list[Any]:
             return self.group.submit(lambda engine: engine.generate(prompt, sampling, adapter=with_adapter))
@@ -235,10 +244,10 @@ class RemoteEngines:
                 try:
                     groups[number] = self.group.wait(ref)
                 except Exception as error:
-                    dead = self._recover(error)
-                    waiting += sorted((n for n, by in in_flight.values() if by in dead), reverse=True)
-                    in_flight = {ref: (n, by) for ref, (n, by) in in_flight.items() if by not in dead}
-                    load = [0 if by in dead else count for by, count in enumerate(load)]
+                    lost = self._recover(error)
+                    waiting += sorted((n for n, by in in_flight.values() if by in lost), reverse=True)
+                    in_flight = {ref: (n, by) for ref, (n, by) in in_flight.items() if by not in lost}
+                    load = [0 if by in lost else count for by, count in enumerate(load)]
                     break
                 del in_flight[ref]
                 load[engine] -= 1
@@ -262,6 +271,12 @@ class RemoteEngines:
         """
         self._engine_of.clear()
         self._wake("weights")
+
+    def _prepare(self) -> None:
+        """Wake the engines. Those that are known to have died are started again first: the others may lack weights."""
+        if self.restarts.is_needed:
+            self.repair()
+        self._repeated(lambda: self._wake(*_ALL))
 
     def _wake(self, *tags: str) -> None:
         """Wake the engines' memory, after the other roles on their GPUs have released what they do not use."""

@@ -54,6 +54,8 @@ class WeightSync:
         while True:
             if self._engines.start_again():
                 self._is_first, self._is_connected = True, False
+                if self._plan.base_goes_first:
+                    self._engines.abandon_requests()
             try:
                 metrics = self._sync(version)
             except Exception:

@@ -14,7 +14,7 @@ from vlmrl.cluster import engines as engines_module
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.remote_call import record_call
-from vlmrl.errors import ClusterError, EngineLossError
+from vlmrl.errors import ClusterError, ConfigError, EngineLossError
 from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
@@ -276,4 +276,107 @@ def test_an_engine_on_the_trainers_gpu_is_not_started_again() -> None:
     story.group.kill(0)
     story.engines.restarts.find_dead()
     with pytest.raises(EngineLossError, match=r"^vllm 0 died; the GPU is full$"):
+        story.engines.repair()
+
+
+def test_one_death_is_searched_for_once_however_many_requests_it_ends() -> None:
+    story = Story()
+    searches: list[None] = []
+    find_dead = story.group.find_dead
+    story.group.find_dead = lambda check: (searches.append(None), find_dead(check))[1]  # type: ignore[method-assign]
+    story.submit(*range(9))
+    story.group.kill(0)
+    assert story.results() == [None] * 3
+    assert len(searches) == 1
+
+
+def test_requests_of_living_engines_that_get_a_new_base_are_sampled_again() -> None:
+    story = Story()
+    story.submit(0, 1, 2)
+    story.group.kill(0)
+
+    def resync() -> None:
+        story.engines.start_again()
+        story.engines.abandon_requests()
+        story.submit(3)  # arrives while no engine has an adapter
+        for call in story.group.under_way:  # the new base ends what was under way
+            if not call.ended.done():
+                story.group.lost.append(call)
+                call.ended.set_result(None)
+        story.engines.have_weights()
+
+    story.engines.resync = resync
+    story.engines.restarts.find_dead()
+    sent = len(story.group.log)
+    story.engines.repair()
+    assert [index for _, _, index in story.group.log[sent:]] == [3], "only what came meanwhile was held"
+    assert story.results() == [None, None, None]
+    for index in range(4):
+        story.group.end(index)
+    assert sorted(story.results()) == [f"group {index}" for index in range(4)]
+
+
+def test_a_step_goes_on_if_a_new_base_ends_the_responses_of_living_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+
+    def wait(refs: list[Call], **_: Any) -> tuple[list[Call], list[Call]]:
+        if len(story.group.under_way) == 5:
+            story.group.kill(1)
+        done = [call for call in refs if call in story.group.lost] or refs[:1]
+        return done[:1], []
+
+    def resync() -> None:
+        story.engines.start_again()
+        story.engines.abandon_requests()
+        story.group.lost += [call for call in story.group.under_way if call not in story.group.lost]
+        story.engines.have_weights()
+
+    story.engines.resync = resync
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(wait=wait))
+    groups = story.engines.generate([prompt_of(index) for index in range(5)], SAMPLING)
+    assert groups == [f"group {index}" for index in range(5)]
+    assert [index for _, _, index in story.group.log] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+
+
+def test_evaluations_do_not_sample_from_engines_that_a_failed_sync_left_behind() -> None:
+    story = Story(limit=0)
+    story.group.kill(1)
+    story.engines.restarts.find_dead()
+    with pytest.raises(EngineLossError, match="max_restarts 0"):
+        story.engines.generate([prompt_of(0)], SAMPLING)
+    assert story.group.log == []
+
+
+def test_an_engine_that_dies_while_it_sleeps_is_started_again() -> None:
+    story = Story()
+    story.engines._sleeps = True
+    story.engines._awake.clear()
+    calls: list[str] = []
+
+    def call(function: Any) -> list[Any]:
+        calls.append(record_call(function).method)
+        if story.group.dead:
+            raise ClusterError("vllm 1 died")
+        return [None] * 3
+
+    story.group.call = call  # type: ignore[method-assign]
+    story.group.dead = {1}
+    assert story.engines.score([]) == []
+    assert calls == ["wake", "wake", "sleep"]
+    assert story.engines.restarts.count == 1
+
+
+def test_any_error_of_a_start_counts_as_a_restart() -> None:
+    story = Story(limit=2)
+    wait = story.group.wait
+
+    def fail(results: Any, timeout_s: float | None = None) -> Any:
+        if isinstance(results, list) and "failed" in results:
+            raise ConfigError("agent.py: there is no function run")
+        return wait(results, timeout_s)
+
+    story.group.wait, story.group.fails_to_start = fail, 9  # type: ignore[method-assign]
+    story.group.kill(0)
+    story.engines.restarts.find_dead()
+    with pytest.raises(EngineLossError, match=r"there is no function run; this came after 2 restarts"):
         story.engines.repair()

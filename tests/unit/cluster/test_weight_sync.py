@@ -83,6 +83,9 @@ class Engines:
     def start_again(self) -> bool:
         return self.restarts.start()
 
+    def abandon_requests(self) -> None:
+        self.group.log.append(("abandon",))
+
     def have_weights(self) -> None:
         self.restarts.have_weights()
 
@@ -183,6 +186,9 @@ def test_an_engine_that_dies_during_a_sync_is_started_again_and_gets_all_that_a_
     assert [call for call in log if call[0] == "replace"] == [("replace", 1)]
     after = log[log.index(("replace", 1)) :]
     assert ("start by engine 1",) in after
+    # A new base ends what the engines that live have under way.
+    before_it = [call[0] for call in after[: after.index(calls(after, "begin_update")[0])]]
+    assert ("abandon" in before_it) is (fatal != "readback")
     expected = ["whole"] if fatal == "readback" else ["base", "adapter"]
     assert [call[2] for call in calls(after, "begin_sync")] == expected
     assert next(call[3] for call in calls(after, "begin_update")) == {"seed": 2, "is_full": True}
