@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -36,6 +37,7 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 _END_S = 60.0
+_ASK_AGAIN_S = 0.1
 _PROCESS = re.compile(r"\(pid=(\d+), ip=([^,)\s]+)")
 
 
@@ -246,22 +248,30 @@ class WorkerGroup(Generic[Role_co]):
             check: a call that raises DiedError if a process that the worker started has died. A worker that is too busy
                 to reply counts as alive.
         """
-        call, workers = record_call(check), self._alive()
-        started = {_start(worker, call): number for number, worker in enumerate(workers)}
-        done, _ = ray.wait(list(started), num_returns=len(started), timeout=REPORTED_S)
+        call, workers, end = record_call(check), self._alive(), time.monotonic() + REPORTED_S
         dead: dict[int, str] = {}
-        for ref in done:
-            number = started[ref]
-            member = self._roster.members.get(workers[number])
-            try:
-                ray.get(ref)
-            except ray.exceptions.ActorUnavailableError:
-                continue  # not known yet
-            except ray.exceptions.RayActorError as error:
-                dead[number] = self.name if member is None else self._roster.format_death(member, error)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, DiedError):
-                    dead[number] = f"{member or self.name}: {error.cause}"
+        unknown: Sequence[int] = range(len(workers))
+        while unknown:
+            started = {_start(workers[number], call): number for number in unknown}
+            left_s = max(0.0, end - time.monotonic())
+            done, _ = ray.wait(list(started), num_returns=len(started), timeout=left_s)
+            unknown = []
+            for ref in done:
+                number = started[ref]
+                member = self._roster.members.get(workers[number])
+                try:
+                    ray.get(ref)
+                except ray.exceptions.ActorUnavailableError:
+                    unknown.append(number)  # its connection is lost, and Ray does not know yet whether it has died
+                except ray.exceptions.RayActorError as error:
+                    dead[number] = self.name if member is None else self._roster.format_death(member, error)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, DiedError):
+                        dead[number] = f"{member or self.name}: {error.cause}"
+            if time.monotonic() > end:
+                break
+            if unknown:
+                time.sleep(_ASK_AGAIN_S)
         return dict(sorted(dead.items()))
 
     def replace(self, numbers: Sequence[int], end: Callable[[Role_co], Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from vlmrl.cluster import worker_group
 from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, StepPlan
 from vlmrl.cluster.worker_deaths import Member, Roster
 from vlmrl.cluster.worker_group import WorkerGroup, search_working_directory_last
@@ -62,6 +63,31 @@ def test_an_engine_whose_process_died_is_named_with_its_index_and_machine(
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ClusterError, match=r"^vllm 1 of 2 on 10\.0\.0\.2: rollout engine vllm has died$"):
         stopped.wait([])
+
+
+def test_a_worker_that_cannot_be_reached_is_asked_again_until_ray_knows_whether_it_died(
+    stopped: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: dict[str, list[Exception | None]] = {
+        "a": [None],
+        "b": [
+            ray.exceptions.ActorUnavailableError("not known yet", b"0" * 16),
+            ray.exceptions.ActorDiedError(),
+        ],
+        "c": [ray.exceptions.ActorUnavailableError("not known yet", b"0" * 16), None],
+    }
+    stopped._workers = list(errors)
+    monkeypatch.setattr(worker_group, "_start", lambda worker, call: worker)
+    monkeypatch.setattr(ray, "wait", lambda refs, **kwargs: (refs, []))
+
+    def get(ref: str) -> None:
+        error = errors[ref].pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    assert list(stopped.find_dead(lambda engine: engine.check())) == [1]
+    assert not any(errors.values())
 
 
 def test_modules_in_the_working_directory_are_not_those_of_libraries(
