@@ -110,11 +110,16 @@ class Ahead:
 
     def settle(self) -> None:
         """Wait for what is under way. A run that was asked to stop abandons it instead: it is sampled again after a
-        resume, as after a kill. If all engines have died, what is under way waits for the next weights."""
+        resume, as after a kill. If all engines have died, what is under way waits for the next weights. Errors are
+        left to `take`, so that the step that has been trained is finished first."""
         schedule = self._started()
         if not self._config.train.partial_rollout_enable:
             with self._report.phase("settle"):
-                self._wait_until(lambda: schedule.is_settled or stops.is_stopping() or self._engine.is_down)
+                self._wait_until(
+                    lambda: (
+                        schedule.is_settled or self._error is not None or stops.is_stopping() or self._engine.is_down
+                    )
+                )
             if stops.is_stopping():
                 self._events.put(None)  # what ends from now on has tokens of two versions
 
@@ -128,10 +133,10 @@ class Ahead:
         last_change = time.monotonic()
         while True:
             with stops.interruptible_wait(), self._changed:
-                if self._error is not None:
-                    raise self._error
                 if is_done():
                     return
+                if self._error is not None:
+                    raise self._error
                 if self._changed.wait(_POLL_S):
                     last_change = time.monotonic()
             if repairs and self._engine.needs_repair:

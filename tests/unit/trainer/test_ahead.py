@@ -244,6 +244,34 @@ def test_an_error_in_the_thread_is_raised_in_the_loop(where: str) -> None:
         run_ahead(ahead_config(), engine, steps=4, prompts=Bad())
 
 
+def test_a_step_is_finished_before_an_error_of_what_was_under_way_ends_the_run() -> None:
+    class Failing(SlowEngine):
+        """Groups after the first step's fail during its update."""
+
+        def submit(
+            self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group | None]], None]
+        ) -> None:
+            if prompt.index < 2:
+                super().submit(prompt, sampling, on_done)
+            else:
+                waiting.append(on_done)
+
+    class Patient(RememberingPolicy):
+        def update(self, experience: Any, *, step: int) -> Metrics:
+            for on_done in waiting:
+                on_done(fail)
+            return super().update(experience, step=step)
+
+    def fail() -> Group:
+        raise DataError("row 3: broken")
+
+    waiting: list[Any] = []
+    engine, saved = Failing(), list[int]()
+    with pytest.raises(DataError, match="row 3: broken"):
+        run_ahead(ahead_config(), engine, steps=4, policy=Patient(engine), save=lambda step, state: saved.append(step))
+    assert saved == [1]
+
+
 def test_an_engine_that_hangs_is_an_error() -> None:
     with pytest.raises(ClusterError, match="no engine finished a response within 0 s"):
         run_ahead(ahead_config(), SlowEngine(longest_s=60.0), steps=2, timeout_s=0.05)
