@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from vlmrl.cluster.data import keep_media
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.machine_watch import Watch
@@ -188,6 +189,7 @@ class RoleBuilder:
             restarts=EngineRestarts(
                 group, limit=config.vllm.max_restarts, obstacle=self._restart_obstacle(config), say=report.say
             ),
+            keep=keep_media if config.has_agent and config.vllm.max_restarts else None,
         )
         self.stack.callback(engines.shutdown)
         status = engines.status()[0]

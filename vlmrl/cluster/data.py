@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -16,7 +16,7 @@ from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
 from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
-from vlmrl.types import Pixels
+from vlmrl.types import ChatMessage, Group, Media, Pixels, Prompt, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,39 @@ class StoredMedia:
 def put(media: InlineMedia) -> StoredMedia:
     """Copy the pixels into this node's object store."""
     return StoredMedia(hash=media.hash, size=media.size, ref=ray.put(media.pixels))
+
+
+def keep_media(group: Group, prompt: Prompt) -> Group:
+    """Return the group with handles of images that outlive the engine that responded to the `prompt`.
+
+    Ray loses an object with the process that wrote it. Images of the prompt are the data's; those of an environment are
+    the engine's, and this process copies them. Raises Ray's errors if the engine has died: they are lost then.
+    """
+    kept: dict[str, Media] = {media.hash: media for media in prompt.media}
+
+    def keep(media: Media) -> Media:
+        if media.hash not in kept:
+            kept[media.hash] = StoredMedia(media.hash, media.size, ray.put(media.fetch()))
+        return kept[media.hash]
+
+    def keep_all(media: Sequence[Media]) -> tuple[Media, ...]:
+        return tuple(map(keep, media))
+
+    def in_messages(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+        return tuple(
+            replace(message, parts=tuple(part if isinstance(part, str) else keep(part) for part in message.parts))
+            for message in messages
+        )
+
+    def in_rollout(rollout: Rollout) -> Rollout:
+        segments = tuple(replace(segment, media=keep_all(segment.media)) for segment in rollout.segments)
+        episode = rollout.episode
+        if episode is not None:
+            episode = replace(episode, messages=in_messages(episode.messages))
+        return replace(rollout, segments=segments, episode=episode)
+
+    first = replace(group.prompt, media=keep_all(group.prompt.media), messages=in_messages(group.prompt.messages))
+    return Group(first, tuple(map(in_rollout, group.rollouts)))
 
 
 def created_bytes() -> int:

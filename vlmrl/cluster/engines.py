@@ -54,9 +54,11 @@ class RemoteEngines:
         on_progress: Callable[[int, int], None] | None = None,
         colocated: Callable[[], ColocatedGroups] = tuple,
         restarts: EngineRestarts | None = None,
+        keep: Callable[[Group, Prompt], Group] | None = None,
     ) -> None:
         """`colocated` returns the other roles on the engines' GPUs; it is called after they have started. `restarts`
-        None: an engine that dies is not started again."""
+        None: an engine that dies is not started again. `keep` returns a group so that it outlives the engine that
+        responded to the prompt, and raises if that has died; None: it does anyway."""
         self.group = group
         self.restarts = restarts or EngineRestarts(group)
         self.resync: Callable[[], object] | None = None
@@ -66,6 +68,7 @@ class RemoteEngines:
         self._sleeps = sleeps
         self._on_progress = on_progress
         self._colocated = colocated
+        self._keep = keep or (lambda group, prompt: group)
         self._awake: set[str] = set(_ALL)
         self._engine_of: dict[int, int] = {}
         """Index of a prompt -> engine that generated its last responses with the current weights."""
@@ -110,8 +113,7 @@ class RemoteEngines:
                 del self._in_flight[ref]
             try:
                 if self.restarts.incarnation(engine) == incarnation:
-                    group: Group = self.group.wait(ref)
-                    return group
+                    return self._keep(self.group.wait(ref), request.prompt)
             except Exception:
                 # One death ends many requests: search for it once.
                 if not self.restarts.is_lost(engine, incarnation):
@@ -242,7 +244,7 @@ class RemoteEngines:
             for ref in done:
                 number, engine = in_flight[ref]
                 try:
-                    groups[number] = self.group.wait(ref)
+                    groups[number] = self._keep(self.group.wait(ref), prompts[number])
                 except Exception as error:
                     lost = self._recover(error)
                     waiting += sorted((n for n, by in in_flight.values() if by in lost), reverse=True)

@@ -380,3 +380,27 @@ def test_any_error_of_a_start_counts_as_a_restart() -> None:
     story.engines.restarts.find_dead()
     with pytest.raises(EngineLossError, match=r"there is no function run; this came after 2 restarts"):
         story.engines.repair()
+
+
+def test_a_group_whose_images_were_lost_with_its_engine_is_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    story, lost = Story(), list[str]()
+
+    def keep(group: Any, prompt: Prompt) -> Any:
+        if story.group.log[-1][1:] == (prompt.index % 3, prompt.index) and not lost:
+            lost.append(group)
+            story.group.dead.add(prompt.index % 3)  # it dies after it has responded
+            raise RuntimeError("the owner of the object has died")
+        return f"kept {group}"
+
+    story.engines._keep = keep
+    story.submit(0)
+    story.group.end(0)
+    assert story.results() == [None]
+    assert story.engine_of[0] != 0
+    story.group.under_way[-1].ended.set_result(None)
+    assert story.results() == ["kept group 0"]
+    lost.clear()
+    story.engines.repair()
+    monkeypatch.setattr(engines_module, "ray", SimpleNamespace(wait=lambda refs, **_: (refs[:1], [])))
+    assert story.engines.generate([prompt_of(0)], SAMPLING) == ["kept group 0"]
+    assert (lost, story.engines.restarts.count) == (["group 0"], 2)
