@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -184,6 +185,7 @@ class WorkerGroup(Generic[Role_co]):
             self._driver = {name: os.environ[name] for name in NAMES if name in os.environ}
         self._session, self._places, self._concurrent = session, places, concurrent
         self._build_role = build
+        self._starting = threading.Lock()  # calls of two threads reach all workers in one order: some are collectives
         self._roster = session.roster
         self._workers = [self._start_worker(place) for place in places]
         if register_shutdown is not None:
@@ -234,26 +236,21 @@ class WorkerGroup(Generic[Role_co]):
         world: dict[str, str] = {}
         if distributed:
             world = {"WORLD_SIZE": str(len(self._workers)), "LOCAL_RANK": "0"} | self._rendezvous()
-        prepared = []
-        for number in numbers:
-            variables = world | ({"RANK": str(number)} if distributed else {})
-            prepared.append(self._alive()[number].set_environment.remote(variables, self._driver))
-        self._get(prepared)
-        self._get([self._alive()[number].build.remote(self._build_role) for number in numbers])
+        workers = {number: self._alive()[number] for number in numbers}
+        rank_of = {number: {"RANK": str(number)} if distributed else {} for number in numbers}
+        self._get([w.set_environment.remote(world | rank_of[n], self._driver) for n, w in workers.items()])
+        self._get([worker.build.remote(self._build_role) for worker in workers.values()])
 
     def find_dead(self, check: Callable[[Role_co], Any]) -> dict[int, str]:
-        """Return the workers that have died, by number, each with a line about its death.
+        """Return the workers that have died, by number, each with a line about its death. Busy ones are alive.
 
-        Args:
-            check: a call that raises DiedError if a process that the worker started has died. A worker that is too busy
-                to reply counts as alive.
+        `check` raises DiedError if a process that the worker started has died.
         """
         call, workers, end = record_call(check), self._alive(), time.monotonic() + REPORTED_S
         dead: dict[int, str] = {}
         unknown: Sequence[int] = range(len(workers))
-        while unknown:
+        while unknown and (left_s := end - time.monotonic()) > 0:
             started = {_start(workers[number], call): number for number in unknown}
-            left_s = max(0.0, end - time.monotonic())
             done, _ = ray.wait(list(started), num_returns=len(started), timeout=left_s)
             unknown = []
             for ref in done:
@@ -262,16 +259,13 @@ class WorkerGroup(Generic[Role_co]):
                 try:
                     ray.get(ref)
                 except ray.exceptions.ActorUnavailableError:
-                    unknown.append(number)  # its connection is lost, and Ray does not know yet whether it has died
+                    unknown.append(number)  # Ray does not know yet whether it has died
                 except ray.exceptions.RayActorError as error:
                     dead[number] = self.name if member is None else self._roster.format_death(member, error)
                 except ray.exceptions.RayTaskError as error:
                     if isinstance(error.cause, DiedError):
                         dead[number] = f"{member or self.name}: {error.cause}"
-            if time.monotonic() > end:
-                break
-            if unknown:
-                time.sleep(_ASK_AGAIN_S)
+            time.sleep(_ASK_AGAIN_S if unknown else 0.0)
         return dict(sorted(dead.items()))
 
     def replace(self, numbers: Sequence[int], end: Callable[[Role_co], Any]) -> None:
@@ -325,8 +319,9 @@ class WorkerGroup(Generic[Role_co]):
 
     def submit(self, function: Callable[[Role_co], Any]) -> list[ray.ObjectRef[Any]]:
         """Start the call on all workers and return at once. Workers get the value of an ObjectRef argument."""
-        call = record_call(function)
-        return [_start(worker, call) for worker in self._alive()]
+        call, workers = record_call(function), self._alive()
+        with self._starting:
+            return [_start(worker, call) for worker in workers]
 
     def submit_each(
         self, function: Callable[[Role_co, _Item], Any], items: Sequence[_Item]
@@ -335,7 +330,9 @@ class WorkerGroup(Generic[Role_co]):
         workers = self._alive()
         if len(items) != len(workers):
             raise ValueError(f"{len(items)} items for {len(workers)} workers of {self.name}")
-        return [_start(worker, record_call(function, item)) for worker, item in zip(workers, items, strict=True)]
+        calls = [record_call(function, item) for item in items]
+        with self._starting:
+            return [_start(worker, call) for worker, call in zip(workers, calls, strict=True)]
 
     def submit_to(self, worker: int, function: Callable[[Role_co], Any]) -> ray.ObjectRef[Any]:
         """Start the call on one worker and return at once."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from vlmrl.cluster.models import PackingPlan, PassMetrics, Ranks, RemotePolicy, 
 from vlmrl.cluster.worker_deaths import Member, Roster
 from vlmrl.cluster.worker_group import WorkerGroup, search_working_directory_last
 from vlmrl.errors import ClusterError, DiedError
+from vlmrl.parallel import run_parallel
 
 
 @pytest.fixture
@@ -88,6 +91,26 @@ def test_a_worker_that_cannot_be_reached_is_asked_again_until_ray_knows_whether_
     monkeypatch.setattr(ray, "get", get)
     assert list(stopped.find_dead(lambda engine: engine.check())) == [1]
     assert not any(errors.values())
+
+
+def test_calls_of_two_threads_reach_all_workers_in_the_same_order(
+    stopped: WorkerGroup[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair of an engine sends weights while a check computes log-probs: both are collectives of the policy."""
+    stopped._workers, stopped._starting = ["rank 0", "rank 1"], threading.Lock()
+    started: dict[str, list[str]] = {"rank 0": [], "rank 1": []}
+
+    def start(worker: str, call: Any) -> None:
+        started[worker].append(call.method)
+        time.sleep(0.02 if call.method == "share" else 0.001)
+
+    monkeypatch.setattr(worker_group, "_start", start)
+    for _ in range(5):
+        run_parallel(
+            lambda: stopped.submit(lambda policy: policy.share(0, 0)),
+            lambda: stopped.submit_each(lambda policy, packs: policy.logprobs(packs), [[], []]),
+        )
+    assert started["rank 0"] == started["rank 1"]
 
 
 def test_modules_in_the_working_directory_are_not_those_of_libraries(
