@@ -68,10 +68,10 @@ def _episodes_that(groups: Sequence[Group], stop: StopReason) -> list[tuple[str,
 
 def check_episodes(config: RlConfig | EvalConfig, groups: Sequence[Group], *, num_responses: int | None = None) -> None:
     """Check how many episodes have failed, of `num_responses` in the whole step (None: of these), and that their
-    environment did not raise in all others.
+    environment or agent did not raise in all others.
 
     Raises:
-        RewardError: more than `agent.max_failed_fraction` have failed, or the environment raised in all others.
+        RewardError: more than `agent.max_failed_fraction` have failed, or the user's code raised in all others.
     """
     failed, raised = _episodes_that(groups, "failed"), _episodes_that(groups, "raised")
     num_responses = num_responses or sum(len(group.rollouts) for group in groups)
@@ -82,10 +82,10 @@ def check_episodes(config: RlConfig | EvalConfig, groups: Sequence[Group], *, nu
             f"{len(failed)} of {num_responses} episodes failed, more than agent.max_failed_fraction {bound:g}; the "
             f"first, on {source}: {episode.problem}"
         )
-    # No reward is known then, and nothing can be learnt: most likely the environment has a bug.
+    # No reward is known then, and nothing can be learnt: most likely the user's code has a bug.
     if len(raised) > 1 and len(raised) + len(failed) == num_responses and bound < 1:
         source, episode = raised[0]
         raise RewardError(
-            f"the environment of train.agent_func_path raised in all {len(raised)} episodes: fix it, or let it return "
-            f"a Reply for a response that it cannot use; the first, on {source}: {episode.problem}"
+            f"train.agent_func_path: the environment or agent raised in all {len(raised)} episodes: fix it, or let it "
+            f"return a reward for a response that it cannot use; the first, on {source}: {episode.problem}"
         )

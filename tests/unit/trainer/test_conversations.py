@@ -298,8 +298,8 @@ def test_an_environment_that_raises_in_every_episode_stops_the_run_with_the_firs
     ended, lost = make_episode_rollout(make_segment([[0, 1], [7]])), failed_rollout(other)
     everywhere = [Group(prompt, (raised, raised)), Group(other, (raised, raised))]
     message = (
-        r"raised in all 4 episodes: fix it, or let it return a Reply for a response that it cannot use; the first, on "
-        r"toy:0: KeyError: 'label' \(my_env\.py:7\)$"
+        r"the environment or agent raised in all 4 episodes: fix it, or let it return a reward for a response that it "
+        r"cannot use; the first, on toy:0: KeyError: 'label' \(my_env\.py:7\)$"
     )
     with pytest.raises(RewardError, match=message):
         check_episodes(settings(0.1), everywhere, num_responses=4)
