@@ -235,6 +235,69 @@ def test_a_model_is_served_until_a_signal(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
+FRAMEWORK = """
+import asyncio
+
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES
+
+
+@tool
+def multiply(a: int, b: int) -> int:
+    \'\'\'Multiply two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    \'\'\'
+    return a * b
+
+
+def solve(task):
+    model = OpenAIServerModel(task.model, api_base=task.base_url, api_key=task.api_key)
+    prompts = EMPTY_PROMPT_TEMPLATES | {"system_prompt": "Answer in digits."}
+    agent = ToolCallingAgent([multiply], model, prompt_templates=prompts, max_steps=1, verbosity_level=0)
+    return str(agent.run(f"What is {task.seed % 9} times 3?"))
+
+
+async def run(task):
+    answer = await asyncio.to_thread(solve, task)
+    return sum(c.isdigit() for c in answer) / max(1, len(answer))
+"""
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_agent_of_a_framework_learns(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
+    """smolagents, unchanged: a random model cannot call its tools, but learns to end with an answer of digits."""
+    pytest.importorskip("smolagents")
+    file = tmp_path / "agent.py"
+    file.write_text(FRAMEWORK)
+    steps = 8
+    flags: dict[str, Any] = {
+        "train.agent_func_path": file,
+        "gateway.other_settings": "override",
+        "actor.adam.lr": 3e-3,
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 8,
+        "rollout.max_new_tokens": 8,
+        "agent.context_len": 2000,
+        "train.batch_size": 64,
+        "train.max_steps": steps,
+        "eval.max_samples": 4,
+    }
+    out = tmp_path / "run"
+    train_rl(load(RlConfig, recipe("gateway_tiny.yaml", tiny_model("qwen2_5_vl"), out, **flags)))
+    lines = steps_of(out)
+    rewards = [line["reward/mean"] for line in lines]
+    assert len(rewards) == steps
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.1, rewards
+    for line in lines:
+        assert line["sync/logprob_diff_max"] < 1e-3
+        assert line["agent/turns_mean"] == 2
+        assert line["agent/gateway/overridden/tool_choice"] == 64, "the final answer is asked for without tools"
+        assert line["agent/gateway/dropped_tokens"] == line["agent/failed"] == 0
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_two_steps_of_an_agent_with_a_client_of_its_own(tmp_path: Path, tiny_model: Callable[..., str]) -> None:
     flags: dict[str, Any] = {
