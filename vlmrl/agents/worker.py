@@ -13,6 +13,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from vlmrl.system.user_function import declared, load_function, message_of, name
 FLAG = "train.agent_func_path"
 CLOSE_LIMIT_S = 5.0
 """Time limit for `close` of an environment."""
+_MAX_THREADS = 1024
+"""Threads of `asyncio.to_thread`, which start when they are needed. With Python's default, a few for each core, no more
+episodes than that would play at a time."""
 _OFFERED = ("row", "seed")
 
 
@@ -219,6 +223,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 async def _serve_async(connection: socket.socket, environments: _Environments) -> None:
     """Answer calls as they come in; those of different episodes run side by side."""
     connection.setblocking(False)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="vlmrl-agent"))
     server = _AsyncServer(environments)
     await asyncio.get_running_loop().connect_accepted_socket(lambda: server.stream, connection)
     await server.ended.wait()

@@ -22,7 +22,7 @@ from vlmrl.types import Group, Prompt, Sampling
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("quick_processes", "no_leftover_processes")]
 
 AGENTS = """
-import asyncio, os, time
+import asyncio, os, threading, time
 
 import openai
 from openai import AsyncOpenAI
@@ -135,6 +135,15 @@ async def shows_its_row(task):
 
 async def proxy(task):
     os.environ["HTTP_PROXY"] = os.environ["http_proxy"] = "http://127.0.0.1:9"
+    await talk(task, "Hello.")
+    return 1
+
+
+ALL = threading.Barrier(40)
+
+
+async def in_threads(task):
+    await asyncio.to_thread(ALL.wait, 20)
     await talk(task, "Hello.")
     return 1
 
@@ -311,6 +320,12 @@ async def test_the_time_of_the_engine_does_not_count(agents: Path, chat: Process
     group = await played(agents, "make", chat, delay_s=1.5, episode_limit_s=1.5)
     assert stops(group) == ["done", "done"]
     assert all(rollout.episode is not None and rollout.episode.env_s < 1.5 for rollout in group.rollouts)
+
+
+async def test_agents_in_threads_run_side_by_side(agents: Path, chat: Processor) -> None:
+    async with player(agents, "in_threads", chat, num_workers=1, max_retries=0) as (one, _):
+        group = await one.play(row(), Sampling(40, 1.0, 1.0, 100, 11))
+    assert stops(group) == ["done"] * 40
 
 
 async def test_a_row_without_a_question_is_none(agents: Path, chat: Processor) -> None:
