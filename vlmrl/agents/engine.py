@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vlmrl.agents.episodes import Player
-from vlmrl.agents.gateway.episode import Serving
 from vlmrl.agents.gateway.player import AgentPlayer
 from vlmrl.agents.gateway.server import Keys, Server, make_app
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.parsers import call_parser, parsers
 from vlmrl.agents.settings import AgentEngineSettings
 from vlmrl.agents.tool_calls import as_function

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from vlmrl.agents.gateway.chat import Tools
-from vlmrl.agents.gateway.episode import ParserOf
+from vlmrl.agents.gateway.serving import ParserOf
 from vlmrl.agents.tool_calls import ToolCallParser
 from vlmrl.plugins import Processor
 from vlmrl.rollout.tool_parsers import tool_format, vllm_tool_parser

@@ -7,8 +7,8 @@ import os
 import re
 import signal
 
-from vlmrl.agents.gateway.episode import Serving
 from vlmrl.agents.gateway.server import Server, make_app
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.gateway.sessions import MAX_RESPONSES, Sessions
 from vlmrl.agents.parsers import parsers
 from vlmrl.config.verbs import PolicyServeConfig

@@ -15,6 +15,10 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 256
 MAX_CHOICES = 64
 MAX_STOPS = 16
+MAX_PARTS = 4096
+"""Texts and images of a request."""
+MAX_WORD_CHARS = 1000
+"""Characters of a stop, and of the model's name, which responses repeat."""
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -92,6 +96,12 @@ class RawMessage(NamedTuple):
     call_id: str | None = None
     name: str | None = None
 
+    @property
+    def words(self) -> list[str]:
+        """All its text besides its parts: names, ids and arguments."""
+        of_calls = [word for call in self.calls for word in (call.id, call.name, call.arguments)]
+        return [*of_calls, self.call_id or "", self.name or ""]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody:
@@ -118,7 +128,13 @@ def read_body(content: bytes, sampling: Sampling, *, other_settings: Literal["ov
     Raises:
         RefusedError: with status 400.
     """
-    body = read_object(content)
+    try:
+        return _read(read_object(content), sampling, other_settings)
+    except RecursionError as error:
+        raise RefusedError(400, "the request is nested too deeply") from error
+
+
+def _read(body: Mapping[str, Any], sampling: Sampling, other_settings: Literal["override", "refuse"]) -> ChatBody:
     for name, advice in _NEVER.items():
         if body.get(name) is not None:
             raise _bad(name, f"{name} is not supported: {advice}")
@@ -135,7 +151,7 @@ def read_body(content: bytes, sampling: Sampling, *, other_settings: Literal["ov
     limits = [n for name in ("max_completion_tokens", "max_tokens") if (n := _integer(body, name, 1, None)) is not None]
     options = body.get("stream_options") or {}
     return ChatBody(
-        model=_text(body, "model", default="policy"),
+        model=_text(body, "model", default="policy", max_chars=MAX_WORD_CHARS),
         messages=_messages(body),
         tools=tools,
         parses_calls=bool(tools.functions) and choice.parses_calls,
@@ -238,6 +254,8 @@ def _messages(body: Mapping[str, Any]) -> tuple[RawMessage, ...]:
         one = _message(message, f"messages[{i}]", names)
         names |= {call.id: call.name for call in one.calls}
         read.append(one)
+    if (num_parts := sum(len(message.parts) for message in read)) > MAX_PARTS:
+        raise _bad("messages", f"messages have {num_parts} texts and images; at most {MAX_PARTS} are allowed")
     if read[-1].role == "assistant":
         raise _bad("messages", "the last message is the assistant's: there is nothing to respond to")
     return tuple(read)
@@ -246,7 +264,8 @@ def _messages(body: Mapping[str, Any]) -> tuple[RawMessage, ...]:
 def _message(message: Any, where: str, names: Mapping[str, str]) -> RawMessage:
     if not isinstance(message, dict):
         raise _bad(where, f"{where} must be an object")
-    role = _ROLES.get(str(message.get("role")))
+    name = message.get("role")
+    role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise _bad(where, f"{where}.role must be one of {', '.join(_ROLES)}")
     parts = _parts(message.get("content"), f"{where}.content", allows_images=role in ("user", "tool"))
@@ -306,17 +325,23 @@ def _calls(calls: Any, where: str) -> tuple[Call, ...]:
 def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise _bad("stop", f"stop must be a text or a list of at most {MAX_STOPS} texts")
+    are_few = isinstance(stops, list) and len(stops) <= MAX_STOPS
+    if not are_few or not all(isinstance(s, str) and 0 < len(s) <= MAX_WORD_CHARS for s in stops):
+        limits = f"at most {MAX_STOPS} texts, each of at most {MAX_WORD_CHARS} characters"
+        raise _bad("stop", f"stop must be a text or a list of {limits}")
     return tuple(_sound(text) for text in stops)
 
 
-def _text(body: Mapping[str, Any], name: str, *, default: str | None = None, where: str = "") -> str:
+def _text(
+    body: Mapping[str, Any], name: str, *, default: str | None = None, where: str = "", max_chars: int | None = None
+) -> str:
     value = body.get(name)
     value = default if value is None else value
+    full = f"{where}.{name}" if where else name
     if not isinstance(value, str):
-        full = f"{where}.{name}" if where else name
         raise _bad(where or name, f"{full} must be text")
+    if max_chars is not None and len(value) > max_chars:
+        raise _bad(where or name, f"{full} has more than {max_chars} characters")
     return _sound(value)
 
 

@@ -8,52 +8,29 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from vlmrl.agents.contents import Contents
-from vlmrl.agents.course import Sampler
 from vlmrl.agents.gateway.bodies import ChatBody, RawMessage, RefusedError, read_body
 from vlmrl.agents.gateway.chat import Call, ChatInput, Tools
+from vlmrl.agents.gateway.images import Images
 from vlmrl.agents.gateway.replies import Choice, Completion
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.gateway.tree import Node, Place, Reply, Tree, count_tokens
 from vlmrl.agents.tool_calls import ToolCall, ToolCallParser
-from vlmrl.config.data import Columns
-from vlmrl.config.gateway import Gateway
 from vlmrl.data.conversations import with_media
-from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.errors import ConfigError, DataError, VlmrlError
 from vlmrl.plugins import Processor
 from vlmrl.rewards.bounds import problem_of_reward
-from vlmrl.types import Media, Prompt, Rollout, Sampling, StopReason
+from vlmrl.types import Prompt, Rollout, Sampling, StopReason
 
-ParserOf = Callable[[Tools], ToolCallParser]
-"""Make the parser of calls of these tools. Raises ConfigError for tools that cannot be parsed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Serving:
-    """All that the episodes of an engine share."""
-
-    gateway: Gateway
-    processor: Processor
-    columns: Columns
-    sample: Sampler
-    share: Callable[[InlineMedia], Media]
-    """Stores an image, and returns the handle that the trainer reads."""
-    parser_of: ParserOf
-    context_len: int
-    """Tokens of a conversation."""
-    max_images: int
-    """Images of a conversation."""
-    max_turns: int
-    """Responses of an episode."""
-
-    @cached_property
-    def contents(self) -> Contents:
-        """Measures and tokenizes what clients send."""
-        return Contents(self.processor, columns=self.columns, context_len=self.context_len, share=self.share)
+NUM_LARGE_BODIES = 4
+"""Large requests of an episode that are in memory at a time, until they are parsed; others wait."""
+_CHARS_OF_PART = 16
+"""A message or part takes about as long to render as so many characters."""
+_BYTES_OF_TOKEN = 40
+"""Memory of a token of a conversation: its id twice, log-prob, version and mark."""
 
 
 @dataclass(eq=False)
@@ -72,11 +49,6 @@ class Pending:
     num_waiting: int = 0
     """Clients that wait for it."""
     is_delivered: bool = False
-
-    def mark_delivered(self) -> None:
-        """Note that a client has the response."""
-        self.is_delivered = True
-        self.task.result().mark_delivered()
 
 
 class BusyClock:
@@ -123,11 +95,11 @@ class GatewayEpisode:
         self._ids = itertools.count()
         self._pending: dict[str, Pending] = {}
         """Id of a completion -> its request, unless that has failed."""
-        self._num_running = self._num_responses = 0
+        self.large_bodies = asyncio.Semaphore(NUM_LARGE_BODIES)
+        self._num_reading = self._num_running = self._num_responses = self._num_tokens = 0
         self._asked: Counter[bytes] = Counter()
         """How often each prompt was asked."""
-        self._media: dict[bytes, Media] = {}
-        """Digest of an image's URL -> its handle: clients send the images of a history with every request."""
+        self._images = Images(serving)
         self._finish_reasons: dict[int, str] = {}
         self._is_closed = False
 
@@ -135,6 +107,21 @@ class GatewayEpisode:
     def num_running(self) -> int:
         """Requests in progress."""
         return self._num_running
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of the memory that its conversations and images take."""
+        return _BYTES_OF_TOKEN * self._num_tokens + self._images.num_bytes
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a request whose body is on its way. Raises RefusedError if too many are."""
+        self._check_flood(self._num_reading)
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
 
     async def request(self, content: bytes, *, is_retry: bool) -> Pending:
         """Begin to respond to a request. One that a client's library sends again joins the first, or gets its reply.
@@ -146,37 +133,31 @@ class GatewayEpisode:
         if is_retry and (earlier := self._earlier(digest)) is not None:
             self.counts["replayed"] += 1
             return earlier
-        if self._num_running >= self._serving.gateway.max_concurrent:
-            limit = self._serving.gateway.max_concurrent
-            raise RefusedError(
-                429,
-                f"{limit} requests of this episode are in progress, as many as gateway.max_concurrent allows",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )
+        self._check_flood(self._num_running)
         self._num_running += 1
         try:
             read = asyncio.to_thread(
                 read_body, content, self._sampling, other_settings=self._serving.gateway.other_settings
             )
             body = await read
-            if self._is_closed:
-                raise RefusedError(401, "the episode of this key is over", code="invalid_api_key")
+            self._check_open()
             created = int(time.time())
             completion_id = f"chatcmpl-{next(self._ids)}"
             begun = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._respond(body, completion_id, created, begun))
+            messages = list(body.messages)
+            body = replace(body, messages=())
+            task = asyncio.create_task(self._respond(body, messages, completion_id, created, begun))
         except BaseException:
             self._num_running -= 1
             raise
-        # The messages may be large, and only the task reads them.
-        pending = Pending(replace(body, messages=()), digest, completion_id, created, begun, task)
+        pending = Pending(body, digest, completion_id, created, begun, task)
         self._pending[completion_id] = pending
         task.add_done_callback(lambda _: self._note_end(pending))
         return pending
 
     def add_reward(self, reward: float, completion_id: str | None) -> None:
         """Add a reward to the responses' last one, or to that of a completion. Raises RefusedError."""
+        self._check_open()
         if completion_id is None:
             node = self.last
         else:
@@ -190,6 +171,12 @@ class GatewayEpisode:
         if problem := problem_of_reward(total):
             raise RefusedError(400, f"the sum of the rewards is {total:g}, {problem}", param="reward")
         node.reward += reward
+
+    def mark_delivered(self, pending: Pending) -> None:
+        """Note that a client has the response, unless the episode has ended: what was dropped is counted by then."""
+        if not self._is_closed:
+            pending.is_delivered = True
+            pending.task.result().mark_delivered()
 
     @property
     def last(self) -> Node | None:
@@ -224,6 +211,20 @@ class GatewayEpisode:
 
     # ---- internals
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RefusedError(401, "the episode of this key is over", code="invalid_api_key")
+
+    def _check_flood(self, num_requests: int) -> None:
+        limit = self._serving.gateway.max_concurrent
+        if num_requests >= limit:
+            raise RefusedError(
+                429,
+                f"{limit} requests of this episode are in progress, as many as gateway.max_concurrent allows",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+
     def _earlier(self, digest: bytes) -> Pending | None:
         """Return the request that this is a retry of: rather one whose reply nobody has or waits for."""
         same = [one for one in self._pending.values() if one.digest == digest and not _failed(one.task)]
@@ -236,11 +237,18 @@ class GatewayEpisode:
             self._pending.pop(pending.id, None)
 
     async def _respond(
-        self, body: ChatBody, completion_id: str, created: int, begun: asyncio.Future[None]
+        self,
+        body: ChatBody,
+        messages: list[RawMessage],
+        completion_id: str,
+        created: int,
+        begun: asyncio.Future[None],
     ) -> Completion:
         try:
-            num_chars = self._measured(body)
-            find = self.tree.find(await self._decoded(body.messages), body.tools)
+            num_chars = self._measured(messages, body.tools)
+            decoded = await self._images.decode(messages)
+            messages.clear()  # they may be large, and the engine takes its time
+            find = self.tree.find(decoded.messages, body.tools)
             place = await self._serving.contents.tokenize(num_chars, find)
             parser = self._serving.parser_of(body.tools) if body.parses_calls else None
             sampling = self._sampling_of(place.prompt, body)
@@ -249,8 +257,10 @@ class GatewayEpisode:
         except RecursionError as error:
             raise RefusedError(400, "the request is nested too deeply") from error
         self.counts.update(f"overridden/{name}" for name in body.overridden)
-        if place.opened is not None:
-            self.counts[f"opened/{place.opened}"] += 1
+        # What has been refused leaves nothing behind, however often it comes.
+        self._images.keep(decoded.images)
+        if (reason := self.tree.open(place)) is not None:
+            self.counts[f"opened/{reason}"] += 1
         self._num_responses += body.n
         begun.set_result(None)
         try:
@@ -258,7 +268,6 @@ class GatewayEpisode:
                 group = await self._serving.sample(place.prompt, sampling)
             choices = tuple(self._choice(place, rollout, parser, body.stop) for rollout in group.rollouts)
         except DataError as error:
-            self._num_responses -= body.n
             raise RefusedError(400, str(error), param="messages") from error
         except VlmrlError as error:
             if not self.failure.done():
@@ -281,6 +290,7 @@ class GatewayEpisode:
         ends = [place for place in (text.find(one) for one in stop) if place >= 0]
         node = self.tree.add(place, segment, Reply(text[: min(ends)] if ends else text, calls))
         self._finish_reasons[node.number] = rollout.finish_reason
+        self._num_tokens += len(segment.tokens)
         return Choice(node, rollout.finish_reason)
 
     def _call(self, call: ToolCall, i: int, text: str) -> Call:
@@ -289,13 +299,13 @@ class GatewayEpisode:
         call_id = call.id if call.id in text else hashlib.blake2b(name, digest_size=5).hexdigest()[:9]
         return Call(call_id, call.name, json.dumps(call.arguments, ensure_ascii=False))
 
-    def _measured(self, body: ChatBody) -> int:
+    def _measured(self, messages: Sequence[RawMessage], tools: Tools) -> int:
         """Return the number of characters of a request. Raises RefusedError if its text or its images cannot fit, which
         nobody need decode or tokenize then."""
-        parts = [part for message in body.messages for part in message.parts]
+        parts = [part for message in messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
-        calls = [call.arguments for message in body.messages for call in message.calls]
-        num_chars, num_images = sum(map(len, [*texts, *calls, body.tools.key])), len(parts) - len(texts)
+        words = [word for message in messages for word in message.words]
+        num_chars, num_images = sum(map(len, [*texts, *words, tools.key])), len(parts) - len(texts)
         if not self._serving.contents.may_fit(num_chars):
             problem = f"{num_chars} characters, for which agent.context_len {self._serving.context_len} has no room"
             raise self._limited("context", f"the conversation has {problem}", "context_length_exceeded")
@@ -303,29 +313,7 @@ class GatewayEpisode:
             raise RefusedError(400, "the model takes text only, and no images", param="messages")
         if num_images > self._serving.max_images:
             raise self._too_many(num_images)
-        return num_chars
-
-    async def _decoded(self, messages: Sequence[RawMessage]) -> list[ChatInput]:
-        """Decode the images of messages. Raises DataError."""
-        parts = [part for message in messages for part in message.parts]
-        urls = {_digest(part.url): part.url for part in parts if not isinstance(part, str)}
-        new = {digest: url for digest, url in urls.items() if digest not in self._media}
-        if new:
-            self._media |= dict(zip(new, await asyncio.to_thread(self._store, list(new.values())), strict=True))
-        return [
-            ChatInput(
-                message.role,
-                tuple(part if isinstance(part, str) else self._media[_digest(part.url)] for part in message.parts),
-                message.calls,
-                message.call_id,
-                message.name,
-            )
-            for message in messages
-        ]
-
-    def _store(self, urls: Sequence[str]) -> list[Media]:
-        images = make_row_media(urls, processor=self._serving.processor, columns=self._serving.columns)
-        return [self._serving.share(image) for image in images]
+        return num_chars + _CHARS_OF_PART * (len(parts) + len(messages))
 
     def _open(self, messages: Sequence[ChatInput], tools: Tools, processor: Processor) -> Prompt:
         """Render the prompt of a new conversation. Raises DataError."""
@@ -379,7 +367,3 @@ class GatewayEpisode:
 
 def _failed(task: asyncio.Task[Completion]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _digest(url: str) -> bytes:
-    return hashlib.blake2b(url.encode(), digest_size=16).digest()

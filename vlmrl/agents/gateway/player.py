@@ -13,8 +13,9 @@ import numpy as np
 
 from vlmrl.agents.course import CUT_SHORT, Course, failed_rollout, gather_episodes, row_of
 from vlmrl.agents.environments import EnvironmentLost, EnvironmentRaised, Environments, OpenEnvironment, Outcome
-from vlmrl.agents.gateway.episode import GatewayEpisode, Serving
+from vlmrl.agents.gateway.episode import GatewayEpisode
 from vlmrl.agents.gateway.server import Keys
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.gateway.tree import count_tokens
 from vlmrl.config.agent import Agent
 from vlmrl.rewards.bounds import problem_of_reward

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
 
 import uvicorn
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from vlmrl.agents.gateway import replies
-from vlmrl.agents.gateway.bodies import RefusedError, read_object
+from vlmrl.agents.gateway.bodies import ChatBody, RefusedError, read_object
 from vlmrl.agents.gateway.episode import GatewayEpisode, Pending
 from vlmrl.agents.gateway.replies import Completion
 from vlmrl.config.gateway import Gateway
@@ -39,6 +39,8 @@ _COMMENT_S = 10.0
 """Interval of comments in a stream that waits for the engine."""
 _MAX_READ = 32
 """A request is read up to this multiple of its maximum size: a client that still sends could not read the reply."""
+_LARGE = 2**20
+"""Bytes beyond which a request takes one of the few places of its episode for large ones."""
 _START_LIMIT_S = 30.0
 _log = logging.getLogger(__name__)
 
@@ -99,7 +101,8 @@ class _Routes:
     async def reward(self, request: Request, authorization: Annotated[str, Header()] = "") -> Response:
         """Add a reward to the last response, or to the one with the id `response_id`."""
         episode = self._episode(authorization)
-        body = read_object(await self._content(request))
+        async with self._content(request, episode) as content:
+            body = read_object(content)
         value, response_id = body.get("reward"), body.get("response_id")
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
             raise RefusedError(400, f"reward must be a finite number, at most {MAX_REWARD:,.0f}", param="reward")
@@ -116,8 +119,7 @@ class _Routes:
     ) -> Response:
         """Respond to a chat."""
         episode = self._episode(authorization)
-        content = await self._content(request)
-        pending = await episode.request(content, is_retry=x_stainless_retry_count.strip() not in ("", "0"))
+        pending = await self._begin(request, episode, is_retry=x_stainless_retry_count.strip() not in ("", "0"))
         pending.num_waiting += 1
         try:
             completion = await _until_disconnect(request, pending)
@@ -128,11 +130,15 @@ class _Routes:
             return Response(status_code=499)
         self._statuses[200] += 1
         if pending.body.stream:
-            return StreamingResponse(_stream(pending, self._processor), media_type="text/event-stream")
-        reply = replies.as_completion(completion.result(), pending.body, self._processor)
+            return StreamingResponse(_stream(pending, episode, self._processor), media_type="text/event-stream")
+        written = completion.result(), pending.body, self._processor
+        if pending.body.logprobs:  # those of long responses take seconds
+            content = await asyncio.to_thread(_write, *written)
+        else:
+            content = _write(*written)
         if not await request.is_disconnected():
-            pending.mark_delivered()
-        return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
+            episode.mark_delivered(pending)
+        return Response(content, media_type="application/json")
 
     async def refuse(self, _: Request, error: Exception) -> Response:
         """Return an error that is the client's, or a limit."""
@@ -154,13 +160,28 @@ class _Routes:
             raise _unknown_key()
         return episode
 
-    async def _content(self, request: Request) -> bytes:
-        """Read the body of a request. Raises RefusedError for one that is late or too large."""
+    async def _begin(self, request: Request, episode: GatewayEpisode, *, is_retry: bool) -> Pending:
+        async with self._content(request, episode) as content:
+            return await episode.request(content, is_retry=is_retry)
+
+    @asynccontextmanager
+    async def _content(self, request: Request, episode: GatewayEpisode) -> AsyncIterator[bytes]:
+        """Read the body of a request, and hold its place among those of the episode while it is parsed.
+
+        Raises RefusedError for one that is late, too large or one too many.
+        """
+        async with AsyncExitStack() as places:
+            places.enter_context(episode.reading())
+            yield await self._read(request, places, episode.large_bodies)
+
+    async def _read(self, request: Request, places: AsyncExitStack, large: asyncio.Semaphore) -> bytes:
         max_mib, timeout_s = self._gateway.max_request_mib, self._gateway.body_timeout_s
         content, num_bytes = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_s):
                 async for chunk in request.stream():
+                    if num_bytes <= _LARGE < num_bytes + len(chunk):
+                        await places.enter_async_context(large)
                     num_bytes += len(chunk)
                     if num_bytes <= max_mib * 2**20:
                         content += chunk
@@ -272,7 +293,7 @@ def _result(task: asyncio.Task[Completion]) -> Completion:
     return task.result()
 
 
-async def _stream(pending: Pending, processor: Processor) -> AsyncIterator[str]:
+async def _stream(pending: Pending, episode: GatewayEpisode, processor: Processor) -> AsyncIterator[str]:
     """Yield the events of a response. It ends where the client disconnects."""
     pending.num_waiting += 1
     try:
@@ -290,10 +311,14 @@ async def _stream(pending: Pending, processor: Processor) -> AsyncIterator[str]:
         for chunk in replies.chunks(completion, pending.body, processor):
             yield chunk
         # Clients disconnect as soon as they read the last event: nothing behind it may run.
-        pending.mark_delivered()
+        episode.mark_delivered(pending)
         yield replies.DONE
     finally:
         pending.num_waiting -= 1
+
+
+def _write(completion: Completion, body: ChatBody, processor: Processor) -> str:
+    return replies.as_completion(completion, body, processor).model_dump_json(exclude_unset=True)
 
 
 def _unknown_key() -> RefusedError:

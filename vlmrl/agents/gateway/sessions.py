@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
 
-from vlmrl.agents.gateway.episode import GatewayEpisode, Serving
+from vlmrl.agents.gateway.episode import GatewayEpisode
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.types import Prompt, Sampling
 
 MAX_RESPONSES = 4096
-"""Responses that are kept, over all sessions; the sessions that were used last stay."""
+MAX_BYTES = 2**30
+"""Responses that are kept, and their memory, over all sessions; the sessions that were used last stay."""
 
 
 class Sessions:
@@ -24,20 +27,22 @@ class Sessions:
     def __init__(self, serving: Serving, sampling: Sampling, *, token: str | None) -> None:
         """`serving.max_turns` is the number of responses after which a session begins anew."""
         self._serving, self._sampling, self._token = serving, sampling, token
-        self._sessions: OrderedDict[str, GatewayEpisode] = OrderedDict()
+        self._sessions: OrderedDict[bytes, GatewayEpisode] = OrderedDict()
+        """Digest of the key -> session."""
         self._num_opened = 0
 
     def find(self, key: str) -> GatewayEpisode | None:
         """Return the session of a key; None if the key is not allowed."""
         if self._token is not None and not hmac.compare_digest(key.partition("/")[0].encode(), self._token.encode()):
             return None
-        session = self._sessions.pop(key, None)
-        if session is None or (len(session.tree.nodes) >= self._serving.max_turns // 2 and not session.num_running):
+        digest = hashlib.sha256(key.encode()).digest()
+        session = self._sessions.pop(digest, None)
+        if session is None or (self._is_long(session) and not session.num_running):
             empty = np.zeros(0, dtype=np.int64)
             nobody = Prompt(0, "serve", "", empty, empty, None)
             session = GatewayEpisode(self._serving, nobody, self._sampling, number=self._num_opened)
             self._num_opened += 1
-        self._sessions[key] = session
+        self._sessions[digest] = session
         self._forget()
         return session
 
@@ -45,10 +50,14 @@ class Sessions:
     def sessions(self) -> Iterable[GatewayEpisode]:
         return list(self._sessions.values())
 
+    def _is_long(self, session: GatewayEpisode) -> bool:
+        return len(session.tree.nodes) >= self._serving.max_turns // 2 or session.num_bytes >= MAX_BYTES // 2
+
     def _forget(self) -> None:
         """Forget the sessions that were used longest ago, and of which no request is in progress."""
-        num_kept = 0
-        for key, session in reversed(list(self._sessions.items())):
+        num_kept = num_bytes = 0
+        for digest, session in reversed(list(self._sessions.items())):
             num_kept += 1 + len(session.tree.nodes)
-            if num_kept > MAX_RESPONSES and not session.num_running:
-                del self._sessions[key]
+            num_bytes += session.num_bytes
+            if (num_kept > MAX_RESPONSES or num_bytes > MAX_BYTES) and not session.num_running:
+                del self._sessions[digest]

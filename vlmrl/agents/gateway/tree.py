@@ -107,7 +107,7 @@ class Place:
     parent: Node | None
     tools: str
     before: tuple[ChatInput, ...]
-    opened: Reason | None
+    reason: Reason | None
     """Why this is a new conversation; None if it is none."""
 
 
@@ -137,6 +137,15 @@ class Tree:
             _note_delivered(parent)
             return lambda processor: _continued(parent, messages, tools, processor)
         return lambda processor: self._opened(messages, tools, parent, processor)
+
+    def open(self, place: Place) -> Reason | None:
+        """Note that a response to this request is sampled. Returns why it opens a conversation, None if it opens none:
+        another response to a prompt is a branch."""
+        key = place.tools, keys_of(place.before)
+        if place.parent is not None or key in self._prompts:
+            return None
+        self._prompts[key] = place.prompt
+        return place.reason
 
     def add(self, place: Place, response: Segment, reply: Reply) -> Node:
         """Add a response: `response` is the engine's segment of the place's prompt and what it sampled."""
@@ -187,12 +196,9 @@ class Tree:
     def _opened(
         self, messages: Sequence[ChatInput], tools: Tools, reason: Reason | None, processor: Processor
     ) -> Place:
-        key = tools.key, keys_of(messages)
-        prompt = self._prompts.get(key)
+        prompt = self._prompts.get((tools.key, keys_of(messages)))
         if prompt is None:
-            prompt = self._prompts[key] = self._open_prompt(messages, tools, processor)
-        else:
-            reason = None
+            prompt = self._open_prompt(messages, tools, processor)
         return Place(prompt, Conversation(prompt, self._processor), None, tools.key, tuple(messages), reason)
 
     def _leaves(self) -> Iterator[Node]:

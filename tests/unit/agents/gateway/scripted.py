@@ -17,8 +17,9 @@ from openai import AsyncOpenAI
 from PIL import Image
 
 from vlmrl.agents.gateway.chat import Tools
-from vlmrl.agents.gateway.episode import GatewayEpisode, Serving
+from vlmrl.agents.gateway.episode import GatewayEpisode
 from vlmrl.agents.gateway.server import Keys, Server, make_app
+from vlmrl.agents.gateway.serving import Serving
 from vlmrl.agents.tool_calls import ToolCallParser
 from vlmrl.config.data import Columns
 from vlmrl.config.gateway import Gateway

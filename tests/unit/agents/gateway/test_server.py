@@ -1,6 +1,7 @@
 """The gateway over HTTP, with the `openai` client and with clients that misbehave."""
 
 import asyncio
+import gc
 import json
 import logging
 import threading
@@ -13,7 +14,10 @@ from agents.gateway.scripted import CALL, ZOOM, Served, picture, served
 from chat_templates import text_processor
 from openai import AsyncOpenAI
 
+from vlmrl.agents.gateway.bodies import RawMessage
 from vlmrl.agents.gateway.episode import GatewayEpisode
+from vlmrl.agents.gateway.images import Images
+from vlmrl.agents.gateway.server import make_app
 from vlmrl.config.gateway import Gateway
 from vlmrl.errors import ClusterError
 from vlmrl.plugins import Processor
@@ -96,7 +100,7 @@ async def test_images_of_users_and_tools(vlm: Processor) -> None:
         (segment,) = one.episode.tree.segments()
         assert len(segment.media) == 3
         assert len({item.hash for item in segment.media}) == 3
-        assert len(one.episode._media) == 3
+        assert len(one.episode._images._known) == 3
         one.check()
 
 
@@ -244,6 +248,12 @@ WEB = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
         ({"messages": ASK, "stream": "yes"}, 400, "stream must be true or false"),
         ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 400, "has no room"),
         ({"messages": ASK, "tools": [nested_tool(400)]}, 400, "nested too deeply"),
+        (f'{{"messages": [{{"role": {"[" * 900}{"]" * 900}}}]}}', 400, "messages[0].role must be one of"),
+        ({"messages": ASK, "model": "x" * 2000}, 400, "model has more than 1000 characters"),
+        ({"messages": ASK, "stop": "x" * 2000}, 400, "each of at most 1000 characters"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 5000}]}, 400, "at most 4096"),
+        ({"messages": [{"role": "tool", "tool_call_id": "x" * 2_000_000}]}, 400, "has no room"),
+        ({"messages": [{"role": "user", "content": "x", "name": "x" * 2_000_000}]}, 400, "has no room"),
     ],
 )
 async def test_nonsense_is_refused(qwen: Processor, request_body: Any, status: int, words: str) -> None:
@@ -268,7 +278,7 @@ async def test_what_cannot_fit_is_neither_decoded_nor_tokenized(
     qwen: Processor, vlm: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     touched: list[str] = []
-    monkeypatch.setattr(GatewayEpisode, "_store", lambda *_: touched.append("images"))
+    monkeypatch.setattr(Images, "_store", lambda *_: touched.append("images"))
     monkeypatch.setattr(GatewayEpisode, "_open", lambda *_: touched.append("text"))
     pictures = {"messages": [{"role": "user", "content": [picture((i, 0, 0)) for i in range(3)]}]}
     text = {"messages": [{"role": "user", "content": "word " * 100_000}]}
@@ -320,6 +330,99 @@ async def test_a_large_request_and_a_slow_one_are_refused(qwen: Processor) -> No
         assert (await client.post("/chat/completions", json={"messages": ASK})).status_code == 200
     async with served(qwen, gateway=Gateway(body_timeout_s=0.5)) as one, http(one) as client:
         assert (await client.post("/chat/completions", content=slow())).status_code == 408
+
+
+async def test_bodies_on_their_way_are_a_flood_as_well(qwen: Processor) -> None:
+    refused = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b'{"messages": '
+        await refused.wait()
+        yield json.dumps(ASK).encode() + b"}"
+
+    async with served(qwen, gateway=Gateway(max_concurrent=4)) as one, http(one) as client:
+        posts = [asyncio.create_task(client.post("/chat/completions", content=slow())) for _ in range(8)]
+        async with asyncio.timeout(10):
+            while 'status="429"} 4' not in (await client.get(one.base_url.replace("/v1", "/metrics"))).text:
+                await asyncio.sleep(0.05)
+        refused.set()
+        statuses = sorted([reply.status_code for reply in await asyncio.gather(*posts)])
+        assert statuses == [200] * 4 + [429] * 4
+        assert (await client.post("/chat/completions", json={"messages": ASK})).status_code == 200
+        one.check()
+
+
+async def test_few_large_bodies_of_an_episode_are_in_memory_at_a_time(qwen: Processor) -> None:
+    """Each of eight clients sends 3 MiB and then nothing more; the server takes more than 1 MiB from four."""
+    taken = [0] * 8
+
+    def client(number: int) -> Any:
+        async def receive() -> dict[str, Any]:
+            if taken[number] == 3:
+                await asyncio.sleep(1000)
+            taken[number] += 1
+            return {"type": "http.request", "body": b" " * 2**20, "more_body": True}
+
+        return receive
+
+    async def send(message: Any) -> None:
+        pass
+
+    async with served(qwen) as one:
+        app = make_app(one.keys.find, Gateway(), qwen)
+        headers = [(b"authorization", f"Bearer {one.key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+        tasks = [asyncio.create_task(app(scope | {"headers": headers}, client(i), send)) for i in range(8)]  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)
+        assert sorted(taken) == [2] * 4 + [3] * 4
+        assert (await ask(one.client(), ASK)).choices[0].message.content == "yes", "small ones do not wait"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert one.episode.large_bodies._value == 4
+
+
+async def test_what_is_refused_leaves_nothing_behind(vlm: Processor) -> None:
+    async with served(vlm, context_len=100) as one, http(one) as client:
+        for number in range(5):
+            content = [picture((number, 0, 0)), {"type": "text", "text": "word " * 100}]
+            body = {"messages": [{"role": "user", "content": content}]}
+            reply = await client.post("/chat/completions", json=body)
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
+        assert one.episode.tree._prompts == {}
+        assert one.episode._pending == {}
+        assert one.episode.num_bytes == 0
+
+
+async def test_a_request_is_not_kept_while_the_engine_responds(vlm: Processor) -> None:
+    def num_kept(text: str, number: int) -> str:
+        return str(sum(type(one) is RawMessage for one in gc.get_objects()))
+
+    async with served(vlm, num_kept) as one:
+        reply = await ask(one.client(), [{"role": "user", "content": [picture((9, 9, 9))]}])
+        assert reply.choices[0].message.content == "0"
+
+
+async def test_an_episode_that_has_ended_stays_as_it_is(qwen: Processor) -> None:
+    """A reward and a reply that were under way at its end change nothing of what is trained."""
+
+    async def slow() -> Any:
+        yield b'{"reward": '
+        await asyncio.sleep(0.5)
+        yield b"1}"
+
+    async with served(qwen, delay_s=0.2) as one, http(one) as client:
+        await ask(one.client(), ASK)
+        late = asyncio.create_task(client.post("/vlmrl/reward", content=slow()))
+        pending = await one.episode.request(json.dumps({"messages": ASK}).encode(), is_retry=False)
+        await pending.task
+        await one.episode.close()
+        one.keys.remove(one.key)
+        one.episode.mark_delivered(pending)
+        assert (await late).status_code == 401
+        assert one.episode.counts["dropped/undelivered"] == 1
+        assert [turn.reward for segment in one.episode.tree.segments() for turn in segment.turns] == [0.0]
+        one.check()
 
 
 async def test_a_flood_is_slowed_down(qwen: Processor) -> None:

@@ -52,3 +52,23 @@ async def test_sessions_that_were_used_long_ago_are_forgotten(monkeypatch: pytes
     again = one.find("a")
     assert again is not None
     assert len(again.tree.nodes) == 0
+
+
+async def test_sessions_are_forgotten_for_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = opened()
+    first = one.find("a")
+    assert first is not None
+    await (await first.request(ASK, is_retry=False)).task
+    assert first.num_bytes >= 40 * len(first.tree.nodes[0].conversation.tokens)
+    monkeypatch.setattr(sessions, "MAX_BYTES", 3 * first.num_bytes)
+    for name in "bcd":
+        session = one.find(name)
+        assert session is not None
+        await (await session.request(ASK, is_retry=False)).task
+    assert one.find("b") is not None
+    assert one.find("a") is not first, "it was the fourth"
+    monkeypatch.setattr(sessions, "MAX_BYTES", first.num_bytes)
+    last = one.find("e")
+    assert last is not None
+    await (await last.request(ASK, is_retry=False)).task
+    assert one.find("e") is not last, "a session may take half of it"

@@ -66,7 +66,7 @@ class Policy:
     ) -> Node:
         """Sample a response to this history."""
         place = self.tree.place(messages, tools)
-        self.opened.append(place.opened)
+        self.opened.append(self.tree.open(place))
         prompt = place.prompt
         assert int((self.one.token_types(prompt.request) == 1).sum()) == len(prompt.media)
         assert collapse(prompt.tokens, prompt.media, self.one).tolist() == prompt.request.tolist()
