@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import httpx
 import pytest
-from agents.gateway.scripted import ScriptedSampler, row, serving
+from agents.gateway.scripted import SAMPLING, ScriptedSampler, row, serving
 from agents.user_environments import environments
 from chat_templates import text_processor
 
 from vlmrl.agents.gateway.player import AgentPlayer
 from vlmrl.agents.gateway.server import Keys, Server, make_app
+from vlmrl.agents.gateway.sessions import Sessions
 from vlmrl.agents.gateway.tree import Reason
 from vlmrl.config.agent import Agent
 from vlmrl.config.gateway import Gateway
@@ -64,6 +66,17 @@ async def test_an_agent_in_a_thread(tmp_path: Path) -> None:
     assert [turn.reward for turn in rollout.turns] == [1.0]
     assert rollout.episode is not None
     assert rollout.episode.parts == {"characters": 9.0}
+
+
+async def test_a_request_by_curl() -> None:
+    ((url, body),) = re.findall(r"^curl http://127\.0\.0\.1:8000(\S+) -d '(.*)'$", GUIDE, re.MULTILINE)
+    one = text_processor("chatml")
+    sessions = Sessions(serving(one, ScriptedSampler(one, lambda text, number: "yes")), SAMPLING, token=None)
+    app = make_app(sessions.find, Gateway(), one)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        reply = await client.post(url, content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["message"]["content"] == "yes"
 
 
 def test_the_tables_agree_with_the_code() -> None:

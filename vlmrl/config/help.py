@@ -3,6 +3,7 @@
 The help texts are the docstrings below the fields of the sections (`train.py`, `algo.py`, ...).
 """
 
+import inspect
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def help_text(kind: type[VerbConfig], *, has_dry_run: bool) -> str:
     lines = [
         f"usage: vlmrl {kind.verb} [--config FILE.yaml ...] [--section.setting VALUE ...]{dry_run}",
         "",
-        kind.__doc__ or "",
+        inspect.cleandoc(kind.__doc__ or ""),
         "",
     ]
     lines += [

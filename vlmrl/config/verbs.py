@@ -317,7 +317,12 @@ class EvalConfig(AgentConfig):
 
 
 class PolicyServeConfig(VerbConfig):
-    """Serve a model as the gateway of a run serves its policy: OpenAI's chat completions, with exact tokens."""
+    """Serve a model as the gateway of a run serves its policy: OpenAI's chat completions, with exact tokens.
+
+    Clients take the address that is printed as their base URL, with any key: each key is a conversation of its own.
+    Beyond loopback (`gateway.host`), keys are the token in the environment variable VLMRL_GATEWAY_TOKEN, or begin with
+    it and a slash.
+    """
 
     verb: ClassVar[str] = "serve"
     omits: ClassVar[frozenset[str]] = (

@@ -1,5 +1,6 @@
 """Agents of frameworks are trained unchanged. Skipped where the frameworks are not installed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,31 +16,8 @@ from vlmrl.types import Rollout, Sampling
 
 pytestmark = pytest.mark.anyio
 
-SMOLAGENTS = '''
-import asyncio
-
-from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-
-@tool
-def multiply(a: int, b: int) -> int:
-    """Multiply two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a * b
-
-
-def solve(task):
-    model = OpenAIServerModel(task.model, api_base=task.base_url, api_key=task.api_key)
-    return ToolCallingAgent(tools=[multiply], model=model, max_steps=4, verbosity_level=0).run(task.row["question"])
-
-
-async def run(task):
-    return float(str(await asyncio.to_thread(solve, task)) == task.row["label"])
-'''
+GUIDE = (Path(__file__).parents[4] / "vlmrl" / "agents" / "gateway" / "README.md").read_text()
+(SMOLAGENTS,) = re.findall(r"^```python file=my_smolagents.py\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
 
 LANGGRAPH = '''
 from langchain_core.tools import tool
