@@ -17,6 +17,9 @@ MAX_CHOICES = 64
 MAX_STOPS = 16
 MAX_PARTS = 4096
 """Texts and images of a request."""
+MAX_VALUES = 2_000_000
+"""Values of a request. The text of a conversation has half as many characters; a request of 32 MiB could have ten
+million values, which take 700 MiB, and seconds in which no other Python runs."""
 MAX_WORD_CHARS = 1000
 """Characters of a stop, and of the model's name, which responses repeat."""
 
@@ -167,6 +170,8 @@ def _read(body: Mapping[str, Any], sampling: Sampling, other_settings: Literal["
 
 def read_object(content: bytes) -> dict[str, Any]:
     """Read a JSON object. Raises RefusedError."""
+    if sum(map(content.count, (b"[", b"{", b","))) > MAX_VALUES:
+        raise RefusedError(400, f"the request has more than {MAX_VALUES:,} values")
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:

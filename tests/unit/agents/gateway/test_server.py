@@ -222,6 +222,7 @@ WEB = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
         ("{", 400, "not JSON"),
         ("[" * 100_000, 400, "not JSON"),
         (b"\xff\xfe", 400, "not JSON"),
+        (b'{"messages": [' + b"[]," * 1_000_000 + b"[]]}", 400, "more than 2,000,000 values"),
         ("[]", 400, "a JSON object"),
         ({}, 400, "messages must be a list"),
         ({"messages": []}, 400, "messages must be a list"),
