@@ -21,6 +21,7 @@ from vlmrl.observe.episode_picture import draw_episode, longest_episode
 BLIND = Path(__file__).with_name("blind_steer.py")
 PASS_RATE = "eval/episodes/pass@1"
 ENVIRONMENT = f"{STEER}:make_small"
+AGENT = str(STEER.with_name("steer_openai.py"))
 DEMONSTRATIONS = f"demonstrations?environment={ENVIRONMENT}&size=40000"
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -36,8 +37,12 @@ def warmed_up(model: str, out: Path, **flags: Any) -> str:
 def steered(model: str, out: Path, *, overlay: str | None = None, **flags: Any) -> list[float]:
     """Train on episodes; return the fraction of held-out episodes that reach the goal, for every evaluation."""
     name = f"steer_tiny/{overlay}.yaml" if overlay else "steer_tiny.yaml"
-    words = recipe(name, model, out, **{"train.agent_func_path": ENVIRONMENT}, **flags)
-    train_rl(load(RlConfig, words))
+    return rates_of(name, model, out, **{"train.agent_func_path": ENVIRONMENT}, **flags)
+
+
+def rates_of(name: str, model: str, out: Path, **flags: Any) -> list[float]:
+    """Train by a recipe; see `steered`."""
+    train_rl(load(RlConfig, recipe(name, model, out, **flags)))
     assert all(line["sync/logprob_diff_max"] < 1e-3 for line in steps_of(out))
     return [line[PASS_RATE] for line in read_metrics(out) if PASS_RATE in line]
 
@@ -120,6 +125,16 @@ def warm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., str
 def test_adapters_and_ppo_learn_to_steer_as_well(overlay: str, warm: str, tmp_path: Path) -> None:
     rates = steered(warm, tmp_path / "rl", overlay=overlay)
     assert rates[-1] >= 0.8, rates
+    assert rates[-1] > rates[0] + 0.1, rates
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_an_agent_with_a_client_of_its_own_learns_to_steer_as_well(warm: str, tmp_path: Path) -> None:
+    """Behind the gateway, in 40 of the recipe's 80 steps."""
+    flags = {"train.agent_func_path": AGENT, "train.max_steps": 40}
+    rates = rates_of("gateway_tiny.yaml", warm, tmp_path / "rl", **flags)
+    assert rates[-1] >= 0.75, rates
     assert rates[-1] > rates[0] + 0.1, rates
 
 
