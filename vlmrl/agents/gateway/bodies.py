@@ -143,20 +143,20 @@ def _read(body: Mapping[str, Any], sampling: Sampling, other_settings: Literal["
             raise _bad(name, f"{name} is not supported: {advice}")
     _check_formats(body)
     choice = _tool_choice(body)
-    overridden = (*_overridden(body, sampling), *choice.overridden)
+    tools = _tools(body)
+    overridden = (*_overridden(body, sampling), *choice.overridden, *tools.overridden)
     if overridden and other_settings == "refuse":
         raise _bad(
             overridden[0],
             f"{', '.join(overridden)}: the run samples with settings of its own (temperature {sampling.temperature:g}, "
             f"top_p {sampling.top_p:g}, tool_choice auto): leave them out, or set gateway.other_settings override",
         )
-    tools = _tools(body)
     limits = [n for name in ("max_completion_tokens", "max_tokens") if (n := _integer(body, name, 1, None)) is not None]
     options = body.get("stream_options") or {}
     return ChatBody(
         model=_text(body, "model", default="policy", max_chars=MAX_WORD_CHARS),
         messages=_messages(body),
-        tools=tools,
+        tools=Tools(tools.functions),
         parses_calls=bool(tools.functions) and choice.parses_calls,
         n=_integer(body, "n", 1, MAX_CHOICES) or 1,
         stream=_flag(body, "stream"),
@@ -230,11 +230,18 @@ def _tool_choice(body: Mapping[str, Any]) -> _ToolChoice:
     raise _bad("tool_choice", "tool_choice must be auto, none, required or a function")
 
 
-def _tools(body: Mapping[str, Any]) -> Tools:
+class _Tools(NamedTuple):
+    functions: tuple[dict[str, Any], ...]
+    overridden: tuple[str, ...]
+
+
+def _tools(body: Mapping[str, Any]) -> _Tools:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise _bad("tools", f"tools must be a list of at most {MAX_TOOLS} functions")
-    return Tools(tuple(_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)))
+    functions = tuple(_function(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    # A strict tool wants sampling to be constrained to its schema.
+    return _Tools(functions, ("strict",) if any(tool["function"].get("strict") for tool in tools) else ())
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:

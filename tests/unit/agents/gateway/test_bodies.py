@@ -96,3 +96,11 @@ def test_millions_of_values_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed"))
     with pytest.raises(RefusedError, match="more than 2,000,000 values"):
         read_body(b"[" + b"1," * (MAX_VALUES + 1) + b"1]", SAMPLING, other_settings="override")
+
+
+def test_a_strict_tool_is_constrained_sampling() -> None:
+    strict = changed(SOUND, ("tools", 0, "function"), ZOOM["function"] | {"strict": True})  # type: ignore[operator]
+    content = json.dumps(strict).encode()
+    assert read_body(content, SAMPLING, other_settings="override").overridden == ("strict",)
+    with pytest.raises(RefusedError, match="strict: the run samples with settings of its own"):
+        read_body(content, SAMPLING, other_settings="refuse")
