@@ -222,7 +222,12 @@ def test_a_model_is_served_until_a_signal(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            line = next(line for line in process.stdout if line.startswith("vlmrl serve: "))
+            lines = []
+            while not (lines and lines[-1].startswith("vlmrl serve: ")):
+                lines.append(next(process.stdout))
+            assert lines[0] == f"loading {model}\n"
+            assert "rollout.max_new_tokens 8; other settings of requests are not used\n" in lines[-2]
+            line = lines[-1]
             with OpenAI(base_url=line.partition(": ")[2].strip(), api_key="mine", timeout=60) as client:
                 messages: list[Any] = [{"role": "user", "content": "Which way?"}]
                 for _ in range(2):

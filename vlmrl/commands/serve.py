@@ -58,9 +58,10 @@ async def _serve(config: PolicyServeConfig, token: str | None) -> None:
     sessions = Sessions(_serving(config, processor, engine), _sampling(config), token=token)
     server = Server(make_app(sessions.find, config.gateway, processor, lambda: sessions.sessions), config.gateway)
     try:
+        print(f"loading {model.model_name_or_path}", flush=True)
         await engine.start()
         await server.start()
-        for line in notes:
+        for line in (*notes, _sampling_note(config)):
             print(line)
         print(f"vlmrl serve: {server.base_url}", flush=True)
         while not stopped.is_set():
@@ -93,6 +94,15 @@ def _serving(config: PolicyServeConfig, processor: Processor, engine: RolloutEng
 def _sampling(config: PolicyServeConfig) -> Sampling:
     rollout = config.rollout
     return Sampling(1, rollout.temperature, rollout.top_p, rollout.max_new_tokens, config.train.seed)
+
+
+def _sampling_note(config: PolicyServeConfig) -> str:
+    rollout = config.rollout
+    others = "are refused" if config.gateway.other_settings == "refuse" else "are not used"
+    return (
+        f"sampling: rollout.temperature {rollout.temperature:g}, rollout.top_p {rollout.top_p:g}, "
+        f"rollout.max_new_tokens {rollout.max_new_tokens}; other settings of requests {others}"
+    )
 
 
 def _engine_settings(config: PolicyServeConfig) -> EngineSettings:

@@ -41,6 +41,7 @@ _MAX_READ = 32
 """A request is read up to this multiple of its maximum size: a client that still sends could not read the reply."""
 _LARGE = 2**20
 """Bytes beyond which a request takes one of the few places of its episode for large ones."""
+_NO_PATH = "no such path: there are /v1/chat/completions, /v1/models, /v1/vlmrl/reward, /health and /metrics"
 _START_LIMIT_S = 30.0
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,8 @@ class _Routes:
     async def refuse(self, _: Request, error: Exception) -> Response:
         """Return an error that is the client's, or a limit."""
         if isinstance(error, HTTPException):
-            error = RefusedError(error.status_code, str(error.detail), headers=error.headers)
+            problem = _NO_PATH if error.status_code == 404 else str(error.detail)
+            error = RefusedError(error.status_code, problem, headers=error.headers)
         assert isinstance(error, RefusedError)
         self._statuses[error.status] += 1
         return JSONResponse(replies.as_error(error), error.status, dict(error.headers or {}))

@@ -453,6 +453,7 @@ async def test_keys_paths_and_methods(qwen: Processor) -> None:
                 assert reply.json()["error"]["code"] == "invalid_api_key"
         missing = await client.get("/engines")
         assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+        assert "there are /v1/chat/completions" in missing.json()["error"]["message"]
         assert (await client.get("/chat/completions")).status_code == 405
         metrics = (await client.get(f"{root}/metrics")).text
         assert "vlmrl_gateway_episodes 1\n" in metrics
