@@ -9,18 +9,21 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from vlmrl.config.changes import plain_settings
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.system import stops
 from vlmrl.trainer.protocols import Prompts, QueueingEngine, Report, Rewarder
 from vlmrl.trainer.rollouts import training_sampling
-from vlmrl.trainer.saved_groups import Plain, can_save, decode, encode
+from vlmrl.trainer.saved_groups import Plain, can_save, decode, encode, oldest_version
 from vlmrl.trainer.schedule import Schedule
 from vlmrl.types import Group, Metrics, Prompt
 
 _CLOSE_S = 5.0
 _POLL_S = 0.5
 """Interval at which a wait looks for a request to stop."""
+_SAMPLED_BY = ("data.", "rollout.", "agent.", "gateway.", "train.agent_func_path", "train.seed")
+"""Settings that responses depend on, besides the weights: these sections and names, without `rollout.batch_size`."""
 
 
 class Ahead:
@@ -50,6 +53,11 @@ class Ahead:
         self._config, self._prompts, self._engine, self._rewarder = config, prompts, engine, rewarder
         self._report, self._timeout_s = report, timeout_s
         self._sampling = training_sampling(config)
+        self._sampled_by = {
+            name: value
+            for name, value in plain_settings(config).items()
+            if name.startswith(_SAMPLED_BY) and name != "rollout.batch_size"
+        }
         self._thread: threading.Thread | None = None
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """What the thread does next; None ends it."""
@@ -67,8 +75,11 @@ class Ahead:
         self._metrics: Metrics = {}
 
     def begin(self, *, last_step: int, num_prompts: int, version: int) -> None:
-        """Begin a run, or resume it after `load_state`: its next step is `version + 1`."""
-        self._schedule = Schedule(
+        """Begin a run, or resume it after `load_state`: its next step is `version + 1`.
+
+        Groups of the checkpoint that the settings have made too old are sampled again.
+        """
+        schedule = self._schedule = Schedule(
             batch_size=self._config.rollout.batch_size,
             queue_size=self._config.train.queue_size,
             last_step=last_step,
@@ -76,6 +87,11 @@ class Ahead:
             taken=self._taken,
             version=version,
         )
+        self._saved = {
+            position: group
+            for position, group in self._saved.items()
+            if schedule.is_fresh(position, oldest_version(group))
+        }
         self._mark()
         self._thread = threading.Thread(target=self._dispatch, name="vlmrl-ahead", daemon=True)
         self._thread.start()
@@ -169,15 +185,20 @@ class Ahead:
             } | self._saved
             return {
                 "position": self._taken,
-                "ahead": {"stream": self._marks[0][1], "groups": {str(place): saved[place] for place in sorted(saved)}},
+                "ahead": {
+                    "stream": self._marks[0][1],
+                    "sampled_by": self._sampled_by,
+                    "groups": {str(place): saved[place] for place in sorted(saved)},
+                },
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of this class, or of `InTurn`."""
+        """Continue from the state of this class, or of `InTurn`. Groups of other settings are sampled again."""
         ahead = state.get("ahead", {})
         self._prompts.load_state(ahead.get("stream", state))
         self._taken, self._marks = state["position"], []
-        self._saved = {int(position): group for position, group in ahead.get("groups", {}).items()}
+        groups = ahead.get("groups", {}) if ahead.get("sampled_by") == self._sampled_by else {}
+        self._saved = {int(position): group for position, group in groups.items()}
 
     def _mark(self) -> None:
         """Note the state of the stream before the next prompt."""
@@ -225,14 +246,10 @@ class Ahead:
         )
 
     def _restored(self, prompt: Prompt) -> Group | None:
-        """Return the group of the checkpoint for this prompt; None without one, or if settings have made it too old."""
+        """Return the group of the checkpoint for this prompt; None without one."""
         with self._changed:
             saved = self._saved.pop(prompt.index, None)
-        if saved is None:
-            return None
-        group = decode(saved, prompt)
-        oldest = min((version for rollout in group.rollouts for version in rollout.versions), default=0)
-        return group if self._started().is_fresh(prompt.index, oldest) else None
+        return None if saved is None else decode(saved, prompt)
 
     def _finish(self, position: int, result: Callable[[], Group | None]) -> None:
         group = result()

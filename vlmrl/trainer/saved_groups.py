@@ -62,6 +62,14 @@ def decode(plain: Plain, row: Prompt) -> Group:
     return Group(prompt, tuple(_decode_rollout(rollout, media) for rollout in plain["rollouts"]))
 
 
+def oldest_version(plain: Plain) -> int:
+    """Return the oldest version of weights that sampled a token of a saved group; one that is never too old if none was
+    sampled."""
+    segments = [segment for rollout in plain["rollouts"] for segment in rollout["segments"]]
+    versions = np.concatenate([_array(segment["versions"], "versions") for segment in segments])
+    return int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
+
+
 def _encode_rollout(rollout: Rollout) -> Plain:
     return {
         "segments": [

@@ -32,6 +32,7 @@ from vlmrl.errors import ClusterError, DataError, SyncError
 from vlmrl.system import stops
 from vlmrl.system.stops import Stopped
 from vlmrl.trainer.ahead import Ahead
+from vlmrl.trainer.collect import ExhaustedError
 from vlmrl.trainer.rollouts import InTurn
 from vlmrl.trainer.saved_groups import can_save, decode, encode
 from vlmrl.types import ChatMessage, Group, Metrics, Pixels, Prompt, Sampling, Score
@@ -122,6 +123,7 @@ def run_ahead(
             policy,
             steps=steps,
             rewarder=rewarder,
+            num_prompts=num_prompts,
             notebook=notebook,
             rollouts=rollouts,
             check_responses=keep,
@@ -129,6 +131,7 @@ def run_ahead(
         )
     finally:
         rollouts.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "vlmrl-ahead"]
     return notebook, policy, trained
 
 
@@ -168,6 +171,19 @@ def test_a_synchronous_run_and_one_ahead_report_the_same_rewards_and_lengths() -
         assert [list(row) for row in one.advantages] == [list(row) for row in two.advantages]
 
 
+def test_with_an_empty_queue_it_is_a_synchronous_run_to_the_bit() -> None:
+    settings = config(train={"batch_size": 4, "async_enable": True, "async_queue_size": 0})
+    ahead, policy, trained = run_ahead(settings, SlowEngine(), steps=5)
+    in_turn = run(config(), other := RememberingPolicy(ScriptedEngine()), steps=5)
+    assert versions(trained) == [[step] * 2 for step in range(5)]
+    for step in range(1, 6):
+        assert ahead.steps[step] == in_turn.steps[step] | {"async/groups_ahead": 0.0}
+    for one, two in zip(policy.taught, other.taught, strict=True):
+        for name in ("advantages", "rollout_logprobs"):
+            for left, right in zip(getattr(one, name), getattr(two, name), strict=True):
+                np.testing.assert_array_equal(left, right)
+
+
 class PickyRewarder(LabelRewarder):
     """Every second prompt has responses of equal reward."""
 
@@ -187,6 +203,57 @@ def test_filtered_groups_are_replaced_in_order(partial: bool) -> None:
         # Step 1 reads 0 to 3, and each of the two that it filters admits one more at version 0: 4 and 5. The sync
         # admits 6 and 7, step 2 8 and 9, and so on. Nothing is admitted for a step after the fourth.
         assert versions(trained) == [[0, 0], [0, 1], [1, 2], [2, 3]]
+
+
+class EqualRewarder(LabelRewarder):
+    """From prompt `first` on all responses have the reward `value`."""
+
+    def __init__(self, *, first: int, value: float) -> None:
+        super().__init__()
+        self.first, self.value = first, value
+
+    def score(self, groups: Sequence[Group], *, out_of: int | None = None, failed: int = 0) -> list[list[Score]]:
+        return [
+            [Score(self.value)] * 2 if group.prompt.index >= self.first else [Score(0.0), Score(1.0)]
+            for group in groups
+        ]
+
+
+class Stuck(SlowEngine):
+    """Groups from prompt `first` on never end."""
+
+    def __init__(self, *, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def submit(self, prompt: Prompt, sampling: Sampling, on_done: Callable[[Callable[[], Group]], None]) -> None:
+        self.longest_s = 0.001 if prompt.index < self.first else 1e5
+        super().submit(prompt, sampling, on_done)
+
+
+@pytest.mark.parametrize("solved", [True, False])
+def test_a_run_ends_early_while_responses_are_under_way(solved: bool) -> None:
+    filtering = CORRECTED | {"dynamic_filtering_enable": True, "dynamic_filtering_max_draws": 2}
+    engine, rewarder = Stuck(first=8), EqualRewarder(first=4, value=float(solved))
+    settings = ahead_config(2, partial=True, algo=filtering)
+    if solved:
+        notebook, _, trained = run_ahead(settings, engine, steps=9, rewarder=rewarder)
+        assert notebook.ending is not None
+        assert (notebook.ending.step, notebook.ending.is_solved) == (2, True)
+        assert indices(trained) == [[0, 1], [2, 3]]
+    else:
+        with pytest.raises(ExhaustedError, match="kept 0 of 4 groups in 2 draws"):
+            run_ahead(settings, engine, steps=9, rewarder=rewarder)
+    assert engine.submitted == list(range(12))
+    assert engine.under_way == {8, 9, 10, 11}
+
+
+def test_the_prompts_of_all_episodes_are_taken_once_and_none_is_sampled_for_nothing() -> None:
+    engine = SlowEngine()
+    notebook, _, trained = run_ahead(ahead_config(3), engine, steps=3, num_prompts=7)
+    assert indices(trained) == [[0, 1], [2, 3], [4, 5]]
+    assert engine.submitted == list(range(6)), "the seventh does not fill a batch"
+    assert notebook.steps[3]["data/left_out"] == 1
 
 
 def test_scoring_begins_before_a_step_asks() -> None:
@@ -438,8 +505,65 @@ def test_a_checkpoint_of_a_longer_queue_does_not_train_on_what_is_too_old() -> N
     second.settle()
     # 4 and 5 are of the step after, which holds version 2: version 0 would be 2 behind.
     assert engine.submitted == [4, 5]
-    assert sorted(map(int, second.state()["ahead"]["groups"])) == list(range(4, 10)), "others are kept until it is time"
+    assert sorted(map(int, second.state()["ahead"]["groups"])) == [4, 5], "nor would those after them be new enough"
     second.close()
+
+
+def resumed_with(before: RlConfig, after: RlConfig) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """Resume after step 2 with other settings; return the positions that are sampled again or later, and the positions
+    and versions that steps 3 to 6 train on."""
+    engine = SlowEngine()
+    first = make_ahead(before, engine, Notebook())
+    states: list[str] = []
+    first.begin(last_step=6, num_prompts=1000, version=0)
+    run(
+        before,
+        RememberingPolicy(engine),
+        steps=2,
+        rollouts=first,
+        save=lambda step, state: (first.settle(), states.append(json.dumps(first.state()))),
+    )
+    first.close()
+    engine, trained = SlowEngine(), list[list[Group]]()
+    engine.version = 2
+    second = make_ahead(after, engine, Notebook())
+    second.load_state(json.loads(states[-1]))
+    second.begin(last_step=6, num_prompts=1000, version=2)
+
+    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+        trained.append(list(groups))
+        return {}
+
+    policy = RememberingPolicy(engine)
+    run(after, policy, steps=6, first_step=3, rollouts=second, check_responses=keep)
+    second.close()
+    return engine.submitted, indices(trained), versions(trained)
+
+
+def test_a_run_resumes_with_another_batch_size() -> None:
+    larger = ahead_config(1, rollout={"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 4})
+    submitted, positions, ages = resumed_with(ahead_config(1), larger)
+    assert positions == [list(range(start, start + 4)) for start in (4, 8, 12, 16)]
+    # Before the run was killed, 4 and 5 were sampled at version 1, and 6 and 7 at version 2.
+    assert submitted == list(range(8, 20))
+    assert ages == [[1, 1, 2, 2], [2] * 4, [3] * 4, [4] * 4]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rollout": {"batch_size": 2, "n_samples_per_prompt": 4, "max_new_tokens": 4}},
+        {"rollout": {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4, "temperature": 0.5}},
+        {"data": {"prompt_dataset": "toy", "max_image_pixels": 12_544}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_groups_that_other_settings_sampled_are_sampled_again(changed: dict[str, Any]) -> None:
+    settings = ahead_config(1)
+    submitted, positions, _ = resumed_with(settings, ahead_config(1, **changed))
+    assert submitted == list(range(4, 12)), "with 2 or 4 responses for each prompt, but not with both"
+    assert positions == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert resumed_with(settings, settings)[0] == list(range(8, 12))
 
 
 def test_a_synchronous_run_resumes_from_a_checkpoint_of_one_ahead_and_the_other_way_round() -> None:
