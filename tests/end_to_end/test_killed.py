@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ RUNS = 4
 STEPS = len(PHASES) + 2
 PARTIAL = {"train.async_queue_size": "2", "train.partial_rollout_enable": "true", "rollout.max_new_tokens": "24"}
 KILLED = Path(__file__).with_name("killed_run.py")
+MARK = uuid.uuid4().hex
+"""Shown by the environment of all processes of these runs."""
 
 Point = tuple[int, str, str, float]
 """Step, phase, process, and seconds after the phase begins. See `killed_run.py`."""
@@ -37,13 +39,13 @@ class Runs:
     def __init__(self, model: str, out: Path, **flags: str) -> None:
         values = {"train.max_steps": str(STEPS)} | flags
         self.words = command(model, out) + [word for name, value in values.items() for word in (f"--{name}", value)]
-        self.out, self.name = out, uuid.uuid4().hex
+        self.out = out
 
     def start(self, points: Sequence[Point] = ()) -> tuple[int, str]:
         """Run, or resume, until the end or until the first point that ends the run; return exit code and output."""
         words = [sys.executable, str(KILLED), json.dumps(points), *self.words[3:], "--ckpt.load_enable"]
         # With its own fork server, whose forks show its environment. No pipe: what is left of a killed run holds it.
-        variables = os.environ | {"VLMRL_TEST_RUN": self.name, fork_server.VARIABLE: ""}
+        variables = os.environ | {"VLMRL_TEST_RUN": MARK, fork_server.VARIABLE: ""}
         log = self.out.with_suffix(".log")
         with log.open("w") as file:
             ended = subprocess.run(words, env=variables, timeout=240, stdout=file, stderr=file, check=False)
@@ -57,7 +59,6 @@ class Runs:
     def finish(self, points: Sequence[Point] = ()) -> None:
         code, output = self.start(points)
         assert code == 0, output
-        assert_nothing_is_left(f"VLMRL_TEST_RUN={self.name}", within_s=150)
 
 
 def assert_every_prompt_once(out: Path) -> list[list[dict[str, Any]]]:
@@ -88,6 +89,13 @@ def points(run: int, durations: dict[str, float]) -> list[Point]:
         (2 + number, phase, ("driver", "actor")[(run + number) % 2], share * durations[phase])
         for number, phase in enumerate(PHASES)
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Check at the end that all processes of all runs have ended: Ray's agents do so within a minute."""
+    yield
+    assert_nothing_is_left(f"VLMRL_TEST_RUN={MARK}", within_s=150)
 
 
 @pytest.fixture(scope="module")
