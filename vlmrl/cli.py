@@ -32,6 +32,7 @@ Reinforcement learning of language and vision-language models.
   bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
   bench agents   throughput of conversations with environments, and of the same tokens without them
+  bench async    seconds per step of synchronous and asynchronous runs, in turn
   bench step     time, FLOPs and memory of an optimizer step in each layout
   bench logprobs time and memory of log-probs with and without [T, V] logits
   serve          serve a model to agents, by OpenAI's chat completions
@@ -184,6 +185,17 @@ def _bench_agents(words: list[str]) -> int:
     return 0
 
 
+def _bench_async(words: list[str]) -> int:
+    from vlmrl.config.bench_verbs import AsyncBench
+
+    if (arguments := _parse(AsyncBench, words)) is not None:
+        from vlmrl.commands.bench.asynchrony import asynchrony
+
+        with handle_signals(arguments.config.train.stop_grace_s):
+            asynchrony(arguments.config)
+    return 0
+
+
 def _bench_step(words: list[str]) -> int:
     from vlmrl.config.bench_verbs import StepBench
 
@@ -287,6 +299,7 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "sync": _bench_sync,
     "rollout": _bench_rollout,
     "agents": _bench_agents,
+    "async": _bench_async,
     "step": _bench_step,
     "logprobs": _bench_logprobs,
 }

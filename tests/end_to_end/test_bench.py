@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from vlmrl.commands.bench.asynchrony import asynchrony
 from vlmrl.commands.bench.engines import agents, rollout, sync
-from vlmrl.config.bench_verbs import AgentsBench, RolloutBench, SyncBench
+from vlmrl.config.bench_verbs import AgentsBench, AsyncBench, RolloutBench, SyncBench
 from vlmrl.config.load import load
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -69,3 +70,30 @@ def test_conversations_are_measured_with_environments_and_without(
     assert 0 < replayed["front_end_cpu_s"] < 60
     ratio = played["sampled_tokens_per_s"] / replayed["sampled_tokens_per_s"]
     assert played["throughput_lost"] == pytest.approx(1 - ratio, abs=0.01)
+
+
+@pytest.mark.parametrize("workload", ["environment", "long_tail"])
+def test_synchronous_and_asynchronous_steps_are_measured_in_turn(
+    workload: str, tiny_model: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"bench.workload": workload, "bench.rounds": 1, "bench.steps": 2, "bench.queue_sizes": 1}
+    sizes |= {"bench.response_tokens": 4, "rollout.batch_size": 4, "rollout.n_samples_per_prompt": 2}
+    sizes |= {"bench.step_s": 0.2, "agent.num_workers": 1} if workload == "environment" else {}
+    settings = flags(tiny_model("qwen3", size="micro"), **{"vllm.cpu_kv_cache_gib": 0.1}, **sizes)
+    asynchrony(load(AsyncBench, settings[:4] + settings[6:]))
+    synchronous, drained, partial, *results = lines(capsys)
+    assert [(line["mode"], line["queue"]) for line in (synchronous, drained, partial)] == [
+        *(("synchronous", 0), ("drained", 1), ("partial", 1)),
+    ]
+    assert [line["mode"] for line in results] == ["synchronous", "drained", "partial"]
+    for line in (synchronous, drained, partial):
+        assert sum(line["seconds"][part] for part in ("rollout", "update", "sync")) < line["seconds"]["step"]
+        assert line["response_tokens"] == pytest.approx(synchronous["response_tokens"], rel=0.2), "of equal prompts"
+    assert [line["staleness"] for line in (synchronous, drained)] == [0.0, 1.0]
+    assert "verify_again" in partial["seconds"]
+    assert "verify_again" not in synchronous["seconds"]
+    if workload == "environment":
+        assert synchronous["seconds"]["rollout"] > 0.2 > partial["seconds"]["rollout"]
+    for line in results:
+        assert 1.0 <= line["bound"] <= 2.0
+        assert line["reached"] == pytest.approx(line["speedup"] / line["bound"], abs=0.01)

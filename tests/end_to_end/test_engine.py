@@ -184,6 +184,24 @@ def test_a_request_in_flight_survives_a_sync_and_reports_its_older_version(visio
     assert vision.difference() < EXACT
 
 
+def test_log_probs_go_before_responses_that_wait_to_begin(vision: Pair) -> None:
+    """The engine decodes 128 responses at a time: of 400, more than 128 have not begun when the log-probs arrive."""
+    prompts = [vision.trainer.prompt(170 + i, "go on", images=0) for i in range(100)]
+    (group,) = vision.generate(prompts[:1])
+
+    async def score_among() -> int:
+        many = dataclasses.replace(SAMPLING, n=4, max_new_tokens=16)
+        asking = [asyncio.ensure_future(vision.engine.generate(prompt, many)) for prompt in prompts]
+        while (await vision.engine.status())["num_running"] < len(prompts):
+            await asyncio.sleep(0.01)
+        await vision.engine.score(group)
+        waiting = sum(not task.done() for task in asking)
+        await asyncio.gather(*asking)
+        return waiting
+
+    assert vision.run(score_among()) > 100 - 2 * 128 / 4
+
+
 def across_two_syncs(vision: Pair) -> float:
     """Return the largest difference between the log-prob of a token, in responses that two syncs interrupt, and that of
     the trainer with the weights of the token's version.

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.learning.reference import Reference
     from vlmrl.learning.reward_model import RewardModel
+    from vlmrl.rollout.engine import RolloutEngine
 
 _Role = TypeVar("_Role")
 
@@ -175,11 +176,21 @@ class RoleBuilder:
         return rewarder
 
     def engines(
-        self, config: RlConfig | EvalConfig, report: Progress, adapter: AdapterPlan | None = None
+        self,
+        config: RlConfig | EvalConfig,
+        report: Progress,
+        adapter: AdapterPlan | None = None,
+        *,
+        build: Callable[[], RolloutEngine] | None = None,
     ) -> RemoteEngines:
-        """Return the engines. They make room for `adapter` if they can apply it themselves."""
+        """Return the engines. They make room for `adapter` if they can apply it themselves.
+
+        Args:
+            build: builds an engine in its process; by default the one that the settings describe.
+        """
         timeout_s = max(config.vllm.start_timeout_s, config.train.timeout_s)
-        group = self.group("vllm", engine_builder(config, adapter), timeout_s=timeout_s, concurrent=True)
+        build = build or engine_builder(config, adapter)
+        group = self.group("vllm", build, timeout_s=timeout_s, concurrent=True)
         engines = RemoteEngines(
             group,
             timeout_s=generation_limit_s(config),
@@ -221,10 +232,11 @@ class RoleBuilder:
         critic_adapter: AdapterPlan | None,
         num_rows: int,
         report: Progress,
+        build_engine: Callable[[], RolloutEngine] | None = None,
     ) -> Roles:
-        """Start all roles. No weights are synced yet."""
+        """Start all roles. No weights are synced yet. For `build_engine` see `engines`."""
         starts: list[Callable[[], Any]] = [
-            lambda: self.engines(config, report, adapter),
+            lambda: self.engines(config, report, adapter, build=build_engine),
             lambda: self.learners(
                 config, processor, adapter=adapter, critic_adapter=critic_adapter, num_rows=num_rows, say=report.say
             ),

@@ -16,13 +16,13 @@ from vlmrl.config.num_steps import check_steps
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import EngineLossError, RewardError
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.observe.report import RunReport
 from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
 from vlmrl.trainer.ahead import Ahead
 from vlmrl.trainer.collect import PromptBudget
 from vlmrl.trainer.evaluation import Evaluations, with_metric_names
 from vlmrl.trainer.experience import ScoredBatch
+from vlmrl.trainer.protocols import Report
 from vlmrl.trainer.rl import LoopState, train
 from vlmrl.trainer.rollouts import InTurn
 from vlmrl.trainer.run_checkpoints import RunCheckpoints
@@ -123,7 +123,7 @@ def start_roles(
     return StartedRoles(prompts, eval_sets, roles)
 
 
-def make_rollouts(config: RlConfig, prompts: RemotePrompts, roles: Roles, report: RunReport) -> InTurn | Ahead:
+def make_rollouts(config: RlConfig, prompts: RemotePrompts, roles: Roles, report: Report) -> InTurn | Ahead:
     """Return the source of responses: one that runs ahead, if the settings say so."""
     parts: dict[str, Any] = {
         "prompts": prompts,

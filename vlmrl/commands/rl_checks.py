@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.observe.report import RunReport
+from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor
+from vlmrl.trainer.protocols import Report
 from vlmrl.types import Floats, Group, Metrics
 from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
 from vlmrl.verify.images import ImageGroundingCheck
@@ -26,12 +28,19 @@ from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_fl
 from vlmrl.verify.noise import NoiseCheck, Paths, choose
 
 
+class Messages(Report, Protocol):
+    """A report that also shows messages."""
+
+    def say(self, message: str, /) -> None:
+        """Print a line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checks:
     """The checks of a step's responses, and of each weight sync. A check that fails raises SyncError."""
 
     config: RlConfig
-    report: RunReport
+    report: Messages
     engines: RemoteEngines
     policy: RemotePolicy
     images: ImageGroundingCheck
@@ -66,8 +75,10 @@ class Checks:
         few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
         if not few:
             return [], {}
-        few = scored_again(few, self.engines.score)
-        return few, check_groups(self.config, few, lambda groups: self.policy.logprobs(to_samples(groups)))
+        rescored, logprobs = run_parallel(
+            lambda: scored_again(few, self.engines.score), lambda: self.policy.logprobs(to_samples(few))
+        )
+        return rescored, check_groups(self.config, rescored, logprobs)
 
     def check_sync(self, version: int) -> Metrics:
         """Check the engines after a weight sync, before they generate with it."""
@@ -82,7 +93,7 @@ def make_checks(
     processor: Processor,
     adapter: AdapterPlan | None,
     roles: Roles,
-    report: RunReport,
+    report: Messages,
     *,
     on_gpu: bool,
     first_step: int,

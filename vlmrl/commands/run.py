@@ -169,6 +169,7 @@ def run_session(
             report.say(placement_table(places, machines))
             for line in (*format_checkpoint_plan(config), *warnings):
                 report.say(line)
-            builder = RoleBuilder(machines, places, stack, watch)
+            is_async = isinstance(config, RlConfig) and config.train.queue_size > 0
+            builder = RoleBuilder(machines.divided(places) if is_async else machines, places, stack, watch)
             with builder.running():
                 yield builder, report

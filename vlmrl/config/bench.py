@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section
+from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import Layout, Loop
 
 
@@ -37,6 +38,40 @@ class Conversations(Section):
     """Seconds that an environment takes for each response."""
     repeats: PositiveInt = 1
     """Measurements, after one of a few conversations that is discarded."""
+
+
+class AsyncRollout(Rollout):
+    """Sampling of responses for training."""
+
+    batch_size: PositiveInt = 16
+    """Prompts per step."""
+    n_samples_per_prompt: PositiveInt = 4
+    """Responses per prompt."""
+
+
+Workload = Literal["environment", "long_tail", "equal_lengths"]
+
+
+class Asynchrony(Section):
+    """Repetitions, and the steps of a run that is synchronous and asynchronous in turn."""
+
+    workload: Workload = "environment"
+    """`environment`: conversations with an environment that waits. `long_tail`: responses without an environment, whose
+    lengths are log-normal over prompts, with sigma 1. `equal_lengths`: the same with one length. Without an environment
+    no token ends a response before its length. On CPU engine and trainer compute with half of the cores each, in all
+    modes."""
+    step_s: NonNegativeFloat = 0.2
+    """Seconds that the environment takes for each response."""
+    turns: PositiveInt = 1
+    """Responses of a conversation with the environment."""
+    response_tokens: PositiveInt = 32
+    """Tokens of a response: of the longest with an environment, of the median with a long tail, else of each."""
+    queue_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2)
+    """Values of `train.async_queue_size`; each is measured with and without `train.partial_rollout_enable`."""
+    steps: PositiveInt = 6
+    """Measured steps of each mode in a round, after some that are discarded while the queue fills."""
+    rounds: PositiveInt = 3
+    """Rounds over all modes, in turn; results are medians over them."""
 
 
 class SyntheticBatch(Section):

@@ -6,7 +6,16 @@ from vlmrl.config import adapters, data, ds, optimizer
 from vlmrl.config.actor import Model
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
-from vlmrl.config.bench import Conversations, OneStep, OutputLayer, Repeats, ResponseCounts, SyntheticBatch
+from vlmrl.config.bench import (
+    Asynchrony,
+    AsyncRollout,
+    Conversations,
+    OneStep,
+    OutputLayer,
+    Repeats,
+    ResponseCounts,
+    SyntheticBatch,
+)
 from vlmrl.config.data import Data
 from vlmrl.config.ds import Ds
 from vlmrl.config.names import all_but
@@ -88,6 +97,43 @@ class AgentsBench(VerbConfig):
     train: Loop = Loop()
     ds: Ds = Ds()
     bench: Conversations = Conversations()
+
+
+class AsyncBench(VerbConfig):
+    """Measure the steps of synchronous and asynchronous runs, in turn, on the same roles. Prints JSON lines, and a
+    table."""
+
+    verb: ClassVar[str] = "bench async"
+    omits: ClassVar[frozenset[str]] = (
+        all_but(Model, "actor", *CHECKPOINT)
+        | all_but(Agent, "agent", "num_workers")
+        | all_but(Rollout, "rollout", "batch_size", "n_samples_per_prompt")
+        | frozenset({"vllm.num_engines", "vllm.qlora_base", "vllm.enable_sleep"})
+        | all_but(Loop, "train", *COMMON)
+        | all_but(Ds, "ds", "param_dtype")
+    )
+
+    actor: Model
+    agent: Agent = Agent()
+    rollout: AsyncRollout = AsyncRollout()
+    vllm: Vllm = Vllm()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+    bench: Asynchrony = Asynchrony()
+
+    def unread(self) -> Unread:
+        if self.bench.workload == "environment":
+            return {}
+        names = ("agent.num_workers", "bench.step_s", "bench.turns")
+        return dict.fromkeys(names, f"bench.workload {self.bench.workload} has no environment")
+
+    def conflicts(self) -> list[str]:
+        return [
+            f"bench.steps {self.bench.steps} is no multiple of {1 + queue}: with bench.queue_sizes {queue} the time of "
+            f"a step repeats every {1 + queue} steps"
+            for queue in self.bench.queue_sizes
+            if self.bench.steps % (1 + queue)
+        ]
 
 
 class StepBench(VerbConfig):

@@ -1,10 +1,10 @@
 """All verbs of the command line."""
 
-from vlmrl.config.bench_verbs import AgentsBench, LogprobsBench, RolloutBench, StepBench, SyncBench
+from vlmrl.config.bench_verbs import AgentsBench, AsyncBench, LogprobsBench, RolloutBench, StepBench, SyncBench
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig, SftConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
-    *(SyncBench, RolloutBench, AgentsBench, StepBench, LogprobsBench),
+    *(SyncBench, RolloutBench, AgentsBench, AsyncBench, StepBench, LogprobsBench),
 )

@@ -202,11 +202,13 @@ class RolloutEngine(Inbox):
 
     async def _score(self, prompt: Prompt, segment: Segment, *, adapter: bool) -> Floats:
         extended = requests.as_prompt(prompt, segment, collapse(segment.tokens, segment.media, self._processor))
-        output = await self._request(extended, requests.scoring_parameters(), adapter=adapter)
+        output = await self._request(extended, requests.scoring_parameters(), adapter=adapter, priority=-1)
         return requests.prompt_logprobs(extended, output, sampled=segment.sampled)
 
-    async def _request(self, prompt: Prompt, parameters: dict[str, Any], *, adapter: bool) -> RequestOutput:
-        """Send one request and return vLLM's final output. Raises the errors of `generate`."""
+    async def _request(
+        self, prompt: Prompt, parameters: dict[str, Any], *, adapter: bool, priority: int = 0
+    ) -> RequestOutput:
+        """Send one request and return vLLM's final output; low priorities go first. Raises the errors of `generate`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
@@ -224,7 +226,7 @@ class RolloutEngine(Inbox):
         self._running[name] = adapter
         last: RequestOutput | None = None
         try:
-            async for output in llm.generate(request, final, name, lora_request=lora):
+            async for output in llm.generate(request, final, name, lora_request=lora, priority=priority):
                 last = output
         except EngineDeadError as error:
             raise await self._death() from error

@@ -83,6 +83,8 @@ def engine_arguments(
         # The model's own sampling defaults (e.g. a repetition penalty) would change the distribution.
         "generation_config": "vllm",
         "disable_log_stats": True,
+        # Log-probs that the trainer waits for go before responses that wait to begin.
+        "scheduling_policy": "priority",
         "seed": 0,
     }
     if processor.resize_factor is not None:

@@ -51,17 +51,15 @@ def scored_again(groups: Sequence[Group], score: Callable[[Sequence[Group]], lis
     return [replace(group, rollouts=tuple(map(with_rows, group.rollouts))) for group in groups]
 
 
-def check_groups(
-    config: RlConfig, groups: Sequence[Group], logprobs: Callable[[Sequence[Group]], list[Floats]]
-) -> Metrics:
-    """Compare the engine's log-probs of these groups with the trainer's `logprobs`: metrics of `compare_engine`.
+def check_groups(config: RlConfig, groups: Sequence[Group], logprobs: Sequence[Floats]) -> Metrics:
+    """Compare the engine's log-probs of these groups with the trainer's, [T] per segment: metrics of `compare_engine`.
 
     Raises:
         SyncError: as `check_agreement`.
     """
     segments = [segment for group in groups for segment in group.segments]
     sampled, engine = [segment.sampled for segment in segments], [segment.logprobs for segment in segments]
-    agreement = _differences(sampled, engine, logprobs(groups))
+    agreement = _differences(sampled, engine, logprobs)
     check_agreement(config, agreement)
     return agreement
 

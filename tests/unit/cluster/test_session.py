@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import vlmrl.cluster.session as session_module
+from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Node, Session, session, worker_environment
 from vlmrl.errors import ClusterError
 from vlmrl.system import fork_server, machine, stops
@@ -84,6 +85,18 @@ def test_the_workers_of_a_role_share_the_cores_of_their_node() -> None:
     machines = Session((Node("a", num_cpus=8, num_gpus=0),))
     assert worker_environment(machines, num_workers=2, slots=[0], node=0)["OMP_NUM_THREADS"] == "4"
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment(machines, num_workers=2, slots=[0], node=0)
+
+
+def test_engines_beside_the_trainer_compute_with_half_of_the_cores() -> None:
+    machines = Session(tuple(Node(name, num_cpus=8, num_gpus=0) for name in "abc"))
+    divided = machines.divided({"actor": [Place(0, (0,)), Place(1, (0,))], "vllm": [Place(1, (1,)), Place(2, (0,))]})
+    assert [node.num_cpus for node in divided.nodes] == [8, 4, 8]
+    assert divided.roster is machines.roster
+    one_core = Session((Node("a", num_cpus=1, num_gpus=0),))
+    both = {"actor": [Place(0, (0,))], "vllm": [Place(0, (1,))]}
+    assert one_core.divided(both) == one_core
+    with_gpus = Session((Node("a", num_cpus=8, num_gpus=2),))
+    assert with_gpus.divided(both) == with_gpus
 
 
 def test_a_worker_sees_its_own_gpus_only() -> None:

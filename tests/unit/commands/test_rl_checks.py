@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -74,6 +75,22 @@ def test_engine_and_trainer_are_compared_on_a_few_responses_that_the_engine_scor
 def test_a_trainer_that_differs_from_the_engine_now_stops_an_asynchronous_run() -> None:
     with pytest.raises(SyncError, match=r"engine and trainer disagree.* 0\.002 on average"):
         checks(Sides(2e-3), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+
+
+def test_engine_and_trainer_compute_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    class Waiting(Sides):
+        def score(self, groups: Sequence[Group]) -> list[Floats]:
+            both.wait()
+            return super().score(groups)
+
+        def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+            both.wait()
+            return super().logprobs(samples)
+
+    metrics = checks(Waiting(0.0), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+    assert metrics["sync/logprob_diff_max"] == 0.0
 
 
 def test_a_synchronous_run_scores_nothing_again() -> None:

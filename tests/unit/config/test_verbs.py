@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlmrl.config import names
-from vlmrl.config.bench_verbs import RolloutBench, SyncBench
+from vlmrl.config.bench_verbs import AsyncBench, RolloutBench, SyncBench
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
 from vlmrl.config.vllm import Vllm
@@ -240,6 +240,24 @@ def test_a_verb_has_only_the_settings_that_it_reads(verb: type[VerbConfig], valu
     unread = list(values)[-1]
     with pytest.raises(ValidationError, match=rf"{unread} would not be read: vlmrl {verb.verb} does not have it"):
         verb.model_validate(nest({"actor.model_name_or_path": "m"} | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bench.steps": 4}, r"bench\.steps 4 is no multiple of 3: with bench\.queue_sizes 2 "),
+        (
+            {"bench.workload": "long_tail", "bench.step_s": 1.0},
+            r"bench\.step_s would not be read: bench\.workload ",
+        ),
+        ({"bench.workload": "equal_lengths", "agent.num_workers": 2}, r"agent\.num_workers would not be read: "),
+        ({"rollout.temperature": 0.5}, r"vlmrl bench async does not have it"),
+    ],
+)
+def test_the_modes_of_a_run_are_measured_over_whole_periods(values: dict[str, Any], message: str) -> None:
+    AsyncBench.model_validate(nest({"actor.model_name_or_path": "m"}))
+    with pytest.raises(ValidationError, match=message):
+        AsyncBench.model_validate(nest({"actor.model_name_or_path": "m"} | values))
 
 
 def test_an_engine_step_has_a_token_for_each_response() -> None:

@@ -56,8 +56,8 @@ def test_a_few_responses_are_compared_by_what_both_compute_now() -> None:
     assert [segment.logprobs.tolist() for group in again for segment in group.segments] == [[0, 0, -1, -1, -1]] * 2
     assert [segment.versions.tolist() for segment in again[0].segments] == [[-1, -1, 1, 1, 1]]
 
-    def trainer(off: float) -> Callable[[Sequence[Group]], list[Floats]]:
-        return lambda groups: [s.logprobs + np.float32(off) * s.sampled for g in groups for s in g.segments]
+    def trainer(off: float) -> list[Floats]:
+        return [s.logprobs + np.float32(off) * s.sampled for g in again for s in g.segments]
 
     assert check_groups(config(), again, trainer(5e-4))["sync/logprob_diff_mean"] == pytest.approx(5e-4, rel=1e-3)
     with pytest.raises(SyncError, match=r"differ by 0\.002 on average"):

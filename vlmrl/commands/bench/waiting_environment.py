@@ -1,4 +1,4 @@
-"""The environment of `vlmrl bench agents`: every step waits, and an episode has a fixed number of turns."""
+"""The environment of `vlmrl bench agents` and `async`: every step waits, and an episode has a fixed number of turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Waiting:
     async def step(self, response: str) -> Reply:
         await asyncio.sleep(self._step_s)
         self._turns -= 1
-        return Reply(f"That had {len(response)} characters. Go on.", reward=0.0, done=self._turns == 0)
+        reward = float(len(response) % 2 == 0)
+        return Reply(f"That had {len(response)} characters. Go on.", reward=reward, done=self._turns == 0)
 
 
 def make() -> Waiting:
