@@ -221,6 +221,21 @@ def test_a_resume_that_is_refused_keeps_the_settings_file(tmp_path: Path, monkey
     assert "theirs" not in folder.config.read_text()
 
 
+@pytest.mark.parametrize(("queue", "num_cpus"), [(0, 8), (1, 4)])
+def test_roles_of_an_asynchronous_run_on_cpu_get_half_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: int, num_cpus: int
+) -> None:
+    @contextmanager
+    def machines() -> Any:
+        yield Session((Node(id="", num_cpus=8, num_gpus=0),))
+
+    monkeypatch.setattr(run_module, "session", machines)
+    train = {"batch_size": 4, "async_enable": True, "async_queue_size": queue}
+    settings = config(train=train, algo={"advantage": {"is_correction_enable": True}})
+    with run_module.run_session(settings, RunFolder(tmp_path), []) as (builder, _):
+        assert [node.num_cpus for node in builder.machines.nodes] == [num_cpus]
+
+
 @pytest.mark.parametrize("error", [None, DataError("a row has no image")])
 def test_the_last_plot_is_drawn_while_roles_and_ray_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DataError | None
