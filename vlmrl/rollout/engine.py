@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,9 +216,8 @@ class RolloutEngine(Inbox):
 
         llm = self._started()
         adapter = adapter and self._plan is not None
-        kwargs = self._processor.engine_kwargs
-        build = requests.engine_prompt
-        request = await asyncio.to_thread(build, prompt, kwargs) if prompt.media else build(prompt, kwargs)
+        build = partial(requests.engine_prompt, prompt, self._processor.engine_kwargs)
+        request = await asyncio.to_thread(build) if prompt.media else build()
         final = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"{prompt.index}-{next(self._counter)}"
         self._check_weights(adapter=adapter)
@@ -324,8 +323,7 @@ class RolloutEngine(Inbox):
         await self._started().reset_encoder_cache()
 
     def _vision_differs(self, digests: dict[str, str]) -> bool:
-        names = digests.keys() | self._digests.keys()
-        vision = (name for name in names if self._processor.parameter_group(name) != "language")
+        vision = (n for n in digests.keys() | self._digests.keys() if self._processor.parameter_group(n) != "language")
         return any(digests.get(name) != self._digests.get(name) for name in vision)
 
     # ---- internals
