@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmrl.errors import ClusterError, VlmrlError
+from vlmrl.errors import ClusterError, EngineLossError, VlmrlError
 from vlmrl.system.exits import Pidfd, fatal_signal, format_exit, log_tail, may_be_out_of_memory, oom_kills
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ def report_deaths(roster: Roster) -> Iterator[None]:
     """
     try:
         yield
+    except EngineLossError:  # it names the deaths, and the checkpoint to resume from
+        raise
     except ClusterError as error:
         line = roster.find_death(0.0)
         if line is None or line in str(error):

@@ -10,7 +10,7 @@ import ray
 
 from vlmrl.cluster import worker_deaths
 from vlmrl.cluster.worker_deaths import Member, Roster, report_deaths
-from vlmrl.errors import ClusterError, RewardError
+from vlmrl.errors import ClusterError, EngineLossError, RewardError
 
 RAY_ERROR = "The actor is dead because its worker process has died.\n" * 40
 MEMORY = "memory may have run out: lower "
@@ -172,6 +172,9 @@ def test_a_death_replaces_the_errors_that_follow_from_it(workers: Workers) -> No
         assert caught.value.__suppress_context__
     with pytest.raises(RewardError, match="mine"), report_deaths(roster(3)):
         raise RewardError("mine")
+    loss = EngineLossError("engine 1 died; the steps before it are saved: resume from step_000004")
+    with pytest.raises(EngineLossError, match="resume from step_000004"), report_deaths(roster(3)):
+        raise loss
     workers.dead.clear()
     with pytest.raises(ZeroDivisionError), report_deaths(roster(3)):
         raise ZeroDivisionError
