@@ -248,7 +248,7 @@ class WorkerGroup(Generic[Role_co]):
         """
         call, workers, end = record_call(check), self._alive(), time.monotonic() + REPORTED_S
         dead: dict[int, str] = {}
-        unknown: Sequence[int] = range(len(workers))
+        unknown = list(range(len(workers)))
         while unknown and (left_s := end - time.monotonic()) > 0:
             started = {_start(workers[number], call): number for number in unknown}
             done, _ = ray.wait(list(started), num_returns=len(started), timeout=left_s)
