@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.errors import EngineLossError, VlmrlError
+from vlmrl.system import stops
 
 if TYPE_CHECKING:
     from vlmrl.rollout.engine import RolloutEngine
@@ -78,6 +79,8 @@ class EngineRestarts:
 
     def _check_allowed(self) -> None:
         line = "; ".join(self._dead.values())
+        if stops.is_stopping():
+            raise EngineLossError(f"{line}; it is not started again, because the run is stopping")
         if self._obstacle is not None:
             raise EngineLossError(f"{line}; {self._obstacle}")
         if self.count + len(self._dead) > self._limit:

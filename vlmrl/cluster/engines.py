@@ -11,7 +11,7 @@ import ray
 
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.worker_group import WorkerGroup
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, SyncError
 from vlmrl.rollout.capacity import prompts_at_once
 from vlmrl.system import stops
 from vlmrl.types import Floats, Group, Prompt, Sampling
@@ -114,12 +114,16 @@ class RemoteEngines:
             try:
                 if self.restarts.incarnation(engine) == incarnation:
                     return self._keep(self.group.wait(ref), request.prompt)
-            except Exception:
+            except Exception as error:
                 # One death ends many requests: search for it once.
                 if not self.restarts.is_lost(engine, incarnation):
                     self.restarts.find_dead()
                 if not self.restarts.is_lost(engine, incarnation):
-                    raise
+                    if not (isinstance(error, SyncError) and self.needs_repair):
+                        raise
+                    with self._requests:  # another engine has died, and with it a sync to this one
+                        self._held.append(request)
+                    return None
             self._play(request)
             return None
 
@@ -132,8 +136,8 @@ class RemoteEngines:
 
     @property
     def is_down(self) -> bool:
-        """Whether all engines have died."""
-        return not self.restarts.usable
+        """Whether prompts wait for an engine to be started again, or would."""
+        return bool(self._held) or not self.restarts.usable
 
     def repair(self) -> None:
         """Start engines that have died again, with the weights of the others' version, and what they had under way.

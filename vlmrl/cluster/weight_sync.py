@@ -61,6 +61,8 @@ class WeightSync:
             except Exception:
                 if by_device or not self._engines.restarts.find_dead():
                     raise
+                # Those that got their buckets from a dead one have ended what they had under way.
+                self._engines.abandon_requests()
                 continue
             self._version = version
             self._engines.have_weights()

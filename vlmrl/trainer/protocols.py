@@ -72,7 +72,7 @@ class QueueingEngine(Protocol):
 
     @property
     def is_down(self) -> bool:
-        """Whether all engines have died."""
+        """Whether responses wait for an engine to be started again."""
 
     def repair(self) -> None:
         """Start engines that have died again, with the current weights. Call it only while the policy holds the version

@@ -139,9 +139,9 @@ def train(
                 metrics["data/left_out"] = float(budget.left)
             report.step(step, metrics)
             save(step, LoopState(kl_controller.coef, reward_range))
+        stops.raise_if_requested()
         if loss is not None:
             raise loss
-        stops.raise_if_requested()
     return Ending(max(last_step, first_step - 1))
 
 

@@ -14,7 +14,8 @@ from vlmrl.cluster import engines as engines_module
 from vlmrl.cluster.engine_restarts import EngineRestarts
 from vlmrl.cluster.engines import RemoteEngines
 from vlmrl.cluster.remote_call import record_call
-from vlmrl.errors import ClusterError, ConfigError, EngineLossError
+from vlmrl.errors import ClusterError, ConfigError, EngineLossError, SyncError
+from vlmrl.system import stops
 from vlmrl.types import Group, Prompt, Sampling
 
 SAMPLING = Sampling(n=1, temperature=1.0, top_p=1.0, max_new_tokens=1, seed=0)
@@ -82,6 +83,7 @@ class Background(Engines):
         super().__init__()
         self.under_way: list[Call] = []
         self.lost: list[Call] = []
+        self.aborted: list[Call] = []
         self.dead: set[int] = set()
         self.fails_to_start = 0
 
@@ -97,7 +99,7 @@ class Background(Engines):
         return self.under_way[-1]
 
     def end(self, index: int) -> None:
-        next(call for call in self.under_way if call.item == index and call not in self.lost).ended.set_result(None)
+        next(call for call in self.under_way if call.item == index and not call.ended.done()).ended.set_result(None)
 
     def kill(self, engine: int) -> None:
         """Let an engine die; its calls end."""
@@ -108,6 +110,8 @@ class Background(Engines):
                 call.ended.set_result(None)
 
     def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+        if isinstance(results, Call) and results in self.aborted:
+            raise SyncError("a bucket was lost")
         if isinstance(results, Call) and results in self.lost:
             raise ClusterError(f"vllm {results.engine} died")
         if isinstance(results, list):
@@ -229,6 +233,35 @@ def test_an_error_of_a_living_engine_is_raised() -> None:
     story.group.under_way[0].ended.set_result(None)
     with pytest.raises(ClusterError, match="vllm 0 died"):
         story.results()
+
+
+def test_a_request_that_another_engines_death_ended_waits_for_its_restart() -> None:
+    """The neighbours of an engine that relays buckets on its machine abort their requests when it dies."""
+    story = Story()
+    story.submit(0, 1, 2)
+    story.group.aborted.append(story.group.under_way[1])
+    story.group.end(1)
+    with pytest.raises(SyncError, match="a bucket was lost"):
+        story.results()
+    story.submit(1)
+    story.group.dead.add(0)
+    story.group.aborted.append(story.group.under_way[-1])
+    story.group.end(1)
+    assert story.results() == [None]
+    assert story.engines.is_down, "an update does not wait for it"
+    story.engines.repair()
+    assert not story.engines.is_down
+    story.group.end(1)
+    assert story.results() == ["group 1"]
+
+
+def test_engines_are_not_started_again_while_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    story.group.kill(0)
+    story.engines.restarts.find_dead()
+    monkeypatch.setattr(stops, "is_stopping", lambda: True)
+    with pytest.raises(EngineLossError, match=r"^vllm 0 died; it is not started again, because the run is stopping$"):
+        story.engines.repair()
 
 
 def test_responses_of_a_step_are_sampled_again_if_their_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ def test_an_engine_that_dies_during_a_sync_is_started_again_and_gets_all_that_a_
     assert not sync._engines.restarts.is_needed
     assert [call for call in log if call[0] == "replace"] == [("replace", 1)]
     after = log[log.index(("replace", 1)) :]
+    assert log[log.index(("replace", 1)) - 1] == ("abandon",), "others may have ended what they had under way"
     assert ("start by engine 1",) in after
     # A new base ends what the engines that live have under way.
     before_it = [call[0] for call in after[: after.index(calls(after, "begin_update")[0])]]
