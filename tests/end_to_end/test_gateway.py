@@ -337,7 +337,8 @@ def test_steps_of_an_agent_with_a_client_of_its_own(
         assert 2 < line["agent/turns_mean"] <= line["agent/turns_max"] <= 12
         assert line["agent/failed"] == line["agent/timeouts"] == line["agent/gateway/dropped_tokens"] == 0
         assert line["agent/gateway/opened/start"] == 16
-        assert line["agent/stop/done"] == 1.0
+        ended = {reason: line[f"agent/stop/{reason}"] for reason in ("done", "context", "turns", "raised", "failed")}
+        assert ended["done"] + ended["context"] == pytest.approx(1.0), ended
         if is_async:
             assert line["async/staleness_max"] <= min(2, number)
     assert not is_async or max(line["async/staleness_max"] for line in lines) > 0
