@@ -65,7 +65,8 @@ def test_the_reward_rises_and_versions_are_exact(
     ]
 
 
-def command(model: str, out: Path) -> list[str]:
+def command(model: str, out: Path, reward: str) -> list[str]:
+    """`reward`: a function that gives responses of a random model different rewards, so that it learns."""
     flags = {
         "actor.model_name_or_path": model,
         "actor.adam.lr": "1e-3",
@@ -96,17 +97,22 @@ def command(model: str, out: Path) -> list[str]:
 
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_with_the_tokens_of_an_unbroken_one(
-    tmp_path: Path, tiny_model: Callable[..., str]
+    tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str
 ) -> None:
     model = tiny_model("qwen2_5_vl", size="micro")
     unbroken, broken, log = tmp_path / "unbroken", tmp_path / "broken", tmp_path / "log"
-    subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
-    victim, mark = begun(command(model, broken), broken, log, until=3)
+    subprocess.run(command(model, unbroken, digits_reward), check=True, timeout=240, stdout=subprocess.DEVNULL)
+    victim, mark = begun(command(model, broken, digits_reward), broken, log, until=3)
     time.sleep(0.1)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert_nothing_is_left(mark, within_s=150)
-    subprocess.run([*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command(model, broken, digits_reward), "--ckpt.load_enable"],
+        check=True,
+        timeout=240,
+        stdout=subprocess.DEVNULL,
+    )
 
     for one, other in zip(transcripts(unbroken, 6), transcripts(broken, 6), strict=True):
         for group, same in zip(one, other, strict=True):
@@ -114,5 +120,6 @@ def test_a_killed_run_goes_on_with_the_tokens_of_an_unbroken_one(
             assert [r["text"] for r in group["responses"]] == [r["text"] for r in same["responses"]]
     expected, actual = read_metrics(unbroken), read_metrics(broken)
     for step in range(1, 7):
+        assert expected[step]["policy/grad_norm"] > 0.0, "the weights do not change"
         for name in ("reward/mean", "policy/loss", "policy/grad_norm", "is/mean", "async/staleness_mean"):
             assert actual[step][name] == pytest.approx(expected[step][name], rel=1e-5, abs=1e-5), (step, name)
