@@ -31,14 +31,16 @@ MEASURED_AT_A_START = {"verify/noise/level", "verify/noise/decode_gap", "verify/
 """Measured in a run's first step and every tenth: a resumed run measures again, because its machine may differ."""
 
 
-def command(model: str, out: Path) -> list[str]:
+def command(model: str, out: Path, reward: str) -> list[str]:
+    """`reward`: a function that gives responses of a random model different rewards, so that it learns."""
     counting = "visual_math?families=count&difficulty=1&pixels=56&size=64"
     flags = {
         "actor.model_name_or_path": model,
         "actor.adam.lr": "1e-3",
         "data.prompt_dataset": counting,
         "data.max_len": "128",
-        "reward.functions": '{"exact": 1.0, "format": 0.5}',
+        "reward.functions": "{}",
+        "reward.remote_url": reward,
         "rollout.batch_size": str(PER_STEP),
         "rollout.n_samples_per_prompt": "4",
         "rollout.max_new_tokens": "6",
@@ -144,23 +146,25 @@ def check_numbers(expected: dict[int, dict[str, Any]], actual: dict[int, dict[st
     stable = [n for n in names if all(expected[s].get(n) == actual[s].get(n) for s in range(1, since))]
     assert {"reward/mean", "policy/loss", "policy/grad_norm", "sync/version"} <= set(stable)
     for step in range(since, STEPS + 1):
+        assert expected[step]["policy/grad_norm"] > 0.0, "the weights do not change"
         assert {n: expected[step].get(n) for n in stable} == {n: actual[step].get(n) for n in stable}, step
 
 
 @pytest.mark.timeout(600)
 def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
-    tmp_path: Path, tiny_model: Callable[..., str]
+    tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str
 ) -> None:
     model = tiny_model("qwen2_5_vl", size="micro")
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(command(model, unbroken, digits_reward), check=True, timeout=240, stdout=subprocess.DEVNULL)
 
     in_shared_memory = shared_memory()
     log = tmp_path / "log"
-    stopped, mark = begun([*command(model, broken), "--ckpt.save_steps", "100"], broken, log, until=STOPPED_IN - 1)
+    words = command(model, broken, digits_reward)
+    stopped, mark = begun([*words, "--ckpt.save_steps", "100"], broken, log, until=STOPPED_IN - 1)
     check_stop(stopped, signal.SIGTERM, mark, broken, log)
 
-    victim, mark = begun([*command(model, broken), "--ckpt.load_enable"], broken, log, until=KILLED_IN - 1)
+    victim, mark = begun([*words, "--ckpt.load_enable"], broken, log, until=KILLED_IN - 1)
     time.sleep(0.2)
     victim.send_signal(signal.SIGKILL)
     victim.wait()
@@ -185,9 +189,7 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
     least = min_checkpoint_bytes(Model(model_name_or_path=model), Ds(param_dtype="fp32"), table)
     assert 0.7 * size_of(saved[-2]) < least <= size_of(saved[-2])
 
-    resumed = subprocess.run(
-        [*command(model, broken), "--ckpt.load_enable"], check=True, timeout=240, capture_output=True, text=True
-    )
+    resumed = subprocess.run([*words, "--ckpt.load_enable"], check=True, timeout=240, capture_output=True, text=True)
     output = " ".join(resumed.stdout.split())
     assert f"{saved[-1].name} is damaged: deepspeed/{harmed.name}: its checksum differs; it is" in output
     assert f"and the run resumes from {saved[-2].name}" in output
@@ -221,16 +223,16 @@ def test_a_stopped_and_killed_run_goes_on_with_the_numbers_of_an_unbroken_one(
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 def test_whatever_a_run_is_doing_when_it_is_stopped_it_goes_on_with_the_same_numbers(
-    tmp_path: Path, tiny_model: Callable[..., str]
+    tmp_path: Path, tiny_model: Callable[..., str], digits_reward: str
 ) -> None:
     model = tiny_model("qwen2_5_vl", size="micro")
     unbroken = tmp_path / "unbroken"
-    subprocess.run(command(model, unbroken), check=True, timeout=240, stdout=subprocess.DEVNULL)
+    subprocess.run(command(model, unbroken, digits_reward), check=True, timeout=240, stdout=subprocess.DEVNULL)
     step_s = read_metrics(unbroken)[STEPS]["time/step_s"]
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for number in range(9):
         out, log = tmp_path / f"broken-{number}", tmp_path / "log"
-        words = [*command(model, out), "--ckpt.save_steps", "100"]
+        words = [*command(model, out, digits_reward), "--ckpt.save_steps", "100"]
         run, mark = begun(words, out, log, until=STOPPED_IN - 1)
         time.sleep(step_s * number / 9)
         check_stop(run, signals[number % 3], mark, out, log)
