@@ -234,7 +234,7 @@ def pin(*, engines: Sequence[int], ranks: Sequence[int]) -> None:
         with suppress(OSError, psutil.Error):  # a process or thread may end meanwhile
             if process.pid in ranks:
                 _restrict(process.pid, cores[half:])
-            elif process.pid in engines or (process.cmdline()[:1] and process.cmdline()[0].startswith(_ENGINE_CORE)):
+            elif process.pid in engines or " ".join(process.cmdline()).startswith(_ENGINE_CORE):
                 _restrict(process.pid, cores[:half])
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vlmrl.commands.bench.asynchrony import run_settings, steps_of, write_rows
+from vlmrl.commands.bench.asynchrony import pin, run_settings, steps_of, write_rows
 from vlmrl.commands.bench.parity_reward import reward_func
 from vlmrl.commands.bench.speedup import SYNCHRONOUS, Mode, modes
 from vlmrl.config.bench_verbs import AsyncBench
@@ -58,6 +62,32 @@ def test_the_runs_differ_only_in_how_they_are_asynchronous(workload: str, mode: 
     assert settings.has_agent is (workload == "environment")
     changed = {"async_enable": False, "async_queue_size": 1, "partial_rollout_enable": False}
     assert settings.model_copy(update={"train": train.model_copy(update=changed)}) == synchronous
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_engines_and_trainer_have_different_cores() -> None:
+    code = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
+    with ExitStack() as stack:
+        pids = []
+        for title in ("engine", "VLLM::EngineCore", "rank", "other"):
+            child = subprocess.Popen([title, "-c", code], executable=sys.executable, stdout=subprocess.PIPE)
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            assert child.stdout is not None
+            child.stdout.readline()
+            pids.append(child.pid)
+        pin(engines=pids[:1], ranks=pids[2:3])
+        engine, core, rank, other = (
+            {frozenset(os.sched_getaffinity(int(thread.name))) for thread in Path(f"/proc/{pid}/task").iterdir()}
+            for pid in pids
+        )
+    all_cores = os.sched_getaffinity(0)
+    (of_engine,), (of_rank,) = engine, rank
+    assert core == engine
+    assert other == {frozenset(all_cores)}
+    assert of_engine | of_rank == all_cores
+    assert len(of_engine) == len(all_cores) // 2
+    assert not of_engine & of_rank
 
 
 def test_the_reward_depends_on_the_response() -> None:
