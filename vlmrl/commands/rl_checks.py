@@ -52,6 +52,7 @@ class Checks:
     def check_responses(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Check a step's responses before its update, while engines and policy hold the weights that sampled them."""
         metrics: Metrics = {}
+        logprobs: Sequence[Floats] | None = None
         if step == self.first_step:
             with self.report.phase("verify_layouts"):
                 metrics |= check_layouts(groups, self.policy.compare_layouts)
@@ -60,25 +61,25 @@ class Checks:
                 metrics |= self.images.check(groups)
         if self.config.train.queue_size:
             with self.report.phase("verify_again"), self.policy.uncounted():
-                groups, agreement = self._score_again(step, groups)
+                groups, logprobs, agreement = self._score_again(step, groups)
             metrics |= agreement
         if self.noise is not None:
             with self.report.phase("verify_noise"), self.policy.uncounted():
-                metrics |= self.noise.check(step, groups)
+                metrics |= self.noise.check(step, groups, logprobs=logprobs)
         return metrics
 
-    def _score_again(self, step: int, groups: Sequence[Group]) -> tuple[Sequence[Group], Metrics]:
+    def _score_again(self, step: int, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Floats], Metrics]:
         """Let an engine score a few responses again, which older weights have sampled, and compare it with the trainer.
 
-        Returns these responses, with log-probs of the current weights.
+        Returns these responses with the engine's log-probs of the current weights, and the trainer's.
         """
         few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
         if not few:
-            return [], {}
+            return [], [], {}
         rescored, logprobs = run_parallel(
             lambda: scored_again(few, self.engines.score), lambda: self.policy.logprobs(to_samples(few))
         )
-        return rescored, check_groups(self.config, rescored, logprobs)
+        return rescored, logprobs, check_groups(self.config, rescored, logprobs)
 
     def check_sync(self, version: int) -> Metrics:
         """Check the engines after a weight sync, before they generate with it."""

@@ -43,7 +43,7 @@ class Conversations(Section):
 class AsyncRollout(Rollout):
     """Sampling of responses for training."""
 
-    batch_size: PositiveInt = 16
+    batch_size: PositiveInt = 8
     """Prompts per step."""
     n_samples_per_prompt: PositiveInt = 4
     """Responses per prompt."""
@@ -64,7 +64,7 @@ class Asynchrony(Section):
     """Seconds that the environment takes for each response."""
     turns: PositiveInt = 1
     """Responses of a conversation with the environment."""
-    response_tokens: PositiveInt = 32
+    response_tokens: PositiveInt = 16
     """Tokens of a response: of the longest with an environment, of the median with a long tail, else of each."""
     queue_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 2)
     """Values of `train.async_queue_size`; each is measured with and without `train.partial_rollout_enable`."""

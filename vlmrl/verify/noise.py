@@ -106,8 +106,12 @@ class NoiseCheck:
         self._largest_ratio = _WARN
         self._last_noise: float | None = None
 
-    def check(self, step: int, groups: Sequence[Group]) -> Metrics:
+    def check(self, step: int, groups: Sequence[Group], *, logprobs: Sequence[Floats] | None = None) -> Metrics:
         """Compare engine and trainer on a few responses.
+
+        Args:
+            logprobs: the trainer's for these groups in the run's layout, [T] per segment, if they are known: only a
+                measurement of noise then takes passes.
 
         Returns `verify/noise/gap`, the mean difference between engine and trainer over the sampled tokens. Where noise
         is measured, also `verify/noise/level`, the effect of rounding on a log-prob, and over the same tokens
@@ -121,7 +125,8 @@ class NoiseCheck:
         if not first:
             return {}
         if self._last_noise is not None and step % _REFRESH:
-            gap = self._gap_of_run(first)
+            known = None if logprobs is None else _sampled(groups, logprobs)
+            gap = self._gap_of_run(first) if known is None else _gap(_decoded(groups), known)
             if gap <= _WARN * self._last_noise:
                 return {"verify/noise/gap": gap}
         gaps = self._measure(first)

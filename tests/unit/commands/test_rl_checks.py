@@ -42,12 +42,17 @@ class Recorded:
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
+        self.logprobs: Sequence[Floats] | None = None
+        """The trainer's, where it has computed them before."""
 
     def is_due(self, step: int, groups: Sequence[Group]) -> bool:
         return False
 
-    def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    def check(
+        self, step: int, groups: Sequence[Group], *, logprobs: Sequence[Floats] | None = None
+    ) -> dict[str, float]:
         self.groups += groups
+        self.logprobs = logprobs
         return {}
 
 
@@ -70,6 +75,9 @@ def test_engine_and_trainer_are_compared_on_a_few_responses_that_the_engine_scor
     assert metrics["sync/logprob_diff_mean"] == pytest.approx(5e-4, rel=1e-3)
     assert 2 <= sides.num_scored <= 8, "a few"
     assert {float(v) for group in recorded.groups for s in group.segments for v in s.logprobs[s.sampled]} == {-2.0}
+    assert recorded.logprobs is not None
+    assert len(recorded.logprobs) == sides.num_scored
+    assert min(float(row.min()) for row in recorded.logprobs) == pytest.approx(-2.0 + 5e-4)
 
 
 def test_a_trainer_that_differs_from_the_engine_now_stops_an_asynchronous_run() -> None:
@@ -96,4 +104,4 @@ def test_engine_and_trainer_compute_at_the_same_time() -> None:
 def test_a_synchronous_run_scores_nothing_again() -> None:
     sides, recorded = Sides(2e-3), Recorded()
     assert checks(sides, recorded).check_responses(3, GROUPS) == {}
-    assert (sides.num_scored, recorded.groups) == (0, GROUPS)
+    assert (sides.num_scored, recorded.groups, recorded.logprobs) == (0, GROUPS, None)

@@ -39,6 +39,7 @@ class Sides:
     def __init__(self, *, floor: float = FP32, half: bool = False, stops: bool = True, **off: float) -> None:
         """`off`: path (prefill, padded, exact, layout) -> error of its log-probs."""
         self.asked: list[int] = []
+        self.passes: list[str] = []
         self.said: list[str] = []
         self.off = off
         paths = Paths(
@@ -51,6 +52,7 @@ class Sides:
 
     def say(self, groups: Sequence[Group], name: str) -> list[Floats]:
         segments = [segment for group in groups for segment in group.segments]
+        self.passes.append(name)
         if name == "padded":
             self.asked.append(sum(segment.num_sampled for segment in segments))
         return [segment.logprobs + np.float32(self.off.get(name, 0.0)) for segment in segments]
@@ -114,6 +116,21 @@ def test_noise_is_measured_again_every_tenth_step_and_when_the_gap_outgrows_it()
     sides.off["layout"] = 8.1e-2  # more than twenty times
     with pytest.raises(SyncError, match="the trainer disagrees with itself"):
         sides.check(12, responses(40, 40))
+
+
+def test_known_log_probs_of_the_run_take_no_pass_until_the_noise_is_measured() -> None:
+    sides = Sides(half=True, floor=BF16, exact=4e-3, layout=8e-3)
+    groups = responses(40, 40)
+
+    def known(off: float) -> list[Floats]:
+        return [segment.logprobs + np.float32(off) for group in groups for segment in group.segments]
+
+    assert "verify/noise/level" in sides.check(1, groups, logprobs=known(6e-3))
+    sides.passes.clear()
+    assert sides.check(2, groups, logprobs=known(6e-3)) == pytest.approx({"verify/noise/gap": 6e-3}, rel=1e-3)
+    assert sides.passes == []
+    assert "verify/noise/level" in sides.check(3, groups, logprobs=known(2.1e-2)), "more than five times the noise"
+    assert sorted(sides.passes) == ["exact", "layout", "padded", "prefill"]
 
 
 @pytest.mark.parametrize("off", [{"padded": 1.4e-4, "layout": 1.4e-4}, {"layout": 3.8e-4}, {"layout": np.nan}])

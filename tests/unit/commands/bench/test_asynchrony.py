@@ -38,7 +38,7 @@ def test_the_rows_are_enough_for_the_longest_mode(tmp_path: Path) -> None:
     assert steps_of(DRAINED, config.bench) == 12
     rows = rows_of(config, tmp_path)
     assert len(rows) == 12 * 3
-    assert {(row["step_s"], row["turns"], row["response_tokens"]) for row in rows} == {(0.5, 2, 32)}
+    assert {(row["step_s"], row["turns"], row["response_tokens"]) for row in rows} == {(0.5, 2, 16)}
 
 
 def test_a_long_tail_is_log_normal(tmp_path: Path) -> None:
