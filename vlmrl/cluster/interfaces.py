@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Mapping, Sequence
+
+import psutil
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that gloo and NCCL read. Without them gloo uses the interface that the machine's name resolves to, often
 the loopback, and NCCL the first one that is not the loopback."""
+
+
+def network_variables(driver: Mapping[str, str], *, address: str) -> dict[str, str]:
+    """Variables that tell gloo and NCCL the interface at which other machines reach this one, which has this address.
+
+    Args:
+        driver: the driver's environment.
+    """
+    interfaces = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+    return interface_variables(address, interfaces, of_node=os.environ, of_driver=driver)
+
+
+def loopback_variables() -> dict[str, str]:
+    """Variables with which gloo listens on the loopback interface only."""
+    interfaces = psutil.net_if_addrs().items()
+    loopback = next((name for name, entries in interfaces if any(e.address == "127.0.0.1" for e in entries)), None)
+    return {} if loopback is None or os.environ.get(NAMES[0]) else {NAMES[0]: loopback}
 
 
 def interface_variables(

@@ -18,11 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vlmrl.cluster.interfaces import NAMES, interface_variables
+from vlmrl.cluster.interfaces import NAMES, loopback_variables, network_variables
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.remote_call import Call, record_call
 from vlmrl.cluster.session import Session, worker_environment
@@ -39,6 +38,9 @@ _Item = TypeVar("_Item")
 
 _END_S = 60.0
 _ASK_AGAIN_S = 0.1
+_CONCURRENT_CALLS = 2**16
+"""Calls that a concurrent role executes at once. The prompts that run ahead of an asynchronous run's trainer must leave
+room for the calls of a weight sync."""
 _PROCESS = re.compile(r"\(pid=(\d+), ip=([^,)\s]+)")
 
 
@@ -90,7 +92,8 @@ class _Worker:
             driver: the driver's environment if the run has several machines, else None.
         """
         os.environ.update(variables)
-        os.environ.update(_loopback() if driver is None else _network(driver))
+        here = ray.util.get_node_ip_address()
+        os.environ.update(loopback_variables() if driver is None else network_variables(driver, address=here))
         if not (has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES")):
             malloc.keep_memory()
 
@@ -129,19 +132,6 @@ class _AsyncWorker(_Worker):
     async def build(self, build: Callable[[], Any]) -> None:  # type: ignore[override]
         # Model code may block for seconds at the start; in a thread it does not block Ray's messages.
         await asyncio.to_thread(super().build, build)
-
-
-def _network(driver: Mapping[str, str]) -> dict[str, str]:
-    """Variables that tell gloo and NCCL the interface at which other machines reach this one."""
-    interfaces = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
-    return interface_variables(ray.util.get_node_ip_address(), interfaces, of_node=os.environ, of_driver=driver)
-
-
-def _loopback() -> dict[str, str]:
-    """Variables with which gloo listens on the loopback interface only."""
-    interfaces = psutil.net_if_addrs().items()
-    loopback = next((name for name, entries in interfaces if any(e.address == "127.0.0.1" for e in entries)), None)
-    return {} if loopback is None or os.environ.get(NAMES[0]) else {NAMES[0]: loopback}
 
 
 def _start(worker: Any, call: Call) -> ray.ObjectRef[Any]:
@@ -212,7 +202,7 @@ class WorkerGroup(Generic[Role_co]):
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=session.nodes[node].id, soft=False),
                 runtime_env={"env_vars": variables} | executable,
-                max_concurrency=4096 if self._concurrent else 1,
+                max_concurrency=_CONCURRENT_CALLS if self._concurrent else 1,
             )
             .remote()
         )
