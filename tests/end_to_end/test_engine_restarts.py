@@ -39,7 +39,7 @@ COUNTING = {
     "eval.max_samples": 4,
     "ckpt.save_steps": -1,
 }
-ADAPTERS = {"ds.lora.rank": 4, "ds.lora.target_modules": "all-linear", "vllm.num_engines": 2}
+ADAPTERS = {"ds.load_in_4bit": "true", "ds.lora.rank": 4, "ds.lora.target_modules": "all-linear", "vllm.num_engines": 2}
 AHEAD = {"train.colocate_all": "false", "train.async_enable": "true", "algo.advantage.is_correction_enable": "true"}
 
 
