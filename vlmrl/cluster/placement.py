@@ -34,7 +34,12 @@ class Place:
 
 
 def plan(
-    roles: Sequence[Role], *, shared: Sequence[frozenset[str]], available: Sequence[int], unit: str
+    roles: Sequence[Role],
+    *,
+    shared: Sequence[frozenset[str]],
+    available: Sequence[int],
+    unit: str,
+    sharing: Sequence[str] = ("--train.colocate_all",),
 ) -> dict[str, list[Place]]:
     """Assign slots to all workers.
 
@@ -43,6 +48,7 @@ def plan(
         shared: sets of roles that use the same slots in turn.
         available: number of slots of each node.
         unit: name of a slot in messages: `GPU` or `CPU core`.
+        sharing: settings by which more roles would share devices, for messages.
 
     Raises:
         ClusterError: a role does not fit; the message names it and the flag that shrinks it.
@@ -67,7 +73,10 @@ def plan(
                 start = worker * role.slots_per_worker
                 placed.append(Place(node, tuple(slots[start : start + role.slots_per_worker])))
         if len(placed) < role.num_workers:
-            raise ClusterError(_no_room(role, placed, places, available, unit, pool))
+            # Sharing is no help if the devices are shared already, or no other role has any.
+            raise ClusterError(
+                _no_room(role, placed, places, available, unit, () if pool.issuperset(places) else sharing)
+            )
         places[role.name] = placed
         taken[role.name] = [[s for p in placed if p.node == node for s in p.slots] for node in range(len(available))]
     return places
@@ -88,17 +97,16 @@ def _no_room(
     places: Mapping[str, Sequence[Place]],
     available: Sequence[int],
     unit: str,
-    pool: frozenset[str],
+    sharing: Sequence[str],
 ) -> str:
     required, flag = role.num_workers * role.slots_per_worker, role.flag
     if role.workers_per_node is not None and role.num_workers > role.workers_per_node * len(available):
         flag = f"{role.flag.rpartition('.')[0]}.num_nodes"
+    advice = f", or share devices with {' or '.join(sharing)}" if sharing else ""
     others = ", ".join(f"{name} {sum(len(p.slots) for p in of_role)}" for name, of_role in places.items())
     return (
         f"{role.name} requires {required} {unit}{'s' if required != 1 else ''} "
         f"({role.num_workers} x {role.slots_per_worker}) but only {len(placed)} of its {role.num_workers} workers fit "
         f"on {len(available)} node{'s' if len(available) != 1 else ''} with {sum(available)} in total"
-        f"{f' (placed before it: {others})' if others else ''}: lower {flag}"
-        # No help if the devices are shared already, or no other role has any.
-        f"{'' if pool.issuperset(places) else ', or share devices with --train.colocate_all'}"
+        f"{f' (placed before it: {others})' if others else ''}: lower {flag}{advice}"
     )

@@ -35,7 +35,24 @@ def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session)
     if not isinstance(config, SftConfig):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
     shared = config.pools if isinstance(config, RlConfig) else []
-    return {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
+    arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
+    if isinstance(config, RlConfig) and config.train.queue_size:
+        arguments["sharing"] = _sharing_of_async(config)
+    return arguments
+
+
+def _sharing_of_async(config: RlConfig) -> list[str]:
+    """Settings by which more roles of the trainer would share devices: the engines of an asynchronous run have their
+    own."""
+    train = config.train
+    helps = {
+        "--train.colocate_actor_critic": config.has_critic and not train.colocate_actor_critic,
+        "--train.colocate_actor_ref": config.has_reference and not train.colocate_actor_ref,
+        "--train.colocate_critic_reward": config.has_critic
+        and config.reward.has_model
+        and not train.colocate_critic_reward,
+    }
+    return [flag for flag, does_help in helps.items() if does_help]
 
 
 def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str = "") -> Role:

@@ -36,10 +36,12 @@ def format_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
     passes = _counted(config.train.num_episodes, "pass", "passes")
     bound = "at most " if config.algo.dynamic_filtering_enable else ""
     cut = f", cut at train.max_steps {steps}" if config.train.max_steps == steps else ""
+    queue = config.train.queue_size
+    ahead = f"; engines sample up to {_counted(queue, 'step')} ahead" if queue else ""
     return (
         f"plan: {bound}{_counted(steps, 'step')} of {prompts} prompts x {n} responses = {prompts * n} samples, "
         f"{_counted(updates_per_step, 'update')} each of {config.train.batch_size} samples; {passes} over {num_rows} "
-        f"rows{cut}"
+        f"rows{cut}{ahead}"
     )
 
 

@@ -57,6 +57,14 @@ STEP = "--rollout.batch_size 16 --rollout.n_samples_per_prompt 4"
             "plan: 3 steps of .* 1 update each .* over 200 rows, cut at",
         ),
         ("--train.batch_size 64 --train.max_epochs 3", "plan: 12 steps of .* 3 updates each of 64 samples"),
+        (
+            "--train.batch_size 64 --train.async_enable --algo.advantage.is_correction_enable",
+            "plan: 12 steps of .* over 200 rows; engines sample up to 1 step ahead$",
+        ),
+        (
+            "--train.batch_size 64 --train.async_queue_size 0 --train.async_enable",
+            "plan: 12 steps of .* over 200 rows$",
+        ),
         ("--train.batch_size 64 --algo.dynamic_filtering_enable", "plan: at most 12 steps of "),
         (
             "--train.batch_size 32 --algo.advantage.estimator gae --critic.freezing_steps 2",

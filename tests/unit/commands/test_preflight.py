@@ -104,6 +104,23 @@ def test_a_critic_in_the_actors_processes_is_not_a_role() -> None:
     assert together == {"actor": (1, {0}), "reward_model": (1, {0}), "vllm": (2, {0, 1})}
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("", ", or share devices with --train.colocate_all"),
+        ("--train.async_enable", ", or share devices with --train.colocate_actor_critic or --train.colocate_actor_ref"),
+        ("--train.async_enable --train.colocate_actor_critic --train.colocate_actor_ref", ""),
+        ("--train.async_enable --train.async_queue_size 0", ", or share devices with --train.colocate_all"),
+    ],
+)
+def test_the_advice_of_a_run_without_room_is_possible(line: str, advice: str) -> None:
+    with pytest.raises(ClusterError, match=rf"lower --[a-z_.]+{advice}$"):
+        placed(
+            "--algo.advantage.estimator gae --algo.kl.init_coef 0.1 --algo.advantage.is_correction_enable "
+            f"--actor.num_gpus_per_node 15 {line}"
+        )
+
+
 def test_critic_and_reward_model_may_share_devices() -> None:
     placement = placed(
         "--algo.advantage.estimator gae --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2 "
