@@ -127,12 +127,6 @@ class Scoring(Section):
             self.__dict__["functions"] = {}
         return self
 
-    @model_validator(mode="after")
-    def check_any_source(self) -> Self:
-        if not self.functions and not self.has_user_source:
-            raise ConflictError(["reward.functions is empty and reward.remote_url is not given: there is no reward"])
-        return self
-
 
 class Reward(Scoring):
     """All reward sources, and the shaping of rewards."""
@@ -218,6 +212,12 @@ def unread_of_shaping(reward: Reward, *, has_agent: bool) -> Unread:
     if not is_scored and not is_punished:
         unread["reward.clip_range"] = "rewards of an environment are not clipped: clip them in the environment"
     return unread
+
+
+def conflicts_of_no_source(reward: Scoring, *, has_agent: bool = False) -> list[str]:
+    if reward.functions or reward.has_user_source or has_agent:
+        return []
+    return ["reward.functions is empty and reward.remote_url is not given: there is no reward"]
 
 
 def conflicts_of_sampling(rollout: Rollout, reward: Reward) -> list[str]:

@@ -253,6 +253,7 @@ class RlConfig(TrainingConfig, AgentConfig):
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
             *algo.conflicts_of_batch(self.rollout, self.train, self.algo),
             *algo.conflicts_of_correction(self.actor, self.algo.advantage),
+            *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
             *reward.conflicts_of_sampling(self.rollout, self.reward),
             *reward.conflicts_of_sources(self.reward),
             *rollout.conflicts_of_eval(self.eval, evaluates=self.evaluates),
@@ -312,6 +313,7 @@ class EvalConfig(AgentConfig):
     def conflicts(self) -> list[str]:
         return [
             *agent.conflicts_of_agent(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent),
+            *reward.conflicts_of_no_source(self.reward, has_agent=self.has_agent),
             *rollout.conflicts_of_eval(self.eval),
         ]
 
@@ -383,7 +385,7 @@ class ServeConfig(VerbConfig):
         return reward.unread_of_serve(self.reward)
 
     def conflicts(self) -> list[str]:
-        return reward.conflicts_of_serve(self.reward)
+        return [*reward.conflicts_of_no_source(self.reward), *reward.conflicts_of_serve(self.reward)]
 
 
 class MergeConfig(VerbConfig):

@@ -37,6 +37,10 @@ def test_default_rewards_are_dropped_where_an_environment_gives_them(make: Any) 
     assert make(**AGENT).reward.functions == {}
     given = {"reward.functions": {"format": 1.0}}
     assert make(**AGENT, **given).reward.functions == given["reward.functions"]
+    none = {"reward.functions": {}}  # as it is in the run's config.yaml
+    assert make(**AGENT, **none).reward.functions == {}
+    with pytest.raises(ValidationError, match="there is no reward"):
+        make(**none)
 
 
 @pytest.mark.parametrize("make", [rl, evaluation])
