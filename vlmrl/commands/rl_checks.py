@@ -22,7 +22,7 @@ from vlmrl.plugins import Processor
 from vlmrl.trainer.protocols import Report
 from vlmrl.types import Floats, Group, Metrics
 from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
-from vlmrl.verify.images import ImageGroundingCheck
+from vlmrl.verify.images import ImageGroundingCheck, choose_with_images
 from vlmrl.verify.layouts import check_layouts
 from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, scored_again
 from vlmrl.verify.noise import NoiseCheck, Paths, choose
@@ -58,7 +58,7 @@ class Checks:
                 metrics |= check_layouts(groups, self.policy.compare_layouts)
         if self.images.is_due(step, groups):
             with self.report.phase("verify_images"), self.policy.uncounted():
-                metrics |= self.images.check(groups)
+                metrics |= self.images.check(self._with_current_logprobs(step, choose_with_images(groups)))
         if self.config.train.queue_size:
             with self.report.phase("verify_again"), self.policy.uncounted():
                 groups, logprobs, agreement = self._score_again(step, groups)
@@ -67,6 +67,11 @@ class Checks:
             with self.report.phase("verify_noise"), self.policy.uncounted():
                 metrics |= self.noise.check(step, groups, logprobs=logprobs)
         return metrics
+
+    def _with_current_logprobs(self, step: int, groups: Sequence[Group]) -> Sequence[Group]:
+        """Let an engine score the groups again if older weights have sampled any of their tokens."""
+        versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
+        return groups if versions <= {step - 1} else scored_again(groups, self.engines.score)
 
     def _score_again(self, step: int, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Floats], Metrics]:
         """Let an engine score a few responses again, which older weights have sampled, and compare it with the trainer.

@@ -47,7 +47,7 @@ class ImageGroundingCheck:
     def is_due(self, step: int, groups: Sequence[Group]) -> bool:
         """Whether a check is due and these groups have images. A step without images leaves it to the next step."""
         self._is_waiting |= self._steps > 0 and step % self._steps == 0
-        return self._is_waiting and bool(_choose(groups))
+        return self._is_waiting and bool(choose_with_images(groups))
 
     def check(self, groups: Sequence[Group]) -> Metrics:
         """Run the function `check` on a step's groups."""
@@ -75,7 +75,7 @@ def check(
     * other or blank images change the output no more than rounding does: the path ignores the images;
     * the log-probs with the true images differ from the rollouts' by more than `bound`.
     """
-    chosen = _choose(groups)
+    chosen = choose_with_images(groups)
     metrics: Metrics = {}
     for name, path in paths.items() if chosen else ():
         metrics |= _check_path(name, path, chosen, bound=bound, is_foreign=name in foreign)
@@ -194,8 +194,9 @@ def _gap(first: Values, second: Values) -> float:
     return float(np.abs(np.concatenate(first) - np.concatenate(second)).mean())
 
 
-def _choose(groups: Sequence[Group]) -> list[Group]:
-    """Return a few groups with images, different ones as far as possible, each with a few responses that saw any.
+def choose_with_images(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups that `check` uses: a few with images, different ones as far as possible, each with a few
+    responses that saw any.
 
     Where images come with feedback, other responses to the same prompt may have seen none.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,16 @@ import pytest
 from scripted_loop import Notebook, config, make_prompt, make_rollout
 
 from vlmrl.commands.rl_checks import Checks
+from vlmrl.data.media import InlineMedia
 from vlmrl.errors import SyncError
 from vlmrl.types import Floats, Group, Sample
+from vlmrl.verify.images import ImageGroundingCheck
+
+
+def flat(grey: int) -> InlineMedia:
+    """An image of one colour."""
+    return InlineMedia(f"grey{grey}", (28, 28), np.full((28, 28, 3), grey, dtype=np.uint8))
+
 
 AHEAD = {"batch_size": 4, "async_enable": True}
 
@@ -56,9 +65,9 @@ class Recorded:
         return {}
 
 
-def checks(sides: Sides, recorded: Recorded, **changes: Any) -> Checks:
-    parts: list[Any] = [config(**changes), Notebook(), sides, sides]
-    return Checks(*parts, images=recorded, noise=recorded, adapters=None, first_step=1)  # type: ignore[arg-type]
+def checks(sides: Sides, recorded: Recorded, *, images: ImageGroundingCheck | None = None, **changes: Any) -> Checks:
+    parts: list[Any] = [config(**changes), Notebook(), sides, sides, images or recorded, recorded]
+    return Checks(*parts, adapters=None, first_step=1)
 
 
 # The weights that sampled these tokens gave them -0.5.
@@ -99,6 +108,28 @@ def test_engine_and_trainer_compute_at_the_same_time() -> None:
 
     metrics = checks(Waiting(0.0), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
     assert metrics["sync/logprob_diff_max"] == 0.0
+
+
+class RecordedImages(ImageGroundingCheck):
+    """The check of images, which is due in every step, and keeps the groups that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(1, paths={}, bound=1e-3, foreign=())
+
+    def check(self, groups: Sequence[Group]) -> dict[str, float]:
+        self.groups = groups
+        return {}
+
+
+@pytest.mark.parametrize(("step", "expected"), [(2, -0.5), (3, -2.0)], ids=["current", "older"])
+def test_images_are_checked_against_log_probs_of_the_current_weights(step: int, expected: float) -> None:
+    """The first step of a resumed run trains on responses of older weights."""
+    prompts = [replace(make_prompt(i), media=(flat(i),)) for i in range(8)]
+    groups = [Group(prompt, tuple(make_rollout(prompt, "a", version=1) for _ in range(4))) for prompt in prompts]
+    images = RecordedImages()
+    checks(Sides(0.0), Recorded(), images=images, train=AHEAD, algo=CORRECTED).check_responses(step, groups)
+    assert {float(v) for group in images.groups for s in group.segments for v in s.logprobs[s.sampled]} == {expected}
+    assert [group.prompt.index for group in images.groups] == [0, 1, 2, 3]
 
 
 def test_a_synchronous_run_scores_nothing_again() -> None:
