@@ -135,13 +135,13 @@ class RolloutEngine(Inbox):
         """Free the GPU memory of weights and KV cache (needs `vllm.enable_sleep`). Does nothing on CPU."""
         if self._vllm.enable_sleep and self._asleep != SLEEP_TAGS:
             # Weights move to pinned host memory, the KV cache is dropped; what sleeps already does not change.
-            await self._started().sleep(level=1, mode="keep")
+            await self._core(self._started().sleep(level=1, mode="keep"))
             self._asleep = SLEEP_TAGS
 
     async def wake(self, tags: Iterable[str] = SLEEP_TAGS) -> None:
         """Allocate the memory of the weights, of the KV cache, or of both again. Generation needs both."""
         if asleep := sorted(self._asleep.intersection(tags)):
-            await self._started().wake_up(tags=asleep)
+            await self._core(self._started().wake_up(tags=asleep))
             self._asleep = self._asleep.difference(asleep)
 
     async def status(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class RolloutEngine(Inbox):
         self._release_all()
         # Half an update must not generate anything; only `finish_update` clears this.
         self._broken = f"the {'adapter' if adapter else 'weights'} of version {version} have not all arrived"
-        await llm.pause_generation(mode="keep", clear_cache=False)
+        await self._core(llm.pause_generation(mode="keep", clear_cache=False))
         if self._updated_adapter is not None:
             await self._call("vlmrl_begin_adapter", describe_adapter(self._updated_adapter))
         else:
@@ -302,12 +302,12 @@ class RolloutEngine(Inbox):
                 await self._reset_encoder_cache()
             self._digests, self._base_is_complete = digests, True
             self._readback = [report["readback"] for report in reports if "readback" in report]
-        await llm.update_weight_version(str(version))
+        await self._core(llm.update_weight_version(str(version)))
         self.version, self._pending, self._broken = version, None, None
         if self._adapter is None:  # requests for the adapter cannot resume on a new base
             await llm.abort([name for name, adapter in self._running.items() if adapter])
         if not self._asleep:  # asleep, it resumes when its KV cache wakes
-            await llm.resume_generation()
+            await self._core(llm.resume_generation())
         return loaded
 
     async def readback(self) -> list[ReadbackReport]:
@@ -316,11 +316,11 @@ class RolloutEngine(Inbox):
 
     async def _reset_prefix_cache(self) -> None:
         """Drop the KV cache of the old weights, also that of requests in flight."""
-        await self._started().reset_prefix_cache(reset_running_requests=True)
+        await self._core(self._started().reset_prefix_cache(reset_running_requests=True))
 
     async def _reset_encoder_cache(self) -> None:
         """Drop image embeddings: they are cached by content hash, so those of the old tower would never expire."""
-        await self._started().reset_encoder_cache()
+        await self._core(self._started().reset_encoder_cache())
 
     def _vision_differs(self, digests: dict[str, str]) -> bool:
         vision = (n for n in digests.keys() | self._digests.keys() if self._processor.parameter_group(n) != "language")
@@ -378,12 +378,10 @@ class RolloutEngine(Inbox):
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker's WeightReceiver. After an error the engine refuses to generate."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
-            results: list[Any] = await self._started().collective_rpc(method, args=arguments)
-        except EngineDeadError as error:
-            raise await self._death() from error
+            results: list[Any] = await self._core(self._started().collective_rpc(method, args=arguments))
+        except DiedError:
+            raise
         except Exception as error:  # vLLM sends the worker's exception as text
             raise await self._fail_update(self._pending, one_line(error)) from error
         return results

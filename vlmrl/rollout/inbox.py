@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlmrl.config.vllm import Vllm
-from vlmrl.errors import ClusterError
+from vlmrl.errors import ClusterError, DiedError
 from vlmrl.models.shared_memory import Outbox, Ticket
 from vlmrl.models.weight_buckets import Bucket
 from vlmrl.rollout.gpu_transfer import Offer
@@ -13,6 +15,12 @@ from vlmrl.rollout.launch import one_line
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+_Result = TypeVar("_Result")
+
+_LOOK_S = 0.5
+"""Interval at which a call that waits for the engine core looks whether it lives."""
 
 
 class Inbox:
@@ -36,7 +44,11 @@ class Inbox:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         try:
-            await self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            await self._core(
+                self._started().init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            )
+        except DiedError:
+            raise
         except Exception as error:  # vLLM sends the worker's exception as text
             raise ClusterError(
                 f"rollout engine {self.name} could not connect to the trainer over {self._vllm.sync_backend}: "
@@ -74,6 +86,25 @@ class Inbox:
         self._require_update()
         await self._call("vlmrl_receive", offer)
 
+    async def _core(self, call: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await a call of vLLM's engine core. If the core dies meanwhile, vLLM would let the call wait forever.
+
+        Raises:
+            DiedError: the core has died.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+                if self._started().errored:
+                    raise await self._death()
+            return task.result()
+        except EngineDeadError as error:
+            raise await self._death() from error
+        finally:
+            task.cancel()
+
     def _release_all(self) -> None:
         """Free the memory of relayed buckets, which are no longer read."""
         self._outbox.begin(keep_bytes=self._vllm.bucket_bytes)
@@ -82,6 +113,9 @@ class Inbox:
         raise NotImplementedError
 
     def _require_update(self) -> int:
+        raise NotImplementedError
+
+    async def _death(self) -> DiedError:
         raise NotImplementedError
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
