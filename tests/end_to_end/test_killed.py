@@ -133,7 +133,12 @@ def test_an_empty_queue_is_a_synchronous_run_to_the_bit(start: tuple[str, str], 
         names = [name for name in expected[step] if not name.startswith("throughput/") and not name.endswith("_s")]
         assert {"reward/mean", "policy/loss", "sync/logprob_diff_max"} <= set(names)
         assert expected[step]["policy/grad_norm"] > 0.0, "the weights do not change"
-        assert {name: actual[step][name] for name in names} == {name: expected[step][name] for name in names}, step
+        # The engine scores responses in the order in which they reach it, which decides how it rounds.
+        rounded = {name for name in names if name.startswith("verify/images/engine_")}
+        assert {n: actual[step][n] for n in names if n not in rounded} == {
+            n: expected[step][n] for n in names if n not in rounded
+        }, step
+        assert {n: actual[step][n] for n in rounded} == pytest.approx({n: expected[step][n] for n in rounded}, abs=1e-6)
 
 
 @pytest.mark.timeout(900)
