@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from recipes import recipe, steps_of
+from test_deaths import COUNTING
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.worker_group import WorkerGroup
@@ -24,21 +25,7 @@ from vlmrl.errors import EngineLossError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
-COUNTING = {
-    "data.prompt_dataset": "visual_math?families=count&difficulty=1&pixels=56&size=64",
-    "data.max_len": 128,
-    "rollout.batch_size": 4,
-    "rollout.n_samples_per_prompt": 4,
-    "rollout.max_new_tokens": 6,
-    "train.batch_size": 8,
-    "train.max_steps": 4,
-    "actor.adam.lr": 1e-3,
-    "ds.param_dtype": "fp32",
-    "vllm.cpu_kv_cache_gib": 0.25,
-    "eval.steps": -1,
-    "eval.max_samples": 4,
-    "ckpt.save_steps": -1,
-}
+SHORT = COUNTING | {"train.max_steps": 4, "actor.adam.lr": 1e-3, "ds.param_dtype": "fp32"}
 ADAPTERS = {"ds.load_in_4bit": "true", "ds.lora.rank": 4, "ds.lora.target_modules": "all-linear", "vllm.num_engines": 2}
 AHEAD = {"train.colocate_all": "false", "train.async_enable": "true", "algo.advantage.is_correction_enable": "true"}
 
@@ -73,7 +60,7 @@ class Killer:
 
 
 def train(model: str, out: Path, **flags: Any) -> list[dict[str, Any]]:
-    train_rl(load(RlConfig, recipe("visual_math_tiny.yaml", model, out, **(COUNTING | flags))))
+    train_rl(load(RlConfig, recipe("visual_math_tiny.yaml", model, out, **(SHORT | flags))))
     return steps_of(out)
 
 

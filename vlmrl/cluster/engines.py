@@ -131,7 +131,7 @@ class RemoteEngines:
 
     @property
     def needs_repair(self) -> bool:
-        """Whether an engine has died that was in use by `submit`."""
+        """Whether an engine has died, as far as is known, and does not have the weights again."""
         return self.restarts.is_needed
 
     @property
