@@ -57,7 +57,7 @@ def run_by_steps(config: RlConfig) -> Iterator[Iterator[Measurements]]:
                     reference=roles.reference,
                     critic=roles.critic,
                     report=clock,
-                    check_responses=lambda step, groups: {},
+                    check_responses=lambda step, groups: dict,
                     check_sync=lambda version: {},
                     after_step=lambda step, batch: {
                         "prompt/tokens_mean": statistics.fmean(len(group.prompt.tokens) for group in batch.groups)

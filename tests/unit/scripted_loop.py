@@ -183,7 +183,7 @@ def run(
             "reference": None,
             "budget": PromptBudget(num_prompts),
             "state": LoopState(settings.algo.kl.init_coef),
-            "check_responses": lambda step, groups: {},
+            "check_responses": lambda step, groups: dict,
             "check_sync": lambda version: {},
             "after_step": lambda step, batch: {},
             "save": lambda step, state: None,

@@ -193,15 +193,28 @@ class RemoteEngines:
         that generated them if it is known.
         """
         self._prepare()
-
-        def score() -> list[list[Floats]]:
-            started = [self._start_scoring(number, group) for number, group in enumerate(groups)]
-            by_group: list[list[Floats]] = self.group.wait(started, self._timeout_s)
-            return by_group
-
-        by_group = self._repeated(score)
+        by_group = self._repeated(lambda: self.group.wait(self._start_scoring(groups), self._timeout_s))
         self._sleep()
         return [row for rows in by_group for row in rows]
+
+    def begin_scoring(self, groups: Sequence[Group]) -> Callable[[], list[Floats] | None]:
+        """Start what `score` does, on engines that do not sleep, and return at once.
+
+        Returns a function that waits for the log-probs. It returns None if an engine has died: the policy may no longer
+        hold the weights that it would need to start again.
+        """
+        self._prepare()
+        started = self._start_scoring(groups)
+
+        def take() -> list[Floats] | None:
+            try:
+                return [row for rows in self.group.wait(started, self._timeout_s) for row in rows]
+            except Exception:
+                if self.restarts.find_dead():
+                    return None
+                raise
+
+        return take
 
     def respond_each(
         self, prompt: Prompt, sampling: Sampling, *, adapter: Sequence[bool] = (True,)
@@ -266,9 +279,12 @@ class RemoteEngines:
     def _start_prompt(self, engine: int, prompt: Prompt, sampling: Sampling) -> ray.ObjectRef[Any]:
         return self.group.submit_to(engine, lambda role: role.respond(prompt, sampling))
 
-    def _start_scoring(self, number: int, group: Group) -> ray.ObjectRef[Any]:
-        engine = self._engine_of.get(group.prompt.index, number % len(self.group))
-        return self.group.submit_to(engine, lambda role: role.score(group))
+    def _start_scoring(self, groups: Sequence[Group]) -> list[ray.ObjectRef[Any]]:
+        def start(number: int, group: Group) -> ray.ObjectRef[Any]:
+            engine = self._engine_of.get(group.prompt.index, number % len(self.group))
+            return self.group.submit_to(engine, lambda role: role.score(group))
+
+        return [start(number, group) for number, group in enumerate(groups)]
 
     def prepare_for_weights(self) -> None:
         """Prepare for new weights: sleeping engines wake their weights, but not their KV cache.

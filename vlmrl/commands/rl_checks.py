@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,14 +17,13 @@ from vlmrl.cluster.sync_plan import format_sync
 from vlmrl.config.verbs import RlConfig
 from vlmrl.data.responses import to_samples
 from vlmrl.models.adapter_plan import AdapterPlan
-from vlmrl.parallel import run_parallel
 from vlmrl.plugins import Processor
 from vlmrl.trainer.protocols import Report
 from vlmrl.types import Floats, Group, Metrics
 from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, sampling_of
 from vlmrl.verify.images import ImageGroundingCheck, choose_with_images
 from vlmrl.verify.layouts import check_layouts
-from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, scored_again
+from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, with_logprobs
 from vlmrl.verify.noise import NoiseCheck, Paths, choose
 
 
@@ -33,6 +32,13 @@ class Messages(Report, Protocol):
 
     def say(self, message: str, /) -> None:
         """Print a line."""
+
+
+class _Comparison(NamedTuple):
+    groups: Sequence[Group]
+    """Responses with the engine's log-probs of the current weights."""
+    metrics: Metrics
+    """Differences from the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,13 @@ class Checks:
     first_step: int
     """The first step after a start or a resume."""
 
-    def check_responses(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """Check a step's responses before its update, while engines and policy hold the weights that sampled them."""
+    def check_responses(self, step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
+        """Check a step's responses before its update, while engines and policy hold the weights that sampled them.
+
+        Returns a function that waits for the engine's part of the check, which needs its weights only, and returns the
+        metrics.
+        """
         metrics: Metrics = {}
-        logprobs: Sequence[Floats] | None = None
         if step == self.first_step:
             with self.report.phase("verify_layouts"):
                 metrics |= check_layouts(groups, self.policy.compare_layouts)
@@ -60,31 +69,46 @@ class Checks:
             with self.report.phase("verify_images"), self.policy.uncounted():
                 metrics |= self.images.check(self._with_current_logprobs(step, choose_with_images(groups)))
         if self.config.train.queue_size:
-            with self.report.phase("verify_again"), self.policy.uncounted():
-                groups, logprobs, agreement = self._score_again(step, groups)
+            compare = self._score_again(step, groups)
+            if self.noise is None or not self.noise.is_due(step):
+                return lambda: metrics | compare().metrics
+            groups, agreement = compare()
             metrics |= agreement
         if self.noise is not None:
             with self.report.phase("verify_noise"), self.policy.uncounted():
-                metrics |= self.noise.check(step, groups, logprobs=logprobs)
-        return metrics
+                metrics |= self.noise.check(step, groups)
+        return lambda: metrics
 
     def _with_current_logprobs(self, step: int, groups: Sequence[Group]) -> Sequence[Group]:
         """Let an engine score the groups again if older weights have sampled any of their tokens."""
         versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
-        return groups if versions <= {step - 1} else scored_again(groups, self.engines.score)
+        return groups if versions <= {step - 1} else with_logprobs(groups, self.engines.score(groups))
 
-    def _score_again(self, step: int, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Floats], Metrics]:
-        """Let an engine score a few responses again, which older weights have sampled, and compare it with the trainer.
+    def _score_again(self, step: int, groups: Sequence[Group]) -> Callable[[], _Comparison]:
+        """Let an engine and the trainer score a few responses again, which older weights have sampled.
 
-        Returns these responses with the engine's log-probs of the current weights, and the trainer's.
+        Returns a function that waits for the engine and compares the two. If an engine dies, nothing is compared in
+        this step.
         """
         few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
         if not few:
-            return [], [], {}
-        rescored, logprobs = run_parallel(
-            lambda: scored_again(few, self.engines.score), lambda: self.policy.logprobs(to_samples(few))
-        )
-        return rescored, logprobs, check_groups(self.config, rescored, logprobs)
+            return lambda: _Comparison([], {})
+        with self.report.phase("verify_again"), self.policy.uncounted():
+            take_scores = self.engines.begin_scoring(few)
+            logprobs = self.policy.logprobs(to_samples(few))
+
+        def compare() -> _Comparison:
+            with self.report.phase("verify_again"):
+                scores = take_scores()
+            if scores is None:
+                return _Comparison([], {})
+            rescored = with_logprobs(few, scores)
+            metrics = check_groups(self.config, rescored, logprobs)
+            if self.noise is not None:
+                metrics |= self.noise.compare(rescored, logprobs)
+            return _Comparison(rescored, metrics)
+
+        return compare
 
     def check_sync(self, version: int) -> Metrics:
         """Check the engines after a weight sync, before they generate with it."""

@@ -23,7 +23,7 @@ from vlmrl.trainer.experience import ModelOutputs, ScoredBatch, make_experience
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.protocols import Critic, Policy, Reference, Report, Rewarder, Rollouts, WeightSync
 from vlmrl.types import Group, Metrics, Sample
-from vlmrl.verify.logprobs import check_agreement
+from vlmrl.verify.logprobs import AGREEMENT, check_agreement
 
 
 class LoopState(NamedTuple):
@@ -44,7 +44,7 @@ def train(
     reference: Reference | None,
     critic: Critic | None,
     report: Report,
-    check_responses: Callable[[int, Sequence[Group]], Metrics],
+    check_responses: Callable[[int, Sequence[Group]], Callable[[], Metrics]],
     check_sync: Callable[[int], Metrics],
     after_step: Callable[[int, ScoredBatch], Metrics],
     save: Callable[[int, LoopState], None],
@@ -57,6 +57,7 @@ def train(
 
     Args:
         check_responses: called with a step's groups while engines and policy still hold the weights that sampled them.
+            It returns a function that is called after the update, while the engines hold them, for the metrics.
         check_sync: called with the version of the weights after each weight sync.
         after_step: evaluates, and writes transcripts.
         save: called last, with the state for the next step, so that a run resumed from it lacks nothing.
@@ -85,7 +86,7 @@ def train(
             return collected
         reward_range = reward_range.extended(collected.groups)
         groups, scores = [kept.group for kept in collected.kept], [kept.scores for kept in collected.kept]
-        check_metrics = check_responses(step, groups)
+        finish_check = check_responses(step, groups)
         trains_policy = critic is None or step > config.critic.freezing_steps
         outputs = run_models(
             config,
@@ -123,8 +124,10 @@ def train(
                 kl_controller = kl_controller.updated(
                     metrics.get("kl/reference", 0.0), num_samples=len(responses_of(groups))
                 )
-            # The checks of an asynchronous run compare log-probs of the current weights, the update recorded ones.
-            metrics |= update_metrics | check_metrics
+            metrics |= update_metrics
+            if config.train.queue_size:  # of log-probs that older weights have computed; the check's are of the current
+                metrics = {name: value for name, value in metrics.items() if name not in AGREEMENT}
+            metrics |= finish_check()
             loss: EngineLossError | None = None
             try:
                 rollouts.settle()

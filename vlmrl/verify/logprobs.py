@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,9 @@ from vlmrl.config.verbs import RlConfig
 from vlmrl.data.experience import Experience
 from vlmrl.errors import SyncError
 from vlmrl.types import Bools, Floats, Group, Metrics, Rollout
+
+AGREEMENT = ("sync/logprob_diff_max", "sync/logprob_diff_mean", "sync/kl_rollout_train")
+"""Metrics of the differences between log-probs of engine and trainer."""
 
 
 def check_versions(groups: Sequence[Group], *, version: int, max_age: int = 0) -> None:
@@ -40,10 +43,9 @@ def compare_engine(experience: Experience, old: Sequence[Floats]) -> Metrics:
     return _differences([sample.sampled for sample in experience.samples], experience.rollout_logprobs, old)
 
 
-def scored_again(groups: Sequence[Group], score: Callable[[Sequence[Group]], list[Floats]]) -> list[Group]:
-    """Return the groups with log-probs of an engine's current weights in place of those of the weights that sampled
-    them. `score` returns [T] per segment, group by group."""
-    rows = iter(score(groups))
+def with_logprobs(groups: Sequence[Group], logprobs: Sequence[Floats]) -> list[Group]:
+    """Return the groups with these log-probs, [T] per segment, in place of those that were recorded in sampling."""
+    rows = iter(logprobs)
 
     def with_rows(rollout: Rollout) -> Rollout:
         return replace(rollout, segments=tuple(replace(segment, logprobs=next(rows)) for segment in rollout.segments))
@@ -68,11 +70,12 @@ def _differences(sampled: Sequence[Bools], engine: Sequence[Floats], trainer: Se
     """Metrics of the differences of log-probs on the sampled tokens."""
     flags = np.concatenate(sampled)
     difference = (np.concatenate(trainer) - np.concatenate(engine))[flags].astype(np.float64)
-    return {
-        "sync/logprob_diff_max": float(np.abs(difference).max(initial=0.0)),
-        "sync/logprob_diff_mean": float(np.abs(difference).mean()) if difference.size else 0.0,
-        "sync/kl_rollout_train": float(np.mean(np.expm1(difference) - difference)) if difference.size else 0.0,
-    }
+    values = (
+        float(np.abs(difference).max(initial=0.0)),
+        float(np.abs(difference).mean()) if difference.size else 0.0,
+        float(np.mean(np.expm1(difference) - difference)) if difference.size else 0.0,
+    )
+    return dict(zip(AGREEMENT, values, strict=True))
 
 
 def largest_gap(config: RlConfig) -> float:

@@ -105,13 +105,25 @@ class NoiseCheck:
         self._in_turn, self._seed, self._say = in_turn, seed, say
         self._largest_ratio = _WARN
         self._last_noise: float | None = None
+        self._is_suspected = False
 
-    def check(self, step: int, groups: Sequence[Group], *, logprobs: Sequence[Floats] | None = None) -> Metrics:
+    def is_due(self, step: int) -> bool:
+        """Whether noise is measured in this step, in passes of an engine and a trainer that hold the same weights."""
+        return self._last_noise is None or step % _REFRESH == 0 or self._is_suspected
+
+    def compare(self, groups: Sequence[Group], logprobs: Sequence[Floats]) -> Metrics:
+        """Compare the groups' log-probs, the engine's, with the trainer's in the run's layout, [T] per segment.
+
+        Returns `verify/noise/gap`. If the last noise does not explain it, `check` measures in the next step.
+        """
+        if self._last_noise is None or not groups:
+            return {}
+        gap = _gap(_decoded(groups), _sampled(groups, logprobs))
+        self._is_suspected = not gap <= _WARN * self._last_noise
+        return {"verify/noise/gap": gap}
+
+    def check(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Compare engine and trainer on a few responses.
-
-        Args:
-            logprobs: the trainer's for these groups in the run's layout, [T] per segment, if they are known: only a
-                measurement of noise then takes passes.
 
         Returns `verify/noise/gap`, the mean difference between engine and trainer over the sampled tokens. Where noise
         is measured, also `verify/noise/level`, the effect of rounding on a log-prob, and over the same tokens
@@ -124,13 +136,12 @@ class NoiseCheck:
         first, others = choose(groups, rng)
         if not first:
             return {}
-        if self._last_noise is not None and step % _REFRESH:
-            known = None if logprobs is None else _sampled(groups, logprobs)
-            gap = self._gap_of_run(first) if known is None else _gap(_decoded(groups), known)
+        if self._last_noise is not None and not self.is_due(step):
+            gap = self._gap_of_run(first)
             if gap <= _WARN * self._last_noise:
                 return {"verify/noise/gap": gap}
         gaps = self._measure(first)
-        self._last_noise = self._noise(gaps)
+        self._last_noise, self._is_suspected = self._noise(gaps), False
         name, ratio = self._largest(gaps)
         if not ratio <= _STOP and self._stops:
             self._measure_again(others)

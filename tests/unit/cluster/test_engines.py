@@ -289,6 +289,19 @@ def test_scoring_is_repeated_if_an_engine_dies() -> None:
     assert story.engines.restarts.count == 1
 
 
+def test_scores_that_are_taken_later_are_lost_with_an_engine_and_do_not_start_it_again() -> None:
+    """By then the policy may hold newer weights than the engines."""
+    story = Story()
+    groups = [Group(prompt_of(index), ()) for index in range(3)]
+    assert story.engines.begin_scoring(groups)() == list("group 0group 1group 2")
+    take = story.engines.begin_scoring(groups)
+    story.group.kill(2)
+    assert take() is None
+    assert (story.engines.restarts.count, story.engines.needs_repair) == (0, True)
+    assert story.engines.begin_scoring(groups)() is not None, "the next step starts it again first"
+    assert story.engines.restarts.count == 1
+
+
 def test_engines_are_started_again_as_often_as_the_limit_allows() -> None:
     story = Story(limit=3)
     for engine in (0, 1):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,16 +29,23 @@ AHEAD = {"batch_size": 4, "async_enable": True}
 class Sides:
     """Engine and trainer, both with the current weights: -2 for each sampled token, the trainer's with an error."""
 
-    def __init__(self, error: float) -> None:
-        self.error = error
+    def __init__(self, error: float, *, is_dead: bool = False) -> None:
+        """`is_dead`: the engine dies while it scores."""
+        self.error, self.is_dead = error, is_dead
         self.num_scored = 0
+        self.events: list[str] = []
 
     def score(self, groups: Sequence[Group]) -> list[Floats]:
         segments = [segment for group in groups for segment in group.segments]
         self.num_scored += len(segments)
         return [np.where(segment.sampled, -2.0, 0.0).astype(np.float32) for segment in segments]
 
+    def begin_scoring(self, groups: Sequence[Group]) -> Callable[[], list[Floats] | None]:
+        self.events.append("engine begins")
+        return lambda: (self.events.append("engine's scores"), None if self.is_dead else self.score(groups))[1]
+
     def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        self.events.append("trainer's pass")
         return [np.where(sample.sampled, -2.0 + self.error, 0.0).astype(np.float32) for sample in samples]
 
     def uncounted(self) -> Any:
@@ -49,20 +55,24 @@ class Sides:
 class Recorded:
     """Stands for the checks of images and noise, and keeps the groups that they get."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measures: bool = False) -> None:
+        """`measures`: noise is measured in this step."""
         self.groups: list[Group] = []
-        self.logprobs: Sequence[Floats] | None = None
+        self.logprobs: Sequence[Floats] = ()
         """The trainer's, where it has computed them before."""
+        self._measures = measures
 
-    def is_due(self, step: int, groups: Sequence[Group]) -> bool:
-        return False
+    def is_due(self, step: int, groups: Sequence[Group] | None = None) -> bool:
+        return groups is None and self._measures
 
-    def check(
-        self, step: int, groups: Sequence[Group], *, logprobs: Sequence[Floats] | None = None
-    ) -> dict[str, float]:
+    def check(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        self.groups += groups
+        return {"verify/noise/level": 1e-3}
+
+    def compare(self, groups: Sequence[Group], logprobs: Sequence[Floats]) -> dict[str, float]:
         self.groups += groups
         self.logprobs = logprobs
-        return {}
+        return {"verify/noise/gap": 2e-3}
 
 
 def checks(sides: Sides, recorded: Recorded, *, images: ImageGroundingCheck | None = None, **changes: Any) -> Checks:
@@ -80,34 +90,37 @@ CORRECTED = {"advantage": {"is_correction_enable": True}}
 
 def test_engine_and_trainer_are_compared_on_a_few_responses_that_the_engine_scores_again() -> None:
     sides, recorded = Sides(5e-4), Recorded()
-    metrics = checks(sides, recorded, train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+    finish = checks(sides, recorded, train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+    assert sides.events == ["engine begins", "trainer's pass"], "the update does not wait for the engine"
+    metrics = finish()
+    assert sides.events == ["engine begins", "trainer's pass", "engine's scores"]
     assert metrics["sync/logprob_diff_mean"] == pytest.approx(5e-4, rel=1e-3)
+    assert metrics["verify/noise/gap"] == 2e-3
+    assert "verify/noise/level" not in metrics
     assert 2 <= sides.num_scored <= 8, "a few"
     assert {float(v) for group in recorded.groups for s in group.segments for v in s.logprobs[s.sampled]} == {-2.0}
-    assert recorded.logprobs is not None
     assert len(recorded.logprobs) == sides.num_scored
     assert min(float(row.min()) for row in recorded.logprobs) == pytest.approx(-2.0 + 5e-4)
 
 
+def test_noise_is_measured_while_engine_and_trainer_hold_the_same_weights() -> None:
+    sides, recorded = Sides(5e-4), Recorded(measures=True)
+    finish = checks(sides, recorded, train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
+    assert sides.events == ["engine begins", "trainer's pass", "engine's scores"]
+    assert {float(v) for group in recorded.groups for s in group.segments for v in s.logprobs[s.sampled]} == {-2.0}
+    assert finish()["verify/noise/level"] == 1e-3
+
+
+def test_an_engine_that_dies_while_it_scores_leaves_a_step_without_the_comparison() -> None:
+    sides, recorded = Sides(5e-4, is_dead=True), Recorded()
+    assert checks(sides, recorded, train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)() == {}
+    assert recorded.groups == []
+
+
 def test_a_trainer_that_differs_from_the_engine_now_stops_an_asynchronous_run() -> None:
+    finish = checks(Sides(2e-3), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
     with pytest.raises(SyncError, match=r"engine and trainer disagree.* 0\.002 on average"):
-        checks(Sides(2e-3), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
-
-
-def test_engine_and_trainer_compute_at_the_same_time() -> None:
-    both = threading.Barrier(2, timeout=20)
-
-    class Waiting(Sides):
-        def score(self, groups: Sequence[Group]) -> list[Floats]:
-            both.wait()
-            return super().score(groups)
-
-        def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-            both.wait()
-            return super().logprobs(samples)
-
-    metrics = checks(Waiting(0.0), Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, GROUPS)
-    assert metrics["sync/logprob_diff_max"] == 0.0
+        finish()
 
 
 class RecordedImages(ImageGroundingCheck):
@@ -134,5 +147,5 @@ def test_images_are_checked_against_log_probs_of_the_current_weights(step: int, 
 
 def test_a_synchronous_run_scores_nothing_again() -> None:
     sides, recorded = Sides(2e-3), Recorded()
-    assert checks(sides, recorded).check_responses(3, GROUPS) == {}
-    assert (sides.num_scored, recorded.groups, recorded.logprobs) == (0, GROUPS, None)
+    assert checks(sides, recorded).check_responses(3, GROUPS)() == {"verify/noise/level": 1e-3}
+    assert (sides.events, recorded.groups) == ([], GROUPS)

@@ -111,9 +111,9 @@ def run_ahead(
     policy = policy or RememberingPolicy(engine)
     trained: list[list[Group]] = []
 
-    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+    def keep(step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
         trained.append(list(groups))
-        return {}
+        return dict
 
     rollouts = make_ahead(settings, engine, notebook, prompts=prompts, rewarder=rewarder, timeout_s=timeout_s)
     rollouts.begin(last_step=steps, num_prompts=num_prompts, version=0)
@@ -167,6 +167,8 @@ def test_a_synchronous_run_and_one_ahead_report_the_same_rewards_and_lengths() -
         assert {name: ahead.steps[step][name] for name in shared} == {
             name: in_turn.steps[step][name] for name in shared
         }
+        assert "sync/logprob_diff_max" in in_turn.steps[step]
+        assert "sync/logprob_diff_max" not in ahead.steps[step], "the recorded ones are of older weights"
     for one, two in zip(policy.taught, other.taught, strict=True):
         assert [list(row) for row in one.advantages] == [list(row) for row in two.advantages]
 
@@ -443,9 +445,9 @@ def test_a_killed_run_trains_on_every_prompt_once_with_the_same_tokens(queue: in
     first.begin(last_step=6, num_prompts=1000, version=0)
     broken: list[list[Group]] = []
 
-    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+    def keep(step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
         broken.append(list(groups))
-        return {}
+        return dict
 
     run(
         settings,
@@ -530,9 +532,9 @@ def resumed_with(before: RlConfig, after: RlConfig) -> tuple[list[int], list[lis
     second.load_state(json.loads(states[-1]))
     second.begin(last_step=6, num_prompts=1000, version=2)
 
-    def keep(step: int, groups: Sequence[Group]) -> Metrics:
+    def keep(step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
         trained.append(list(groups))
-        return {}
+        return dict
 
     policy = RememberingPolicy(engine)
     run(after, policy, steps=6, first_step=3, rollouts=second, check_responses=keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -133,10 +133,16 @@ def test_the_hooks_get_responses_versions_and_the_scored_batch() -> None:
         seen.append(batch)
         return {"eval/toy/pass@1": 1.0}
 
-    def look(step: int, groups: Sequence[Group]) -> Metrics:
+    def look(step: int, groups: Sequence[Group]) -> Callable[[], Metrics]:
         assert {v for group in groups for rollout in group.rollouts for v in rollout.versions} == {step - 1}
         assert not policy.taught, "the images are checked before the update"
-        return {"verify/images/old_effect": 0.5}
+
+        def finish() -> Metrics:
+            assert policy.taught, "the engine's scores are compared after the update"
+            assert policy.engine.version == 0, "while it holds the weights of before"
+            return {"verify/images/old_effect": 0.5}
+
+        return finish
 
     def ask(version: int) -> Metrics:
         assert policy.engine.version == version == 1, "the engines hold the new weights"

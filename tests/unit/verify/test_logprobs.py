@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -18,7 +17,7 @@ from vlmrl.verify.logprobs import (
     compare_engine,
     largest_gap,
     rounding,
-    scored_again,
+    with_logprobs,
 )
 
 
@@ -48,10 +47,7 @@ def test_a_few_responses_are_compared_by_what_both_compute_now() -> None:
     prompt = make_prompt(0)
     groups = [Group(prompt, (make_rollout(prompt, "a", version=1, length=3),)) for _ in range(2)]
 
-    def score(off: float) -> Callable[[Sequence[Group]], list[Floats]]:
-        return lambda groups: [s.logprobs * 2 + np.float32(off) * s.sampled for g in groups for s in g.segments]
-
-    again = scored_again(groups, score(0.0))
+    again = with_logprobs(groups, [s.logprobs * 2 for group in groups for s in group.segments])
     # They were recorded with -0.5 on two unsampled and three sampled tokens.
     assert [segment.logprobs.tolist() for group in again for segment in group.segments] == [[0, 0, -1, -1, -1]] * 2
     assert [segment.versions.tolist() for segment in again[0].segments] == [[-1, -1, 1, 1, 1]]

@@ -48,7 +48,8 @@ class Sides:
             exact=(lambda groups: self.say(groups, "exact")) if half else None,
             layout=lambda groups: self.say(groups, "layout"),
         )
-        self.check = NoiseCheck(paths, floor=floor, stops=stops, in_turn=True, seed=0, say=self.said.append).check
+        noise = NoiseCheck(paths, floor=floor, stops=stops, in_turn=True, seed=0, say=self.said.append)
+        self.check, self.compare, self.is_due = noise.check, noise.compare, noise.is_due
 
     def say(self, groups: Sequence[Group], name: str) -> list[Floats]:
         segments = [segment for group in groups for segment in group.segments]
@@ -118,19 +119,28 @@ def test_noise_is_measured_again_every_tenth_step_and_when_the_gap_outgrows_it()
         sides.check(12, responses(40, 40))
 
 
-def test_known_log_probs_of_the_run_take_no_pass_until_the_noise_is_measured() -> None:
+def test_log_probs_that_are_known_take_no_pass_and_a_gap_that_noise_does_not_explain_is_measured_next() -> None:
     sides = Sides(half=True, floor=BF16, exact=4e-3, layout=8e-3)
     groups = responses(40, 40)
 
     def known(off: float) -> list[Floats]:
         return [segment.logprobs + np.float32(off) for group in groups for segment in group.segments]
 
-    assert "verify/noise/level" in sides.check(1, groups, logprobs=known(6e-3))
+    assert sides.is_due(1)
+    assert sides.compare(groups, known(6e-3)) == {}, "the first noise has not been measured"
+    assert "verify/noise/level" in sides.check(1, groups)
     sides.passes.clear()
-    assert sides.check(2, groups, logprobs=known(6e-3)) == pytest.approx({"verify/noise/gap": 6e-3}, rel=1e-3)
+    assert sides.compare(groups, known(6e-3)) == pytest.approx({"verify/noise/gap": 6e-3}, rel=1e-3)
+    assert not sides.is_due(3)
+    assert sides.is_due(10)
+    sides.compare(groups, known(2.1e-2))  # more than five times the noise
     assert sides.passes == []
-    assert "verify/noise/level" in sides.check(3, groups, logprobs=known(2.1e-2)), "more than five times the noise"
+    assert sides.is_due(3)
+    assert "verify/noise/level" in sides.check(3, groups)
     assert sorted(sides.passes) == ["exact", "layout", "padded", "prefill"]
+    assert not sides.is_due(4)
+    sides.compare(groups, known(float("nan")))
+    assert sides.is_due(4)
 
 
 @pytest.mark.parametrize("off", [{"padded": 1.4e-4, "layout": 1.4e-4}, {"layout": 3.8e-4}, {"layout": np.nan}])
