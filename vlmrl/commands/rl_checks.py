@@ -69,8 +69,11 @@ class Checks:
             with self.report.phase("verify_images"), self.policy.uncounted():
                 metrics |= self.images.check(self._with_current_logprobs(step, choose_with_images(groups)))
         if self.config.train.queue_size:
-            compare = self._score_again(step, groups)
-            if self.noise is None or not self.noise.is_due(step):
+            is_measured = self.noise is not None and self.noise.is_due(step)
+            few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
+            # Two responses, unless noise is measured too: this pass is added to each step.
+            compare = self._score_again(few if is_measured else few[:1])
+            if not is_measured:
                 return lambda: metrics | compare().metrics
             groups, agreement = compare()
             metrics |= agreement
@@ -84,13 +87,12 @@ class Checks:
         versions = {version for group in groups for rollout in group.rollouts for version in rollout.versions}
         return groups if versions <= {step - 1} else with_logprobs(groups, self.engines.score(groups))
 
-    def _score_again(self, step: int, groups: Sequence[Group]) -> Callable[[], _Comparison]:
+    def _score_again(self, few: Sequence[Group]) -> Callable[[], _Comparison]:
         """Let an engine and the trainer score a few responses again, which older weights have sampled.
 
         Returns a function that waits for the engine and compares the two. If an engine dies, nothing is compared in
         this step.
         """
-        few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
         if not few:
             return lambda: _Comparison([], {})
         with self.report.phase("verify_again"), self.policy.uncounted():
