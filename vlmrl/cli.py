@@ -121,7 +121,7 @@ def _running(*, grace_s: float, dry_run: bool) -> Iterator[None]:
 
 
 def _sft(words: list[str]) -> int:
-    from vlmrl.config.verbs import SftConfig
+    from vlmrl.config.stages import SftConfig
 
     if (arguments := _parse(SftConfig, words, has_dry_run=True)) is not None:
         from vlmrl.commands.sft import train_sft
@@ -283,7 +283,8 @@ def _doctor(words: list[str]) -> int:
 
 def _memory_plan(words: list[str], *, as_json: bool) -> int:
     from vlmrl.config.flags_and_yaml import read
-    from vlmrl.config.verbs import RlConfig, SftConfig
+    from vlmrl.config.stages import SftConfig
+    from vlmrl.config.verbs import RlConfig
 
     only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
     given = read(words, RlConfig.settings(), RlConfig.sections()).given

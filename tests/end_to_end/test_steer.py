@@ -15,7 +15,8 @@ from vlmrl.commands.evaluate import evaluate
 from vlmrl.commands.rl import train_rl
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.observe.episode_picture import draw_episode, longest_episode
 
 BLIND = Path(__file__).with_name("blind_steer.py")

@@ -12,7 +12,8 @@ from recipes import EXAMPLES, read_metrics, recipe, steps_of
 from vlmrl.commands.rl import train_rl
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -18,9 +18,10 @@ from vlmrl.commands.preflight import check_columns
 from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.source import Source
 from vlmrl.models import tiny
 from vlmrl.plugins import processor

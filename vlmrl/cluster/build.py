@@ -44,7 +44,8 @@ from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.roles import REWARD_MODELS
 from vlmrl.config.train import Loop
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.learning.settings import PolicyAndCriticSettings, PolicySettings
 from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
 from vlmrl.parallel import run_parallel, settle
@@ -154,14 +155,14 @@ class RoleBuilder:
             self.watch.on_loss(stop)
 
     def prompts(
-        self, config: RlConfig | SftConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
+        self, config: TrainingConfig | EvalConfig | RolloutBench, say: Callable[[str], None] = print
     ) -> RemotePrompts:
         """Return the source of prompts, after checks of labels and duplicate rows."""
         group = self.group("data", source_settings(config).build, timeout_s=config.train.timeout_s)
         prompts = RemotePrompts(group, say=say)
         if isinstance(config, RlConfig):
             prompts.check_labels()
-        if isinstance(config, RlConfig | SftConfig):
+        if isinstance(config, TrainingConfig):
             prompts.find_duplicates()
         return prompts
 
@@ -264,7 +265,7 @@ class RoleBuilder:
 
     def learners(
         self,
-        config: RlConfig | SftConfig,
+        config: TrainingConfig,
         processor: Processor,
         *,
         adapter: AdapterPlan | None,
@@ -295,7 +296,7 @@ class RoleBuilder:
 
     def _trained(
         self,
-        config: RlConfig | SftConfig,
+        config: TrainingConfig,
         *,
         adapter: AdapterPlan | None,
         critic_adapter: AdapterPlan | None,
@@ -320,7 +321,7 @@ class RoleBuilder:
         """Return the ranks of a policy that does not share them with the critic."""
         return self.group("actor", settings.build, timeout_s=settings.loop.timeout_s, distributed=True)
 
-    def _reference(self, config: RlConfig | SftConfig) -> WorkerGroup[Reference] | None:
+    def _reference(self, config: TrainingConfig) -> WorkerGroup[Reference] | None:
         """Return the ranks of a reference model; None without one, or if the policy without its adapters is the
         reference."""
         if not isinstance(config, RlConfig) or not config.has_reference:

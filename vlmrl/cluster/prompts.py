@@ -44,6 +44,12 @@ class RemotePrompts:
         self._show_warnings(metrics["data/rows_dropped"])
         return samples, metrics
 
+    def evaluation_samples(self) -> dict[str, list[Sample]]:
+        """Return all rows of each evaluation set with their responses."""
+        sets = self._group.call(lambda source: source.evaluation_samples())[0]
+        self._show_warnings(math.inf)
+        return sets
+
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Return all prompts of each evaluation set."""
         sets = self._group.call(lambda source: source.evaluation())[0]

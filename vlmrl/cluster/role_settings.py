@@ -15,7 +15,9 @@ from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SupervisedConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSettings, RewardModelSettings
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder
@@ -27,13 +29,13 @@ if TYPE_CHECKING:
     from vlmrl.rollout.engine import RolloutEngine
 
 
-def source_settings(config: RlConfig | SftConfig | EvalConfig | RolloutBench) -> SourceSettings:
+def source_settings(config: TrainingConfig | EvalConfig | RolloutBench) -> SourceSettings:
     """Settings of the source of prompts."""
     return SourceSettings(
         model=config.actor.model_name_or_path,
         trust_remote_code=config.actor.trust_remote_code,
         data=config.data,
-        evaluation=config.eval if isinstance(config, RlConfig | EvalConfig) else None,
+        evaluation=config.eval if isinstance(config, RlConfig | SupervisedConfig | EvalConfig) else None,
         seed=config.train.seed,
         functions=tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else (),
         requirements=row_requirements(config),
@@ -105,7 +107,7 @@ def engine_settings(config: RlConfig | EvalConfig, adapter: AdapterPlan | None =
     )
 
 
-def policy_settings(config: RlConfig | SftConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
+def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_rows: int) -> PolicySettings:
     """Settings of the policy. `num_rows` counts the training data."""
     rl = config if isinstance(config, RlConfig) else None
     frozen = max(0, rl.critic.freezing_steps) if rl is not None and rl.has_critic else 0

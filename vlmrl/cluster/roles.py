@@ -13,10 +13,11 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 
 
-def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session) -> dict[str, Any]:
+def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> dict[str, Any]:
     """Arguments of `placement.plan` for this run."""
     roles: list[Role] = []
     if not isinstance(config, EvalConfig):
@@ -32,7 +33,7 @@ def plan_arguments(config: RlConfig | SftConfig | EvalConfig, machines: Session)
             for name, path in zip(REWARD_MODELS, paths, strict=True)
             if path is not None
         ]
-    if not isinstance(config, SftConfig):
+    if isinstance(config, RlConfig | EvalConfig):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
     shared = config.pools if isinstance(config, RlConfig) else []
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}
@@ -62,7 +63,7 @@ def _on_ranks(name: str, ranks: Model | Critic | Ref | Reward, *, section: str =
     return Role(name, ranks.num_nodes * per_node, 1, flag=flag, workers_per_node=per_node)
 
 
-def num_nodes_required(config: RlConfig | SftConfig | EvalConfig) -> int:
+def num_nodes_required(config: TrainingConfig | EvalConfig) -> int:
     """Return the number of machines that the largest role requires."""
     if isinstance(config, EvalConfig):
         return 1

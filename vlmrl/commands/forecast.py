@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vlmrl.config.num_steps import last_step, optimizer_steps
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError, RewardError
 from vlmrl.models.adapter_plan import plan_adapter
 from vlmrl.plugins import Processor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from vlmrl.commands.memory import Machine
 
 
-def format_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
+def format_steps(config: TrainingConfig, num_rows: int) -> str:
     """Steps of the run, with the samples and optimizer updates of each.
 
     Raises:
@@ -28,7 +29,7 @@ def format_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
     """
     frozen = max(0, config.critic.freezing_steps) if isinstance(config, RlConfig) and config.has_critic else 0
     steps, updates = last_step(config, num_rows), optimizer_steps(config, num_rows, frozen=frozen)
-    if isinstance(config, SftConfig):
+    if not isinstance(config, RlConfig):
         passes = _counted(config.train.max_epochs, "pass", "passes")
         return f"plan: {_counted(steps, 'step')} of {config.train.batch_size} samples; {passes} over {num_rows} rows"
     prompts, n = config.rollout.batch_size, config.rollout.n_samples_per_prompt
@@ -45,7 +46,7 @@ def format_steps(config: RlConfig | SftConfig, num_rows: int) -> str:
     )
 
 
-def format_trained_parts(config: RlConfig | SftConfig, processor: Processor) -> str:
+def format_trained_parts(config: TrainingConfig, processor: Processor) -> str:
     """Parts of the model that train, and parts that are frozen.
 
     Raises:
@@ -62,7 +63,7 @@ def format_trained_parts(config: RlConfig | SftConfig, processor: Processor) -> 
     return f"trains: {line}" + (f"; frozen: {' and '.join(others)}" if others else "")
 
 
-def format_memory(config: RlConfig | SftConfig, machine: Machine | None = None) -> list[str]:
+def format_memory(config: TrainingConfig, machine: Machine | None = None) -> list[str]:
     """Estimated memory of the roles, with a warning where it exceeds that of the machine, by default this one."""
     # Here: it takes seconds to import, and a run does not need it.
     from vlmrl.commands.memory import GIB, memory_plan, this_machine

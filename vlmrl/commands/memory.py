@@ -15,7 +15,8 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.adapter_plan import AdapterPlan, plan_adapter, vision_trains
 from vlmrl.models.load import skeleton
@@ -114,7 +115,7 @@ def this_machine() -> Machine:
     return Machine("cpu", free, free)
 
 
-def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
+def show(config: TrainingConfig, *, as_json: bool = False) -> int:
     """Print the memory plan of a run on this machine; return the exit code, 0.
 
     Raises ClusterError if the run does not fit, ConfigError if its model or its adapter's target layers do not exist.
@@ -130,7 +131,7 @@ def show(config: RlConfig | SftConfig, *, as_json: bool = False) -> int:
     return 0
 
 
-def memory_plan(config: RlConfig | SftConfig, machine: Machine) -> MemoryPlan:
+def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     """Estimate the memory of a run's roles on a machine, from configurations only, without weights."""
     size, processor = _read(config.actor.model_name_or_path, config)
     adapter = plan_adapter(config.actor, config.ds.lora, processor)
@@ -220,7 +221,7 @@ def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory
     return roles
 
 
-def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int) -> tuple[int, int]:
+def largest_pack(config: TrainingConfig, processor: Processor, ranks: int) -> tuple[int, int]:
     """Tokens and vision patches of the largest pack that a rank may get, of prompts full of images.
 
     It is bounded by the token budget and by the rank's share of an optimizer step, and holds at least one sample.
@@ -246,7 +247,7 @@ def largest_pack(config: RlConfig | SftConfig, processor: Processor, ranks: int)
     return tokens, int(tokens * per_prompt / (config.data.max_len + num_responses * response))
 
 
-def memory_table(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machine) -> Table:
+def memory_table(config: TrainingConfig, plan: MemoryPlan, machine: Machine) -> Table:
     """Return the plan as a table, a column per role."""
     place = "main memory" if machine.device == "cpu" else "each GPU"
     table = Table(title=f"memory of vlmrl {config.verb}, GiB per process; {machine.device_bytes / GIB:.1f} in {place}")
@@ -262,7 +263,7 @@ def memory_table(config: RlConfig | SftConfig, plan: MemoryPlan, machine: Machin
     return table
 
 
-def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[RoleMemory, int], ...], machine: Machine) -> list[Share]:
+def _shares(config: TrainingConfig, roles: tuple[tuple[RoleMemory, int], ...], machine: Machine) -> list[Share]:
     all_roles = tuple(role for role, _ in roles)
     if machine.device == "cpu":
         needed = sum(count * sum(part.num_bytes for part in role.parts) for role, count in roles)
@@ -284,7 +285,7 @@ def _shares(config: RlConfig | SftConfig, roles: tuple[tuple[RoleMemory, int], .
     return [*shares, Share("main memory", on_host, machine.host_bytes, all_roles, on_device=False)]
 
 
-def _pools(config: RlConfig | SftConfig) -> list[set[str]]:
+def _pools(config: TrainingConfig) -> list[set[str]]:
     """Sets of roles that share GPUs; a role with its own GPUs is a set by itself."""
     pools = [set(pool) for pool in config.pools] if isinstance(config, RlConfig) else [{"actor"}]
     for pool in pools:
@@ -294,7 +295,7 @@ def _pools(config: RlConfig | SftConfig) -> list[set[str]]:
     return [*pools, *({name} for name in ("critic", "ref", "vllm") if name not in pooled)]
 
 
-def _is_with_actor(config: RlConfig | SftConfig) -> bool:
+def _is_with_actor(config: TrainingConfig) -> bool:
     return isinstance(config, RlConfig) and config.critic_is_with_actor
 
 
@@ -302,13 +303,13 @@ def _ranks(role: Model | Critic | Ref | Reward) -> int:
     return role.num_nodes * role.num_gpus_per_node
 
 
-def _read(path: str, config: RlConfig | SftConfig) -> tuple[Sizes, Processor]:
+def _read(path: str, config: TrainingConfig) -> tuple[Sizes, Processor]:
     columns, trust_remote_code = config.data, config.actor.trust_remote_code
     processor = processor_of(path, columns, trust_remote_code=trust_remote_code)
     return model_sizes(skeleton(path, trust_remote_code=trust_remote_code), processor.parameter_group), processor
 
 
-def _cache_bytes(config: RlConfig | SftConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:
+def _cache_bytes(config: TrainingConfig, model: Model, size: Sizes, adapter: AdapterPlan | None) -> float:
     """Size of the cache of image features; 0 when the vision tower trains, which makes them stale."""
     if size.tower is None:
         return 0.0

@@ -21,7 +21,9 @@ from vlmrl.cluster.session import Session, joins_cluster, local_session
 from vlmrl.cluster.sync_plan import check_devices, check_engine_base
 from vlmrl.commands import forecast
 from vlmrl.config.data import Data
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SupervisedConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import find_columns
 from vlmrl.data.rows import Rows, load_all
 from vlmrl.data.source import Source
@@ -42,7 +44,7 @@ _NUM_ROWS = 256
 """Rows that a dry run reads, with their images; a whole dataset may take an hour."""
 
 
-def actor_adapter_plan(config: RlConfig | SftConfig, processor: Processor) -> AdapterPlan | None:
+def actor_adapter_plan(config: TrainingConfig, processor: Processor) -> AdapterPlan | None:
     """Plan the actor's adapter; None when the model itself trains.
 
     Raises:
@@ -118,7 +120,7 @@ def _check_other_models(config: RlConfig, given: Sequence[tuple[str, str]]) -> N
         )
 
 
-def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
+def check_columns(config: TrainingConfig | EvalConfig) -> None:
     """Find the columns of every dataset, and check labels, responses and images in a few rows.
 
     Raises:
@@ -132,7 +134,7 @@ def check_columns(config: RlConfig | SftConfig | EvalConfig) -> None:
         sources = load_all(data.prompt_dataset, split=data.prompt_split, max_samples=data.max_samples, seed=seed)
         for source in sources:
             find_columns(source, sources, data, requirements)
-    if not isinstance(config, SftConfig) and config.eval.dataset is not None:
+    if isinstance(config, RlConfig | EvalConfig) and config.eval.dataset is not None:
         held_out = config.eval
         sets = load_all(
             held_out.dataset or "", split=held_out.split, max_samples=held_out.max_samples, seed=config.train.seed
@@ -151,7 +153,7 @@ def check_lengths(config: RlConfig | EvalConfig) -> None:
     )
 
 
-def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
+def check_machine(config: TrainingConfig | EvalConfig) -> list[str]:
     """Check this machine as `vlmrl doctor` does; return a warning for each resource that is scarce but sufficient.
 
     Raises:
@@ -168,7 +170,7 @@ def check_machine(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
     return machine.require(findings)
 
 
-def format_checkpoint_plan(config: RlConfig | SftConfig | EvalConfig) -> list[str]:
+def format_checkpoint_plan(config: TrainingConfig | EvalConfig) -> list[str]:
     """Say how often the run writes checkpoints, in one line; nothing for a run that does not train."""
     if isinstance(config, EvalConfig):
         return []
@@ -178,15 +180,13 @@ def format_checkpoint_plan(config: RlConfig | SftConfig | EvalConfig) -> list[st
     return [f"checkpoints: every {interval} steps to {folder}, the newest {config.ckpt.max_num} are kept"]
 
 
-def check_hardware(
-    config: RlConfig | SftConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None
-) -> None:
+def check_hardware(config: TrainingConfig | EvalConfig, machines: Session, adapter: AdapterPlan | None = None) -> None:
     """Raise ConfigError for settings that need a GPU where there is none, or that the engines' GPUs do not support."""
     if machines.has_gpus:
         if isinstance(config, RlConfig):
             check_engine_dtype(adapter, config.ds.param_dtype, has_gpu=True)
         return
-    if not isinstance(config, SftConfig) and config.vllm.enable_sleep:
+    if isinstance(config, RlConfig | EvalConfig) and config.vllm.enable_sleep:
         raise ConfigError("vllm.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
     if isinstance(config, RlConfig) and config.ds.enable_sleep:
         raise ConfigError("ds.enable_sleep frees GPU memory, and this machine has no GPU: leave it out")
@@ -199,7 +199,7 @@ def check_hardware(
 
 
 def check_data(
-    config: RlConfig | SftConfig | EvalConfig, warnings: Sequence[str], adapter: AdapterPlan | None = None
+    config: TrainingConfig | EvalConfig, warnings: Sequence[str], adapter: AdapterPlan | None = None
 ) -> None:
     """Finish a dry run: check placement, reward functions, rows and images, and print the plan.
 
@@ -214,8 +214,8 @@ def check_data(
         check_lengths(config)
     for line in (*format_checkpoint_plan(config), *warnings):
         print_line(console, line)
-    functions = () if isinstance(config, SftConfig) else tuple(config.reward.functions)
-    environments = None if isinstance(config, SftConfig) else environment_settings(config)
+    functions = tuple(config.reward.functions) if isinstance(config, RlConfig | EvalConfig) else ()
+    environments = environment_settings(config) if isinstance(config, RlConfig | EvalConfig) else None
     with closing(LabelCheck(functions)) as label_problems:
         source = Source(
             model=config.actor.model_name_or_path,
@@ -232,7 +232,7 @@ def check_data(
     console.print("dry run: nothing was started and nothing written")
 
 
-def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | None, console: Console) -> None:
+def _place(config: TrainingConfig | EvalConfig, adapter: AdapterPlan | None, console: Console) -> None:
     """Plan the placement on this machine; for several machines, on as many like this one."""
     machines, wanted = local_session(), num_nodes_required(config)
     if wanted > 1:
@@ -252,7 +252,7 @@ def _place(config: RlConfig | SftConfig | EvalConfig, adapter: AdapterPlan | Non
     console.print(placement_table(places, machines))
 
 
-def _show_data(config: RlConfig | SftConfig | EvalConfig, source: Source, console: Console) -> None:
+def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Console) -> None:
     """Read the first training rows and all evaluation rows, and print a summary."""
     if isinstance(config, RlConfig) and config.reward.functions:
         print_line(console, source.check_labels())
@@ -267,7 +267,7 @@ def _show_data(config: RlConfig | SftConfig | EvalConfig, source: Source, consol
         prompts, _ = source.draw(count)
         first = prompts[0]
         lines.append(forecast.format_rows(source.num_rows(), source.dropped(), prompts, max_len=config.data.max_len))
-        if isinstance(config, SftConfig):
+        if isinstance(config, SupervisedConfig):
             samples, _ = source.draw_samples(min(_NUM_SAMPLES, source.num_rows()))
             model = config.actor
             num_positions = max_positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
@@ -283,13 +283,13 @@ def _show_data(config: RlConfig | SftConfig | EvalConfig, source: Source, consol
         print_line(console, line)
     assert first is not None, "a run has training rows or evaluation rows"
     print_line(console, f"first prompt ({first.source}): {first.text!r} -> {first.label!r}")
-    if not isinstance(config, SftConfig):
+    if isinstance(config, RlConfig | EvalConfig):
         lines += forecast.format_rewards(config, first)
     for line in lines:
         print_line(console, line)
 
 
-def _training_lines(config: RlConfig | SftConfig, source: Source) -> list[str]:
+def _training_lines(config: TrainingConfig, source: Source) -> list[str]:
     """Lines on steps, trained parts and memory of a training run."""
     lines = [forecast.format_steps(config, source.num_rows()), forecast.format_trained_parts(config, source.processor)]
     # The memory of other machines is unknown.

@@ -18,7 +18,8 @@ from pathlib import Path
 from vlmrl import startup
 from vlmrl.commands.exit_code import exit_code
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.system.stops import handle_signals
 
 _RUNS = Path("runs")

@@ -20,7 +20,8 @@ from vlmrl.observe.transcripts import Transcripts
 from vlmrl.plugins import Processor
 from vlmrl.trainer.ahead import Ahead
 from vlmrl.trainer.collect import PromptBudget
-from vlmrl.trainer.evaluation import Evaluations, with_metric_names
+from vlmrl.trainer.evaluation import evaluate_policy, with_metric_names
+from vlmrl.trainer.evaluations import Evaluations
 from vlmrl.trainer.experience import ScoredBatch
 from vlmrl.trainer.protocols import Report
 from vlmrl.trainer.rl import LoopState, train
@@ -49,17 +50,16 @@ def train_rl(config: RlConfig, *, dry_run: bool = False) -> None:
         if adapter is not None:
             report_adapter_check(config, adapter, checks, version=done)
         transcripts = Transcripts(folder.rollouts, prompts.save_media)
-        evaluations = Evaluations(
-            config,
-            eval_sets,
-            roles.engines,
-            roles.reward_sources,
-            roles.policy,
-            transcripts,
-            checkpoints,
-            report,
-            last=last,
+        measure = partial(
+            evaluate_policy,
+            config=config,
+            sets=eval_sets,
+            engine=roles.engines,
+            rewarder=roles.reward_sources,
+            policy=roles.policy,
+            transcripts=transcripts,
         )
+        evaluations = Evaluations(config, measure, checkpoints, report, last=last)
         budget = PromptBudget(prompts.num_rows * config.train.num_episodes, drawn=checkpoints.drawn)
         builder.stack.enter_context(checkpoints.saving_on_stop())
         if done == 0 or checkpoints.evaluation_is_pending:

@@ -27,7 +27,8 @@ from vlmrl.commands.preflight import (
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.lock import refuse_if_locked, run_lock
@@ -44,7 +45,7 @@ from vlmrl.trainer.best_model import read_best
 from vlmrl.trainer.rl import LoopState
 from vlmrl.trainer.run_checkpoints import RunCheckpoints, naming_checkpoint
 
-AnyConfig = RlConfig | SftConfig | EvalConfig
+AnyConfig = TrainingConfig | EvalConfig
 
 
 class Prepared(NamedTuple):
@@ -69,7 +70,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     check_folder(config, folder)
     warnings = check_machine(config)
     check_columns(config)
-    if not isinstance(config, SftConfig) and (config.reward.functions or config.reward.remote_url):
+    if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
         check_algorithm(config)
@@ -104,7 +105,7 @@ class Progress(NamedTuple):
 
 
 def begin_steps(
-    config: RlConfig | SftConfig, checkpoints: RunCheckpoints, policy: RemotePolicy, *, num_rows: int
+    config: TrainingConfig, checkpoints: RunCheckpoints, policy: RemotePolicy, *, num_rows: int
 ) -> Progress:
     """Resume from the newest checkpoint if there is one, and show what trains and how many steps remain."""
     done, state = checkpoints.restore()
@@ -115,7 +116,7 @@ def begin_steps(
 
 
 def begin_report(
-    config: RlConfig | SftConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
+    config: TrainingConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
 ) -> None:
     """Save the settings of a resumed run, and show the model's parameters."""
     if config.ckpt.load_enable:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from vlmrl.commands.preflight import actor_adapter_plan, check_data
-from vlmrl.commands.run import begin_steps, prepare, run_session
+from vlmrl.commands.run import prepare, run_session
+from vlmrl.commands.stage import Stage, run_stage
 from vlmrl.config.num_steps import check_steps
-from vlmrl.config.verbs import SftConfig
-from vlmrl.trainer.run_checkpoints import RunCheckpoints
-from vlmrl.trainer.sft import fit
+from vlmrl.config.stages import SftConfig
+from vlmrl.trainer.evaluation import with_metric_names
+from vlmrl.trainer.likelihood import measure_likelihood
 
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
@@ -19,19 +22,8 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
     with run_session(config, folder, warnings) as (builder, report):
         prompts = builder.prompts(config, report.say)
         check_steps(config, prompts.num_rows)
+        sets = with_metric_names(prompts.evaluation_samples())
         num_rows = prompts.num_rows
         policy = builder.learners(config, processor, adapter=adapter, num_rows=num_rows, say=report.say).policy
-        checkpoints = RunCheckpoints(config, folder, prompts, policy, report)
-        done, last, _ = begin_steps(config, checkpoints, policy, num_rows=num_rows)
-        builder.stack.enter_context(checkpoints.saving_on_stop())
-        fit(
-            rows=prompts,
-            model=policy,
-            report=report,
-            batch_size=config.train.batch_size,
-            save=checkpoints.save,
-            first_step=done + 1,
-            last_step=last,
-            rows_left=num_rows * config.train.max_epochs - checkpoints.drawn,
-        )
-        checkpoints.finish(has_adapter=adapter is not None)
+        stage = Stage(prompts.draw_samples, policy.fit, partial(measure_likelihood, sets=sets, policy=policy))
+        run_stage(stage, config, folder, builder, report, prompts, policy, has_adapter=adapter is not None)

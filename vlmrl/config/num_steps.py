@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
 
-def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
+def check_steps(config: TrainingConfig, num_rows: int) -> int:
     """`last_step`, after checking that the actor is trained before it.
 
     Raises:
@@ -17,7 +18,7 @@ def check_steps(config: RlConfig | SftConfig, num_rows: int) -> int:
     return last_step(config, num_rows)
 
 
-def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int = 0) -> int:
+def optimizer_steps(config: TrainingConfig, num_rows: int, *, frozen: int = 0) -> int:
     """Return the number of optimizer steps of the whole run, the length of the learning rate's schedule.
 
     The first `frozen` steps of the run take none.
@@ -26,7 +27,7 @@ def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int 
         ConfigError: the run has no more than `frozen` steps.
     """
     steps = last_step(config, num_rows)
-    if isinstance(config, SftConfig):
+    if not isinstance(config, RlConfig):
         return steps
     if frozen >= steps:
         raise ConfigError(f"critic.freezing_steps {frozen} leaves the actor none of the run's {steps} steps: lower it")
@@ -35,7 +36,7 @@ def optimizer_steps(config: RlConfig | SftConfig, num_rows: int, *, frozen: int 
     return steps * config.train.max_epochs * -(-samples // config.train.batch_size)
 
 
-def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
+def last_step(config: TrainingConfig, num_rows: int) -> int:
     """Steps of the whole run.
 
     Raises:
@@ -48,7 +49,7 @@ def last_step(config: RlConfig | SftConfig, num_rows: int) -> int:
     return min(steps, config.train.max_steps or steps)
 
 
-def last_step_from(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> int:
+def last_step_from(config: TrainingConfig, num_rows: int, *, done: int, drawn: int) -> int:
     """`last_step` of a run resumed after `done` steps and `drawn` rows, whose batches may have had another size.
 
     With dynamic filtering, where a step draws as many rows as it needs, this is an upper bound.
@@ -60,14 +61,14 @@ def last_step_from(config: RlConfig | SftConfig, num_rows: int, *, done: int, dr
     return min(steps, config.train.max_steps or steps)
 
 
-def fraction_done(config: RlConfig | SftConfig, num_rows: int, *, done: int, drawn: int) -> float:
+def fraction_done(config: TrainingConfig, num_rows: int, *, done: int, drawn: int) -> float:
     """Progress after `done` steps and `drawn` rows, from 0 to 1: by rows or by `train.max_steps`, whichever ends the
     run."""
     by_steps = done / config.train.max_steps if config.train.max_steps else 0.0
     return min(max(drawn / (num_rows * _batches(config)[1]), by_steps), 1.0)
 
 
-def _batches(config: RlConfig | SftConfig) -> tuple[int, int, str]:
+def _batches(config: TrainingConfig) -> tuple[int, int, str]:
     """Rows per step, passes over all rows, and the flag of the rows per step."""
     if isinstance(config, RlConfig):
         return config.rollout.batch_size, config.train.num_episodes, "--rollout.batch_size"

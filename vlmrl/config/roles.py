@@ -12,7 +12,7 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.ds import Ds, conflicts_of_optimizer
 from vlmrl.config.names import settings
 from vlmrl.config.optimizer import unread_of_optimizer
-from vlmrl.config.rollout import Eval
+from vlmrl.config.rollout import Eval, EvalRows
 from vlmrl.config.train import TrainRl
 from vlmrl.config.vllm import Vllm
 
@@ -65,7 +65,7 @@ def unread_of_best(*, evaluates: bool) -> Unread:
     return {} if evaluates else {"ckpt.best_metric_key": reason}
 
 
-def conflicts_of_best(ckpt: Ckpt, evaluation: Eval, *, evaluates: bool) -> list[str]:
+def conflicts_of_best(ckpt: Ckpt, evaluation: Eval | EvalRows, *, evaluates: bool) -> list[str]:
     if ckpt.best_metric_key is None or not evaluates or evaluation.steps > 0:
         return []
     return ["ckpt.best_metric_key compares evaluations, and eval.steps -1 makes none during training: set eval.steps"]

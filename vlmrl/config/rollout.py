@@ -23,19 +23,33 @@ class Rollout(Section):
     """Token budget of one forward pass without gradients; by default `train.max_tokens_per_gpu`."""
 
 
-class EvalBase(Section):
-    """Held-out prompts, and the sampling of their responses."""
+class HeldOut(Section):
+    """Held-out rows."""
 
     dataset: Text | None = None
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas. None turns evaluation off."""
     split: str = "test"
     """Split of the evaluation data."""
+    max_samples: PositiveInt = 100_000_000
+    """Use at most this many rows of each evaluation set."""
+
+
+class EvalRows(HeldOut):
+    """Evaluation on held-out rows, during and after training."""
+
+    steps: StepInterval = -1
+    """Steps between evaluations; -1 means before and after training only."""
+    early_stop_patience: PositiveInt | None = None
+    """End the run after this many evaluations in a row without a better value of `ckpt.best_metric_key`."""
+
+
+class EvalBase(HeldOut):
+    """Held-out prompts, and the sampling of their responses."""
+
     temperature: NonNegativeFloat = 0.6
     """Sampling temperature of evaluation; 0 is greedy."""
     n_samples_per_prompt: PositiveInt = 1
     """Responses per evaluation prompt, for pass@k."""
-    max_samples: PositiveInt = 100_000_000
-    """Use at most this many rows of each evaluation set."""
     breakdown_key: str | None = "family"
     """Column of the evaluation data by whose values accuracy is also reported, if a set has it; None: no breakdown."""
 
@@ -54,14 +68,20 @@ class EvalOnly(EvalBase):
     """Evaluation data, named like `data.prompt_dataset`; several are separated by commas."""
 
 
-def unread_of_eval(evaluation: Eval, *, holds_out: bool) -> Unread:
+def unread_of_eval(evaluation: Eval | EvalRows, *, holds_out: bool) -> Unread:
     """`holds_out`: held-out rows of the training data are evaluated."""
     if evaluation.dataset is not None:
         return {}
     if holds_out:
         return {"eval.split": "data.eval_fraction holds rows of data.prompt_split out, and there is no eval.dataset"}
-    names = [name for name in settings(Eval, "eval.") if name != "eval.dataset"]
+    names = [name for name in settings(type(evaluation), "eval.") if name != "eval.dataset"]
     return dict.fromkeys(names, "nothing is evaluated without eval.dataset or data.eval_fraction")
+
+
+def unread_of_patience(evaluation: EvalRows, *, best_metric_key: str | None) -> Unread:
+    if best_metric_key is not None:
+        return {}
+    return {"eval.early_stop_patience": "ckpt.best_metric_key does not name the metric"}
 
 
 def conflicts_of_eval(evaluation: EvalBase, *, evaluates: bool = True) -> list[str]:

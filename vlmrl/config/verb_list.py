@@ -1,8 +1,9 @@
 """All verbs of the command line."""
 
 from vlmrl.config.bench_verbs import AgentsBench, AsyncBench, LogprobsBench, RolloutBench, StepBench, SyncBench
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),

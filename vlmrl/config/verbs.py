@@ -1,10 +1,8 @@
 """The settings of each verb, composed of sections, and the checks that cross sections."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from pydantic import model_validator
-
-from vlmrl.config import actor, adapters, agent, algo, ckpt, data, ds, gateway, reward, roles, rollout, train, vision
+from vlmrl.config import adapters, agent, algo, data, gateway, reward, roles, rollout, train
 from vlmrl.config.actor import Actor, Model, Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.algo import Algo
@@ -12,118 +10,23 @@ from vlmrl.config.base import Unread
 from vlmrl.config.built_in import Aggregation
 from vlmrl.config.ckpt import Ckpt, Logger
 from vlmrl.config.critic import Critic
-from vlmrl.config.data import Columns, Data
+from vlmrl.config.data import Columns
 from vlmrl.config.ds import Ds
 from vlmrl.config.gateway import Gateway
-from vlmrl.config.lora import ADAPTER_RATE
 from vlmrl.config.merge import Merge
-from vlmrl.config.names import all_but, is_given
+from vlmrl.config.names import all_but
 from vlmrl.config.reward import Reward, Scoring
 from vlmrl.config.rollout import Eval, EvalOnly, Rollout
 from vlmrl.config.serve import Serve
 from vlmrl.config.train import AgentLoop, Loop, TrainRl
+from vlmrl.config.training import AgentConfig, TrainingConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.vision import Vision
 from vlmrl.config.vllm import Vllm
 
 CHECKPOINT = ("model_name_or_path", "trust_remote_code")
 COMMON = ("seed", "timeout_s", "stop_grace_s")
 SYNC = ("bucket_mib", "sync_backend", "readback_steps")
 WITH_TRAINER = ("max_logprob_diff", "enable_sleep")
-
-
-class TrainingConfig(VerbConfig):
-    """The settings that all training verbs have."""
-
-    actor: Model
-    data: Data
-    vision: Vision = Vision()
-    train: Loop = Loop()
-    ds: Ds = Ds()
-    ckpt: Ckpt = Ckpt()
-    logger: Logger = Logger()
-
-    def unread(self) -> Unread:
-        lora = self.ds.lora
-        return (
-            actor.unread_of_model(self.actor)
-            | data.unread_of_columns(self.data)
-            | ckpt.unread_of_output(self.ckpt, self.logger)
-            | ds.unread_of_ds(self.ds)
-            | adapters.unread_of_adapters(self.ds)
-            | vision.unread_of_vision(
-                self.actor,
-                is_adapted=adapters.reaches_vision(self.actor, lora) if lora.rank else None,
-                has_other_frozen_tower=self.has_other_frozen_tower,
-            )
-        )
-
-    @property
-    def has_other_frozen_tower(self) -> bool:
-        """Another model than the actor has a frozen vision tower."""
-        return False
-
-    def conflicts(self) -> list[str]:
-        return [
-            *data.conflicts_of_data(self.data),
-            *ds.conflicts_of_ds(self.ds, self.train),
-            *adapters.conflicts_of_adapters(self.actor, self.ds),
-        ]
-
-    @model_validator(mode="after")
-    def resolve_layout(self) -> Self:
-        """Apply `ds.packing_samples` to `train.layout`."""
-        if self.ds.packing_samples is not None and not is_given(self.train, "layout"):
-            # The settings are frozen, and this validator is still constructing them.
-            self.__dict__["train"] = self.train.model_copy(update={"layout": ds.layout(self.ds.packing_samples)})
-        return self
-
-    @model_validator(mode="after")
-    def resolve_rate(self) -> Self:
-        """Set the default learning rate of adapters, which is higher than that of full weights."""
-        if self.ds.lora.rank and not is_given(self.actor, "adam.lr"):
-            adam = self.actor.adam.model_copy(update={"lr": ADAPTER_RATE})
-            self.__dict__["actor"] = self.actor.model_copy(update={"adam": adam})
-        return self
-
-
-class AgentConfig(VerbConfig):
-    """The settings of verbs that sample responses."""
-
-    actor: Model
-    data: Columns
-    train: AgentLoop
-    reward: Scoring
-    rollout: Rollout
-    agent: Agent
-    gateway: Gateway
-
-    @property
-    def has_agent(self) -> bool:
-        """Responses are conversations with an environment."""
-        return self.train.agent_func_path is not None
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Length of the longest possible response, in sampled tokens."""
-        return agent.longest_response(self.agent, self.rollout, has_agent=self.has_agent)
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """Length of the longest possible prompt with its response, in tokens."""
-        return agent.longest_sequence(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent)
-
-    @property
-    def settings_of_length(self) -> str:
-        """The settings that `max_sequence_tokens` follows from, with their values."""
-        return agent.settings_of_length(self.agent, self.rollout, max_len=self.data.max_len, has_agent=self.has_agent)
-
-    @model_validator(mode="after")
-    def drop_default_rewards(self) -> Self:
-        """Drop the default reward functions where an environment gives rewards and the user names no functions."""
-        if self.has_agent and not is_given(self.reward, "functions"):
-            self.__dict__["reward"] = self.reward.model_copy(update={"functions": {}})
-        return self
 
 
 class RlConfig(TrainingConfig, AgentConfig):
@@ -265,15 +168,6 @@ class RlConfig(TrainingConfig, AgentConfig):
             *adapters.conflicts_of_dropout(self.ds.lora, needs_one_pass=self.needs_one_pass),
             *super().conflicts(),
         ]
-
-
-class SftConfig(TrainingConfig):
-    """Supervised fine-tuning on the responses of a dataset."""
-
-    verb: ClassVar[str] = "sft"
-    omits: ClassVar[frozenset[str]] = frozenset(
-        {"logger.rollouts", "ckpt.best_metric_key", "ds.enable_sleep", "data.eval_fraction"}
-    )
 
 
 class EvalConfig(AgentConfig):

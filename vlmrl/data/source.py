@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from PIL import Image
 
 from vlmrl.config.data import Columns, Data
-from vlmrl.config.rollout import EvalBase
+from vlmrl.config.rollout import HeldOut
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
@@ -89,7 +89,7 @@ class Source:
         model: str,
         trust_remote_code: bool,
         data: Columns,
-        evaluation: EvalBase | None,
+        evaluation: HeldOut | None,
         seed: int,
         share: Callable[[InlineMedia], Media] = lambda media: media,
         label_problems: TimedLabelProblems | None = None,
@@ -150,11 +150,18 @@ class Source:
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
         """Return the next `count` rows as samples for supervised training; requires `requirements.answer`."""
         prompts, metrics = self.draw(count)
+        return self._samples(prompts), metrics
+
+    def evaluation_samples(self) -> dict[str, list[Sample]]:
+        """Return all rows of each evaluation set as samples; requires `requirements.answer`."""
+        return {name: self._samples(prompts) for name, prompts in self.evaluation().items()}
+
+    def _samples(self, prompts: Sequence[Prompt]) -> list[Sample]:
         samples = []
         for prompt in prompts:
-            assert prompt.answer is not None, "draw_samples requires requirements.answer"
+            assert prompt.answer is not None, "samples require requirements.answer"
             samples.append(sft_sample(prompt, prompt.answer, self._processor))
-        return samples, metrics
+        return samples
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Return all prompts of each evaluation set, by the set's name."""

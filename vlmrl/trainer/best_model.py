@@ -48,7 +48,8 @@ def read_best(folder: Path, *, metric: str) -> Best | None:
 def keep_best(
     folder: Path, metrics: Metrics, *, metric: str, step: int, save: Callable[[Path], None]
 ) -> tuple[Best, bool]:
-    """Replace the model in `folder` by the current one if `metrics` has a higher value of `metric`.
+    """Replace the model in `folder` by the current one if `metrics` has a better value of `metric`: a lower loss, or a
+    higher value of any other.
 
     On a tie the earlier model stays. The folder is replaced in one step: a run that is killed meanwhile leaves the
     older model. A resumed run compares with the existing model, even if it is from a later step.
@@ -58,12 +59,12 @@ def keep_best(
 
     Returns the record of the best model, and whether it is new.
 
-    Raises ConfigError when the metric was not measured, or higher values of it are not better; StorageError when the
-    model cannot be written.
+    Raises ConfigError when the metric was not measured, or does not say which of two models is better; StorageError
+    when the model cannot be written.
     """
     value = _value(metrics, metric)
     best = read_best(folder, metric=metric)
-    if best is not None and not value > best.value:
+    if best is not None and not (value < best.value if _is_loss(metric) else value > best.value):
         return best, False
     new = Best(metric=metric, value=value, step=step)
     written = partial(folder)
@@ -75,15 +76,25 @@ def keep_best(
 
 
 def _value(metrics: Metrics, metric: str) -> float:
-    if not (metric.endswith("/reward") or "/pass@" in metric):
+    if not _orders_models(metric):
         raise ConfigError(
-            f"{_FLAG} {metric}: higher values of it are not better; name a pass@k or a reward of an evaluation"
+            f"{_FLAG} {metric} does not say which of two models is better; name a pass@k, a reward, an accuracy or a "
+            "loss of an evaluation"
         )
     if metric not in metrics:
-        available = sorted(name for name in metrics if name.endswith("/reward") or "/pass@" in name)
+        available = sorted(filter(_orders_models, metrics))
         raise ConfigError(
             f"{_FLAG} {metric} is not measured by the evaluation, which has: {', '.join(available) or 'none'}"
         )
     value = metrics[metric]
     # Any number is better than NaN, and NaN is better than no model at all.
-    return -math.inf if math.isnan(value) else value
+    worst = math.inf if _is_loss(metric) else -math.inf
+    return worst if math.isnan(value) else value
+
+
+def _orders_models(metric: str) -> bool:
+    return _is_loss(metric) or metric.endswith(("/reward", "/accuracy")) or "/pass@" in metric
+
+
+def _is_loss(metric: str) -> bool:
+    return metric.endswith("/loss")

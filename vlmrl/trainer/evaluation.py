@@ -1,11 +1,10 @@
-"""Evaluate the policy on held-out prompts, and decide what a failed or interrupted evaluation means for the run."""
+"""Evaluate the policy on held-out prompts: sample responses, score them, and compute pass@k."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import comb
 from typing import Protocol, TypeVar
 
@@ -13,16 +12,10 @@ import numpy as np
 
 from vlmrl.config.built_in import REWARD_FUNCTIONS
 from vlmrl.config.verbs import EvalConfig, RlConfig
-from vlmrl.errors import StorageError, VlmrlError
-from vlmrl.observe.report import RunReport
+from vlmrl.errors import VlmrlError
 from vlmrl.observe.transcripts import Transcripts
-from vlmrl.system import stops
-from vlmrl.system.stops import Stopped
-from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.episodes import check_episodes, responses_of
 from vlmrl.trainer.protocols import Engine, Rewarder
-from vlmrl.trainer.rl import LoopState
-from vlmrl.trainer.run_checkpoints import RunCheckpoints
 from vlmrl.types import Group, Metrics, Prompt, Sampling, Score
 
 _SEED = 1_000_003
@@ -167,106 +160,26 @@ class EvaluatedPolicy(Protocol):
         """Exclude model passes within the context from the step's metrics."""
 
 
-@dataclass
-class Evaluations:
-    """The evaluations of a run. One that fails ends the run, after its step has been saved."""
-
-    config: RlConfig
-    sets: Mapping[str, Sequence[Prompt]]
-    engine: Engine
-    rewarder: Rewarder
-    policy: EvaluatedPolicy
-    transcripts: Transcripts
-    checkpoints: RunCheckpoints
-    report: RunReport
-    last: int
-    """Last step of the run."""
-    error: VlmrlError | None = None
-    """The failure of an evaluation, which ends the run once the step is saved."""
-    last_evaluated: int | None = None
-    """The newest step with an evaluation."""
-
-    def after_step(self, step: int) -> Metrics:
-        """Evaluate if this step is due; return the metrics."""
-        interval = self.config.eval.steps
-        if step != self.last and (interval <= 0 or step % interval):
-            return {}
-        try:
-            with stops.interruptible():
-                return self._run_and_keep_error(step, is_last=step == self.last)
-        except Stopped:  # the step itself is finished, and is saved before the run ends
-            self.checkpoints.evaluation_is_pending = True
-            return {}
-
-    def _run_and_keep_error(self, step: int, *, is_last: bool) -> Metrics:
-        try:
-            return self.run(step)
-        except VlmrlError as error:
-            saved = "whose model is saved" if is_last else "which is saved for --ckpt.load_enable"
-            self.error = type(error)(f"evaluation after step {step}, {saved}: {error}")
-            return {}
-
-    def finish_early(self, ending: Ending, *, has_adapter: bool) -> None:
-        """Evaluate and save the last step of a run that ended before `self.last`; otherwise do nothing."""
-        if ending.reason is None:
-            return
-        self.report.say(ending.reason)
-        metrics: Metrics = {}
-        if ending.step != self.last_evaluated:
-            metrics = self._run_and_keep_error(ending.step, is_last=True)
-        if ending.left_out:
-            metrics = metrics | {"data/left_out": float(ending.left_out)}
-        self.report.evaluation(ending.step, metrics)
-        if ending.is_solved and self.config.ckpt.save_steps > 0:
-            self.checkpoints.save_last_step()
-        if self.error is not None:
-            self.checkpoints.finish(has_adapter=has_adapter)
-            raise self.error
-
-    def save_on_error(self, error: _Ending) -> _Ending:
-        """Save the last step; return the error with the checkpoint to resume from.
-
-        The step of a failed evaluation is saved already.
-        """
-        try:
-            saved = None if error is self.error else self.checkpoints.save_last_step()
-        except VlmrlError as second_error:  # it must not hide why the run ended
-            return type(error)(f"{error}; its last step is not saved: {second_error}")
-        if saved is None:
-            return error
-        return type(error)(f"{error}; the steps before it are saved: resume from {saved} with --ckpt.load_enable")
-
-    def save(self, step: int, state: LoopState, *, has_adapter: bool) -> None:
-        """Write a checkpoint if one is due.
-
-        After a failed evaluation one is always written, and the final models too if it was the last step; then the
-        error is raised.
-        """
-        try:
-            self.checkpoints.save(step, state, force=self.error is not None)
-            if self.error is not None and step == self.last:
-                self.checkpoints.finish(has_adapter=has_adapter)
-        except StorageError as storage_error:
-            if self.error is None:
-                raise
-            self.error = type(self.error)(f"{self.error}; but {storage_error}")
-        if self.error is not None:
-            raise self.error
-
-    def run(self, step: int) -> Metrics:
-        """Evaluate the current policy."""
-        with self.report.phase("eval"), self.policy.uncounted():
-            metrics, responses = evaluate(
-                self.sets,
-                engine=self.engine,
-                rewarder=self.rewarder,
-                sampling=evaluation_sampling(self.config),
-                breakdown_key=self.config.eval.breakdown_key,
-            )
-            for name, (groups, scores) in responses.items():
-                self.transcripts.write_evaluation(step, name, groups, scores)
-            check_sets(self.config, responses)
-        with stops.uninterrupted():
-            self.checkpoints.keep_best(step, metrics)
-        self.last_evaluated, self.checkpoints.evaluation_is_pending = step, False
-        return metrics
+def evaluate_policy(
+    step: int,
+    *,
+    config: RlConfig,
+    sets: Mapping[str, Sequence[Prompt]],
+    engine: Engine,
+    rewarder: Rewarder,
+    policy: EvaluatedPolicy,
+    transcripts: Transcripts,
+) -> Metrics:
+    """Evaluate the policy of an RL run after this step, and write its responses."""
+    with policy.uncounted():
+        metrics, responses = evaluate(
+            sets,
+            engine=engine,
+            rewarder=rewarder,
+            sampling=evaluation_sampling(config),
+            breakdown_key=config.eval.breakdown_key,
+        )
+        for name, (groups, scores) in responses.items():
+            transcripts.write_evaluation(step, name, groups, scores)
+        check_sets(config, responses)
+    return metrics

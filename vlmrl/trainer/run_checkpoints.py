@@ -12,7 +12,8 @@ from rich.text import Text
 
 from vlmrl.config.changes import changed_settings, format_changes, plain_settings
 from vlmrl.config.num_steps import fraction_done
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError, StorageError, VlmrlError
 from vlmrl.learning.checkpoint_checksums import has_checksums
 from vlmrl.learning.checkpoint_size import min_checkpoint_bytes
@@ -22,7 +23,7 @@ from vlmrl.system import stops
 from vlmrl.system.atomic_folders import checkpoints, partial, prune, remove, remove_partial, set_aside
 from vlmrl.system.stops import Stopped
 from vlmrl.system.storage import check_room, size_of, writing
-from vlmrl.trainer.best_model import keep_best
+from vlmrl.trainer.best_model import Best, keep_best
 from vlmrl.trainer.filtering import RewardRange
 from vlmrl.trainer.protocols import Resumable
 from vlmrl.trainer.rl import LoopState
@@ -101,7 +102,7 @@ class FinishedStep(NamedTuple):
 class RunCheckpoints:
     """Saves a run's state, which is spread over its roles, to the run's folder, and restores it."""
 
-    config: RlConfig | SftConfig
+    config: TrainingConfig
     folder: RunFolder
     data: Resumable
     """The training rows, or the source of responses to them."""
@@ -265,20 +266,24 @@ class RunCheckpoints:
             for parent in (self.folder.checkpoints, self.folder.critic_checkpoints):
                 prune(parent, keep=self.config.ckpt.max_num)
 
-    def keep_best(self, step: int, metrics: Metrics) -> None:
-        """Save the current model as `best/` if an evaluation's metrics make it the best by `ckpt.best_metric_key`."""
+    def keep_best(self, step: int, metrics: Metrics) -> Best | None:
+        """Save the current model as `best/` if an evaluation's metrics make it the best by `ckpt.best_metric_key`.
+
+        Returns the record of the best model so far; None if none is kept, or its metric is unknown at this step.
+        """
         metric = self.config.ckpt.best_metric_key
         if metric is None:
-            return
+            return None
         if metric not in metrics and any(name.endswith("/failed") and count for name, count in metrics.items()):
             self.report.say(
                 f"{metric} is unknown at step {step}, since responses could not be scored: {self.folder.best} stays"
             )
-            return
+            return None
         with self.report.phase("save"):
             best, is_new = keep_best(self.folder.best, metrics, metric=metric, step=step, save=self.policy.save_model)
         if is_new:
             self.report.say(f"best {metric} so far: {best.value:.3g} at step {step}, in {self.folder.best}")
+        return best
 
     def check_room_ahead(self, *, done: int, last: int) -> None:
         """Check the room for the next checkpoint, if one is due by step `last`, before hours of training depend on it.

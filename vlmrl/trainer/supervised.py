@@ -1,54 +1,62 @@
-"""The supervised training loop, over Protocols."""
+"""The loop of training on the rows of a dataset, over Protocols. A step is one optimizer step on one batch of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from vlmrl.system import stops
+from vlmrl.trainer.collect import Ending
 from vlmrl.trainer.protocols import Report
-from vlmrl.types import Metrics, Sample
+from vlmrl.types import Metrics
+
+Batch = TypeVar("Batch")
 
 
-class Rows(Protocol):
-    """The endless stream of training rows with their responses."""
+class Evaluator(Protocol):
+    """Evaluates the model between steps."""
 
-    def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """Return the next `count` rows as samples, and metrics of fetching them."""
+    def after_step(self, step: int) -> Metrics:
+        """Evaluate if this step is due; return the metrics."""
 
-
-class Model(Protocol):
-    """The model that is trained."""
-
-    def fit(self, samples: Sequence[Sample]) -> Metrics:
-        """Make one optimizer step on the mean negative log-likelihood of the samples' response tokens."""
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends before its last step; None if it goes on."""
 
 
 def fit(
     *,
-    rows: Rows,
-    model: Model,
+    draw: Callable[[int], tuple[Batch, Metrics]],
+    update: Callable[[Batch], Metrics],
+    evaluator: Evaluator,
     report: Report,
     batch_size: int,
     save: Callable[[int], None],
     first_step: int,
     last_step: int,
     rows_left: int,
-) -> None:
-    """Run the steps `first_step..last_step`, both included.
+) -> Ending:
+    """Run the steps `first_step..last_step`, both included, as far as `evaluator` lets them.
 
-    `rows_left` is the number of rows that these steps can draw. Those at the end that do not fill a batch are left out,
-    and counted in `data/left_out`.
+    Args:
+        draw: returns the next rows as one batch, and metrics of fetching them.
+        update: makes one optimizer step on a batch.
+        rows_left: number of rows that these steps can draw. Those at the end that do not fill a batch are left out, and
+            counted in `data/left_out`.
     """
     left_out = rows_left - (last_step + 1 - first_step) * batch_size
     for step in range(first_step, last_step + 1):
         with report.phase("data"):
-            samples, metrics = rows.draw_samples(batch_size)
+            batch, metrics = draw(batch_size)
         with stops.uninterrupted():
             with report.phase("update"):
-                metrics = metrics | model.fit(samples)
+                metrics = metrics | update(batch)
+            metrics |= evaluator.after_step(step)
             if step == last_step and 0 < left_out < batch_size:
                 metrics["data/left_out"] = float(left_out)
             report.step(step, metrics)
             save(step)
         stops.raise_if_requested()
+        if evaluator.stop_reason is not None:
+            return Ending(step, evaluator.stop_reason)
+    return Ending(max(last_step, first_step - 1))

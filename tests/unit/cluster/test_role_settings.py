@@ -27,7 +27,7 @@ from vlmrl.cluster.role_settings import (
     rewarder_settings,
 )
 from vlmrl.config.num_steps import fraction_done, last_step, last_step_from, optimizer_steps
-from vlmrl.config.verbs import SftConfig
+from vlmrl.config.stages import SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.models.adapter_plan import AdapterPlan
 

@@ -11,7 +11,8 @@ import pytest
 from vlmrl.commands import forecast
 from vlmrl.commands.memory import GIB, Machine
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError, RewardError
 from vlmrl.models import tiny
 from vlmrl.plugins import Processor, processor

@@ -9,7 +9,8 @@ import pytest
 
 from vlmrl.commands.memory import GIB, Machine, MemoryPlan, largest_pack, memory_plan, show
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.load import skeleton
 from vlmrl.plugins import processor

@@ -20,7 +20,8 @@ from vlmrl.commands.preflight import (
     format_checkpoint_plan,
 )
 from vlmrl.config.load import load
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ClusterError, ConfigError
 from vlmrl.models import tiny
 from vlmrl.models.adapter_plan import AdapterPlan

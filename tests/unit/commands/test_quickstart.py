@@ -6,7 +6,8 @@ import pytest
 
 from vlmrl.commands.quickstart import _VARIANTS, main
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,9 @@ from vlmrl.config.adapters import reason_to_merge
 from vlmrl.config.bench_verbs import StepBench, SyncBench
 from vlmrl.config.load import load
 from vlmrl.config.lora import Lora
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import MergeConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import MergeConfig, RlConfig
 from vlmrl.errors import ConfigError
 
 MODEL = ["--actor.model_name_or_path", "m"]

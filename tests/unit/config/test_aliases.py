@@ -7,9 +7,10 @@ import pytest
 from vlmrl.config.aliases import ALIASES, alias_of
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
-from vlmrl.config.verbs import EvalConfig, MergeConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, MergeConfig, RlConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

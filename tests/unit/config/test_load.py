@@ -7,7 +7,8 @@ import pytest
 
 from vlmrl.config.bench_verbs import RolloutBench, SyncBench
 from vlmrl.config.load import load
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]

@@ -3,7 +3,8 @@ import pytest
 from vlmrl.config.ckpt import Ckpt
 from vlmrl.config.ds import Ds
 from vlmrl.config.names import all_but, is_given, nearest, setting_value, settings_named_in
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 
 NAMES = list(RlConfig.settings())
 

@@ -7,7 +7,8 @@ import pytest
 from vlmrl.config.actor import Model
 from vlmrl.config.bench_verbs import StepBench
 from vlmrl.config.load import load
-from vlmrl.config.verbs import RlConfig, SftConfig
+from vlmrl.config.stages import SftConfig
+from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ConfigError
 
 NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"]
@@ -231,9 +232,16 @@ def test_bench_step_reads_muon_only_with_the_muon_optimizer() -> None:
         load(StepBench, model)
 
 
-def test_supervised_training_has_no_best_model() -> None:
-    with pytest.raises(ConfigError, match="vlmrl sft does not have it; vlmrl rl does"):
-        load(SftConfig, [*NEEDED, "--ckpt.best_metric_key", "policy/loss"])
+def test_supervised_training_keeps_its_best_model_by_an_evaluation_and_may_stop_by_it() -> None:
+    best = [*NEEDED, "--ckpt.best_metric_key", "eval/toy/loss"]
+    with pytest.raises(ConfigError, match="nothing is evaluated without"):
+        load(SftConfig, best)
+    with pytest.raises(ConfigError, match="-1 makes none during training"):
+        load(SftConfig, [*best, "--eval.dataset", "toy"])
+    stopping = ["--eval.dataset", "toy", "--eval.steps", "5", "--eval.early_stop_patience", "3"]
+    assert load(SftConfig, [*best, *stopping]).eval.early_stop_patience == 3
+    with pytest.raises(ConfigError, match="does not name the metric"):
+        load(SftConfig, [*NEEDED, *stopping])
 
 
 def test_an_asynchronous_run_of_no_batches_ahead_is_synchronous() -> None:

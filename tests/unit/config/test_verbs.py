@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from vlmrl.config import names
 from vlmrl.config.bench_verbs import AsyncBench, RolloutBench, SyncBench
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.verb_base import VerbConfig
-from vlmrl.config.verbs import EvalConfig, RlConfig, SftConfig
+from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.config.vllm import Vllm
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.load import load
-from vlmrl.config.verbs import SftConfig
+from vlmrl.config.stages import SftConfig
 from vlmrl.errors import ConfigError
 from vlmrl.observe.run_folder import RunFolder
 

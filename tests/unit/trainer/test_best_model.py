@@ -81,6 +81,21 @@ def test_a_run_killed_while_writing_leaves_the_older_best(when: str, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+def test_the_best_loss_is_the_lowest(tmp_path: Path) -> None:
+    def keep(value: float, step: int) -> bool:
+        return keep_best(
+            tmp_path / "best", {"eval/toy/loss": value}, metric="eval/toy/loss", step=step, save=model("m")
+        )[1]
+
+    assert [keep(0.5, 1), keep(0.7, 2), keep(float("nan"), 3), keep(0.4, 4), keep(0.4, 5)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
 def test_a_resumed_run_compares_with_the_existing_best(tmp_path: Path) -> None:
     assert kept(tmp_path / "best", 0.75, 30)
     assert not kept(tmp_path / "best", 0.75, 20)
@@ -89,7 +104,7 @@ def test_a_resumed_run_compares_with_the_existing_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ("eval/toy/tokens_mean", "higher values of it are not better; name a pass@k or a reward"),
+        ("eval/toy/tokens_mean", "does not say which of two models is better; name a pass@k, a reward"),
         ("eval/other/pass@1", "is not measured by the evaluation, which has: eval/toy/pass@1, eval/toy/reward"),
     ],
 )

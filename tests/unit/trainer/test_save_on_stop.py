@@ -12,7 +12,7 @@ import pytest
 from recording_roles import RecordingReport, RecordingRole, run_checkpoints
 from scripted_loop import config
 
-from vlmrl.config.verbs import SftConfig
+from vlmrl.config.stages import SftConfig
 from vlmrl.errors import StorageError
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.system import stops

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from scripted_loop import Notebook
 
-from vlmrl.trainer.sft import fit
+from vlmrl.trainer.collect import Ending
+from vlmrl.trainer.supervised import fit
 from vlmrl.types import Metrics, Sample
 
 
@@ -16,19 +17,25 @@ class Endless:
     def __init__(self) -> None:
         self.drawn = 0
 
-    def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
+    stop_reason: str | None = None
+
+    def draw(self, count: int) -> tuple[list[Sample], Metrics]:
         self.drawn += count
         return [], {"media/bytes_moved": 0.0}
 
-    def fit(self, samples: Sequence[Sample]) -> Metrics:
+    def update(self, samples: Sequence[Sample]) -> Metrics:
         return {"policy/loss": 0.5}
+
+    def after_step(self, step: int) -> Metrics:
+        return {}
 
 
 def run(*, rows_left: int) -> Notebook:
     rows, notebook, saved = Endless(), Notebook(), list[int]()
     fit(
-        rows=rows,
-        model=rows,
+        draw=rows.draw,
+        update=rows.update,
+        evaluator=rows,
         report=notebook,
         batch_size=4,
         save=saved.append,
@@ -50,3 +57,27 @@ def test_last_rows_that_do_not_fill_a_batch_are_counted() -> None:
 def test_a_run_with_fewer_steps_leaves_no_rows_out() -> None:
     assert "data/left_out" not in run(rows_left=96).steps[3]
     assert "data/left_out" not in run(rows_left=8).steps[3]
+
+
+def test_a_run_ends_when_its_evaluations_no_longer_improve() -> None:
+    rows, notebook = Endless(), Notebook()
+
+    def after_step(step: int) -> Metrics:
+        rows.stop_reason = "enough" if step == 3 else None
+        return {"eval/toy/loss": 0.5}
+
+    rows.after_step = after_step  # type: ignore[method-assign]
+    ending = fit(
+        draw=rows.draw,
+        update=rows.update,
+        evaluator=rows,
+        report=notebook,
+        batch_size=4,
+        save=lambda step: None,
+        first_step=1,
+        last_step=9,
+        rows_left=36,
+    )
+    assert ending == Ending(3, reason="enough")
+    assert list(notebook.steps) == [1, 2, 3]
+    assert "data/left_out" not in notebook.steps[3]

@@ -1,0 +1,40 @@
+"""The settings of the verbs that learn from data, without sampling responses for it."""
+
+from typing import ClassVar
+
+from vlmrl.config import roles, rollout
+from vlmrl.config.base import Unread
+from vlmrl.config.rollout import EvalRows
+from vlmrl.config.training import TrainingConfig
+
+_ONLY_OF_RL = frozenset({"logger.rollouts", "ds.enable_sleep"})
+
+
+class SupervisedConfig(TrainingConfig):
+    """Training on the rows of a dataset: each row once per epoch, `train.batch_size` rows per optimizer step."""
+
+    omits: ClassVar[frozenset[str]] = _ONLY_OF_RL
+
+    eval: EvalRows = EvalRows()
+
+    @property
+    def evaluates(self) -> bool:
+        """The run has held-out rows."""
+        return self.eval.dataset is not None or self.data.eval_fraction > 0
+
+    def unread(self) -> Unread:
+        return (
+            super().unread()
+            | roles.unread_of_best(evaluates=self.evaluates)
+            | rollout.unread_of_eval(self.eval, holds_out=self.data.eval_fraction > 0)
+            | rollout.unread_of_patience(self.eval, best_metric_key=self.ckpt.best_metric_key)
+        )
+
+    def conflicts(self) -> list[str]:
+        return [*roles.conflicts_of_best(self.ckpt, self.eval, evaluates=self.evaluates), *super().conflicts()]
+
+
+class SftConfig(SupervisedConfig):
+    """Supervised fine-tuning on the responses of a dataset."""
+
+    verb: ClassVar[str] = "sft"
