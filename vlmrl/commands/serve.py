@@ -6,10 +6,11 @@ import asyncio
 import os
 import re
 import signal
+import sys
 
 from vlmrl.agents.gateway.server import Server, make_app
 from vlmrl.agents.gateway.serving import Serving
-from vlmrl.agents.gateway.sessions import MAX_RESPONSES, Sessions
+from vlmrl.agents.gateway.sessions import Sessions
 from vlmrl.agents.parsers import parsers
 from vlmrl.config.verbs import PolicyServeConfig
 from vlmrl.errors import ConfigError
@@ -87,7 +88,7 @@ def _serving(config: PolicyServeConfig, processor: Processor, engine: RolloutEng
         parser_of=parsers(processor, config.agent.tool_format),
         context_len=config.agent.context_len,
         max_images=config.agent.max_images,
-        max_turns=MAX_RESPONSES,
+        max_turns=sys.maxsize,  # sessions that have become long begin anew
     )
 
 

@@ -25,7 +25,7 @@ class Sessions:
     """
 
     def __init__(self, serving: Serving, sampling: Sampling, *, token: str | None) -> None:
-        """`serving.max_turns` is the number of responses after which a session begins anew."""
+        """A session begins anew when it takes half of what all may keep; one that is never idle, when it takes all."""
         self._serving, self._sampling, self._token = serving, sampling, token
         self._sessions: OrderedDict[bytes, GatewayEpisode] = OrderedDict()
         """Digest of the key -> session."""
@@ -37,7 +37,7 @@ class Sessions:
             return None
         digest = hashlib.sha256(key.encode()).digest()
         session = self._sessions.pop(digest, None)
-        if session is None or (self._is_long(session) and not session.num_running):
+        if session is None or _is_over(session):
             empty = np.zeros(0, dtype=np.int64)
             nobody = Prompt(0, "serve", "", empty, empty, None)
             session = GatewayEpisode(self._serving, nobody, self._sampling, number=self._num_opened)
@@ -50,9 +50,6 @@ class Sessions:
     def sessions(self) -> Iterable[GatewayEpisode]:
         return list(self._sessions.values())
 
-    def _is_long(self, session: GatewayEpisode) -> bool:
-        return len(session.tree.nodes) >= self._serving.max_turns // 2 or session.num_bytes >= MAX_BYTES // 2
-
     def _forget(self) -> None:
         """Forget the sessions that were used longest ago, and of which no request is in progress."""
         num_kept = num_bytes = 0
@@ -61,3 +58,9 @@ class Sessions:
             num_bytes += session.num_bytes
             if (num_kept > MAX_RESPONSES or num_bytes > MAX_BYTES) and not session.num_running:
                 del self._sessions[digest]
+
+
+def _is_over(session: GatewayEpisode) -> bool:
+    """Whether a session is too long to go on. Its requests in progress end in it."""
+    share = max(len(session.tree.nodes) / MAX_RESPONSES, session.num_bytes / MAX_BYTES)
+    return share >= (1.0 if session.num_running else 0.5)

@@ -1,5 +1,8 @@
 """Conversations of a served model: one for each key."""
 
+import asyncio
+import sys
+
 import pytest
 from agents.gateway.scripted import SAMPLING, ScriptedSampler, serving
 from chat_templates import text_processor
@@ -11,10 +14,10 @@ pytestmark = pytest.mark.anyio
 ASK = b'{"messages": [{"role": "user", "content": "Which way?"}]}'
 
 
-def opened(token: str | None = None, *, max_turns: int = 100) -> Sessions:
+def opened(token: str | None = None, *, delay_s: float = 0.0) -> Sessions:
     one = text_processor("chatml")
-    sample = ScriptedSampler(one, lambda text, number: "left")
-    return Sessions(serving(one, sample, max_turns=max_turns), SAMPLING, token=token)
+    sample = ScriptedSampler(one, lambda text, number: "left", delay_s)
+    return Sessions(serving(one, sample, max_turns=sys.maxsize), SAMPLING, token=token)
 
 
 async def test_a_token_is_the_beginning_of_all_keys() -> None:
@@ -28,14 +31,34 @@ async def test_a_token_is_the_beginning_of_all_keys() -> None:
     assert with_token.find("secret") is not with_token.find("secret/one")
 
 
-async def test_a_long_session_begins_anew() -> None:
-    one = opened(max_turns=4)
+async def test_a_long_session_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_RESPONSES", 4)
+    one = opened()
     first = one.find("a")
     assert first is not None
     for _ in range(2):
         await (await first.request(ASK, is_retry=False)).task
     assert one.find("a") is not first
     await first.close()
+
+
+async def test_a_long_session_that_is_never_idle_begins_anew_and_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_RESPONSES", 10)
+    one, used = opened(delay_s=0.005), set()
+    ask = b'{"messages": [{"role": "user", "content": "Which way at %d of %d?"}]}'
+
+    async def client(number: int) -> None:
+        for step in range(10):
+            session = one.find("")
+            assert session is not None
+            used.add(session)
+            await (await session.request(ask % (step, number), is_retry=False)).task
+
+    await asyncio.gather(*(client(number) for number in range(4)))
+    assert sum(len(session.tree.nodes) for session in used) == 40
+    assert max(len(session.tree.nodes) for session in used) <= 10 + 4, "with those that were in progress"
 
 
 async def test_sessions_that_were_used_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
