@@ -245,7 +245,9 @@ class Server:
         except TimeoutError:
             pass
         if not self._server.started:
-            raise ClusterError(f"the gateway does not start at {self.base_url}")
+            error = self._task.exception() if self._task.done() else None
+            reason = "" if error is None else f": {error}"  # another server may have had the port first
+            raise ClusterError(f"the gateway does not start at {self.base_url}{reason}")
 
     @property
     def base_url(self) -> str:
@@ -257,7 +259,7 @@ class Server:
     async def stop(self) -> None:
         """End all connections. Idempotent."""
         task, self._task = self._task, None
-        if task is not None:
+        if task is not None and not task.done():  # else it did not start, which `start` has raised
             self._server.should_exit = True
             with suppress(TimeoutError):
                 await asyncio.wait_for(task, 5.0)

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from vlmrl.agents.gateway.bodies import RawMessage
 from vlmrl.agents.gateway.episode import GatewayEpisode
 from vlmrl.agents.gateway.images import Images
-from vlmrl.agents.gateway.server import make_app
+from vlmrl.agents.gateway.server import Keys, Server, make_app
 from vlmrl.config.gateway import Gateway
 from vlmrl.errors import ClusterError
 from vlmrl.plugins import Processor
@@ -462,6 +462,20 @@ async def test_keys_paths_and_methods(qwen: Processor) -> None:
         one.keys.remove(one.key)
         with pytest.raises(openai.AuthenticationError):
             await ask(one.client(), ASK)
+
+
+async def test_a_port_that_another_server_had_first_is_named_as_the_reason(qwen: Processor) -> None:
+    def server(port: int) -> Server:
+        gateway = Gateway(port=port)
+        return Server(make_app(Keys().find, gateway, qwen), gateway)
+
+    one = server(0)
+    other = server(int(one.base_url.split(":")[-1].removesuffix("/v1")))  # nobody listens on the port yet
+    await one.start()
+    with pytest.raises(ClusterError, match=r"does not start at .* in use"):
+        await other.start()
+    await other.stop()
+    await one.stop()
 
 
 async def test_the_end_of_an_episode_ends_its_requests(qwen: Processor) -> None:
