@@ -24,7 +24,7 @@ from vlmrl.verify.adapters import AdapterCheck, format_check, prompt_of, samplin
 from vlmrl.verify.images import ImageGroundingCheck, choose_with_images
 from vlmrl.verify.layouts import check_layouts
 from vlmrl.verify.logprobs import are_alike, check_groups, largest_gap, noise_floor, rounding, with_logprobs
-from vlmrl.verify.noise import NoiseCheck, Paths, choose
+from vlmrl.verify.noise import NoiseCheck, Paths, choose, fewest
 
 
 class Messages(Report, Protocol):
@@ -71,8 +71,8 @@ class Checks:
         if self.config.train.queue_size:
             is_measured = self.noise is not None and self.noise.is_due(step)
             few, _ = choose(groups, np.random.default_rng([self.config.train.seed % 2**63, step]))
-            # Two responses, unless noise is measured too: this pass is added to each step.
-            compare = self._score_again(few if is_measured else few[:1])
+            # Two responses if they are long enough, unless noise is measured too: this pass is added to each step.
+            compare = self._score_again(few if is_measured else fewest(few))
             if not is_measured:
                 return lambda: metrics | compare().metrics
             groups, agreement = compare()

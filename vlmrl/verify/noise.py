@@ -29,6 +29,8 @@ _NUM_RESPONSES = 2
 _NUM_TOKENS = 256
 """Tokens of a response, at most."""
 _MIN_TOKENS = 64
+_FEWEST_TOKENS = 24
+"""The mean over fewer is mostly that of one token, which in bf16 may differ by more than the bound on means."""
 _MAX_GROUPS = 4
 """If responses are short, more groups are used, until they have `_MIN_TOKENS` together."""
 _NUM_RETRIES = 3
@@ -260,6 +262,18 @@ def choose(groups: Sequence[Group], rng: np.random.Generator) -> tuple[list[Grou
             unused = rest[number::_NUM_RETRIES] or rest
             others_of_all.append(Group(group.prompt, unused) if unused else next(candidates, group))
     return [_shortened(group) for group in chosen], [list(map(_shortened, retry)) for retry in others]
+
+
+def fewest(chosen: Sequence[Group]) -> list[Group]:
+    """Return the first of the chosen groups: no more than a mean over their tokens needs."""
+    groups: list[Group] = []
+    num_tokens = 0
+    for group in chosen:
+        if num_tokens >= _FEWEST_TOKENS:
+            break
+        groups.append(group)
+        num_tokens += sum(rollout.num_sampled for rollout in group.rollouts)
+    return groups
 
 
 def _shuffled(groups: Sequence[Group], rng: np.random.Generator) -> Iterator[Group]:

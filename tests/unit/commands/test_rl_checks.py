@@ -81,10 +81,12 @@ def checks(sides: Sides, recorded: Recorded, *, images: ImageGroundingCheck | No
 
 
 # The weights that sampled these tokens gave them -0.5.
-GROUPS = [
-    Group(prompt, tuple(make_rollout(prompt, "a", version=1, length=9) for _ in range(4)))
-    for prompt in map(make_prompt, range(8))
-]
+def groups_of(length: int) -> list[Group]:
+    prompts = map(make_prompt, range(8))
+    return [Group(p, tuple(make_rollout(p, "a", version=1, length=length) for _ in range(4))) for p in prompts]
+
+
+GROUPS = groups_of(16)
 CORRECTED = {"advantage": {"is_correction_enable": True}}
 
 
@@ -101,6 +103,14 @@ def test_engine_and_trainer_are_compared_on_a_few_responses_that_the_engine_scor
     assert {float(v) for group in recorded.groups for s in group.segments for v in s.logprobs[s.sampled]} == {-2.0}
     assert len(recorded.logprobs) == sides.num_scored
     assert min(float(row.min()) for row in recorded.logprobs) == pytest.approx(-2.0 + 5e-4)
+
+
+@pytest.mark.parametrize(("length", "num_scored"), [(2, 8), (9, 4), (16, 2), (400, 2)])
+def test_short_responses_are_compared_together(length: int, num_scored: int) -> None:
+    """A mean over four tokens is mostly that of one of them. Two responses of a group; four groups at most."""
+    sides = Sides(5e-4)
+    checks(sides, Recorded(), train=AHEAD, algo=CORRECTED).check_responses(3, groups_of(length))()
+    assert sides.num_scored == num_scored
 
 
 def test_noise_is_measured_while_engine_and_trainer_hold_the_same_weights() -> None:
