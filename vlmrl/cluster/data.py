@@ -10,6 +10,7 @@ import ray
 from vlmrl.agents.settings import EnvironmentSettings
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
+from vlmrl.config.pairs import PairData
 from vlmrl.config.rollout import HeldOut
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
@@ -117,6 +118,8 @@ def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowR
     """Columns that the run needs in each row, in addition to the prompt."""
     if isinstance(config, RolloutBench):
         return NO_REQUIREMENTS
+    if isinstance(config.data, PairData):
+        return RowRequirements(pair=True)
     if not isinstance(config, RlConfig | EvalConfig):
         return RowRequirements(answer=True)
     reward = config.reward

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.data.pairs import Pairs
 from vlmrl.data.source import Source
 from vlmrl.types import Media, Metrics, Prompt, Sample
 
@@ -47,6 +48,18 @@ class RemotePrompts:
     def evaluation_samples(self) -> dict[str, list[Sample]]:
         """Return all rows of each evaluation set with their responses."""
         sets = self._group.call(lambda source: source.evaluation_samples())[0]
+        self._show_warnings(math.inf)
+        return sets
+
+    def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
+        """Return the next `count` rows as pairs of a chosen and a rejected response."""
+        pairs, metrics = self._group.call(lambda source: source.draw_pairs(count))[0]
+        self._show_warnings(metrics["data/rows_dropped"])
+        return pairs, metrics
+
+    def evaluation_pairs(self) -> dict[str, Pairs]:
+        """Return all rows of each evaluation set as pairs of a chosen and a rejected response."""
+        sets = self._group.call(lambda source: source.evaluation_pairs())[0]
         self._show_warnings(math.inf)
         return sets
 

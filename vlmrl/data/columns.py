@@ -10,15 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlmrl.config.data import COLUMN_KEYS, Columns
-from vlmrl.data.conversations import STANDARD_ANSWER_COLUMNS, ends_with_answer, read_conversation
+from vlmrl.config.pairs import PAIR_KEYS
+from vlmrl.data.conversations import STANDARD_ANSWER_COLUMNS, ends_with_answer, is_conversation, read_conversation
 from vlmrl.data.rows import Rows
 from vlmrl.errors import DataError
 
 Keys = Mapping[str, str | None]
 """Column of each setting: `{"input_key": "problem", "label_key": "reward_model.ground_truth"}`. None: no column."""
 
+_DEFAULTS: Keys = COLUMN_KEYS | PAIR_KEYS
+
 _STANDARD = {"input_key": ("prompt", "messages", "conversations"), "output_key": STANDARD_ANSWER_COLUMNS}
 """Names in TRL's and ShareGPT's datasets, read when a dataset has no column of the default name."""
+_STANDARD_OF_PAIRS = {"input_key": ("prompt",)}
+"""The same for pairs, beside which other columns of messages hold one of the two responses once more."""
 _LIKELY = {
     "input_key": ("question", "problem", "query", "instruction", "text"),
     "label_key": ("answer", "solution", "ground_truth", "target", "final_answer", "reward_model"),
@@ -47,6 +52,15 @@ class RowRequirements(NamedTuple):
     """Columns that replace the label in datasets that have all of them."""
     reward_columns: frozenset[str] = frozenset()
     """Columns that a reward function takes by name; the label may be one of them."""
+    pair: bool = False
+    """Whether the row needs a chosen and a rejected response, as in `vlmrl dpo`; it then has no label."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Settings of the columns that are read."""
+        if self.pair:
+            return "input_key", "image_key", *PAIR_KEYS
+        return tuple(name for name in COLUMN_KEYS if name != "output_key" or self.answer)
 
     def label_needed_for(self, source: Rows, label_key: str | None) -> str | None:
         """Return the setting that needs a label in this dataset; None if its rows need none."""
@@ -70,15 +84,17 @@ def find_columns(
         DataError: a needed or configured column is missing, none of the rows read has a needed label or answer, or a
             column that is not read holds images. One line names all missing columns.
     """
-    search = _ColumnSearch(source, sources, columns)
-    keys = {name: search.column(name) for name in COLUMN_KEYS if name != "output_key" or requirements.answer}
+    search = _ColumnSearch(source, sources, columns, pairs=requirements.pair)
+    keys = {name: search.column(name) for name in requirements.names}
     rows = list(_sampled_rows(source))
     missing = [f"no column {keys[name]!r} (data.{name})" for name in search.missing(keys)]
-    label_for = requirements.label_needed_for(source, keys["label_key"])
+    label_for = requirements.label_needed_for(source, keys.get("label_key"))
+    if requirements.pair and not missing and not _has_column(source, keys["input_key"]):
+        missing += _missing_questions(keys, rows)
     if label_for is not None and not _has_column(source, keys["label_key"]):
         missing = [line for line in missing if "data.label_key" not in line]
         missing.append(f"no column {keys['label_key']!r} (data.label_key), which {label_for} needs")
-    known = {*source.columns, columns.label_key, keys["label_key"]}
+    known = {*source.columns, columns.label_key, keys.get("label_key")}
     missing += [
         f"no column {name!r}, which reward.remote_url needs" for name in sorted(requirements.reward_columns - known)
     ]
@@ -127,9 +143,11 @@ def top_column(key: str | None) -> str | None:
 class _ColumnSearch:
     """Column names of one dataset, from its own options, the settings and the standard names."""
 
-    def __init__(self, source: Rows, sources: Sequence[Rows], columns: Columns) -> None:
+    def __init__(self, source: Rows, sources: Sequence[Rows], columns: Columns, *, pairs: bool = False) -> None:
         self._source = source
         self._columns = columns
+        self._standard = _STANDARD_OF_PAIRS if pairs else _STANDARD
+        self._needed = ("chosen_key", "rejected_key") if pairs else ("input_key",)
         self._others = [other for other in sources if other is not source]
 
     def column(self, name: str) -> str | None:
@@ -137,7 +155,7 @@ class _ColumnSearch:
         if name in self._source.named_columns:
             return self._source.named_columns[name]
         key: str | None = getattr(self._columns, name)
-        default = COLUMN_KEYS[name]
+        default = _DEFAULTS[name]
         if name == "input_key" and key == default and {"instruction", "input"} <= set(self._source.columns):
             raise DataError(
                 f"dataset {self._source.name} has the columns instruction and input (Alpaca's format), of which only "
@@ -147,7 +165,7 @@ class _ColumnSearch:
             return key
         if self._source.has_own_columns and self._is_in_other_dataset(key):
             return default
-        standard = [other for other in _STANDARD.get(name, ()) if other in self._source.columns]
+        standard = [other for other in self._standard.get(name, ()) if other in self._source.columns]
         if key == default and len(standard) > 1:
             raise DataError(
                 f"dataset {self._source.name} has the columns {' and '.join(standard)}: set data.{name} to the one to "
@@ -158,8 +176,8 @@ class _ColumnSearch:
     def missing(self, keys: Keys) -> Iterator[str]:
         """Yield the settings whose column is needed or configured, but missing."""
         for name, key in keys.items():
-            is_needed = name == "input_key" or name in self._source.named_columns
-            is_configured = key not in (None, COLUMN_KEYS[name]) and not self._is_in_other_dataset(key)
+            is_needed = name in self._needed or name in self._source.named_columns
+            is_configured = key not in (None, _DEFAULTS[name]) and not self._is_in_other_dataset(key)
             if not _has_column(self._source, key) and (is_needed or is_configured):
                 yield name
 
@@ -190,6 +208,18 @@ def _has_answers(source: Rows, keys: Keys, rows: Sequence[Mapping[str, Any]]) ->
     if any(_has_column(source, keys[name]) for name in ("output_key", "label_key")):
         return True
     return not rows or any(_holds(_ends_with_answer, row, keys) for row in rows)
+
+
+def _missing_questions(keys: Keys, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the column of questions as missing if the chosen responses of all rows read are texts without any."""
+    if not rows or any(_holds(_begins_with_question, row, keys) for row in rows):
+        return []
+    return [f"no column {keys['input_key']!r} (data.input_key), and its responses are no conversations with a question"]
+
+
+def _begins_with_question(row: Mapping[str, Any], keys: Keys) -> bool:
+    messages = read_conversation(value_at(row, keys["chosen_key"])).messages
+    return is_conversation(messages) and len(messages) > 1
 
 
 def _ends_with_answer(row: Mapping[str, Any], keys: Keys) -> bool:
@@ -242,8 +272,11 @@ def _holds(condition: Callable[..., bool], *arguments: Any) -> bool:
 
 def _has_images(row: Mapping[str, Any], keys: Keys) -> bool:
     """Whether the columns that are read give an image in this row."""
-    inline = read_conversation(value_at(row, keys["input_key"])).images
-    return len(inline) > 0 or len(as_list(value_at(row, keys["image_key"]))) > 0
+    conversations = [value_at(row, keys.get(name)) for name in ("input_key", "chosen_key", "rejected_key")]
+    return (
+        any(read_conversation(value).images for value in conversations)
+        or len(as_list(value_at(row, keys["image_key"]))) > 0
+    )
 
 
 def _looks_like_images(column: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config.data import COLUMN_KEYS
+from vlmrl.config.pairs import PAIR_KEYS
 from vlmrl.errors import ConfigError
 
 _COLUMNS = re.compile(r"(?::\w+=[^:=&?,]+)+\Z")
@@ -21,8 +22,9 @@ def split_columns(spec: str) -> tuple[str, dict[str, str]]:
         return spec, {}
     columns = dict(pair.split("=") for pair in match.group()[1:].split(":"))
     for name in columns:
-        if name not in COLUMN_KEYS:
-            raise ConfigError(f"dataset {spec}: no column setting {name!r}; there are {', '.join(COLUMN_KEYS)}")
+        if name not in COLUMN_KEYS | PAIR_KEYS:
+            names = ", ".join([*COLUMN_KEYS, *PAIR_KEYS])
+            raise ConfigError(f"dataset {spec}: no column setting {name!r}; there are {names}")
     return spec[: match.start()], columns
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from vlmrl.config.pairs import PAIR_KEYS
 from vlmrl.data.columns import Keys, as_list, value_at
 from vlmrl.data.conversations import read_conversation
 from vlmrl.data.image_source import NO_ACCESS, ImageAccess, locate
@@ -35,6 +36,7 @@ class RowDigest(NamedTuple):
     """Digests of a row, 16 hexadecimal digits each."""
 
     question: str
+    """With both responses, if the row has a chosen and a rejected one."""
     label: str
     images: str
     """Of the images' content; for an image behind a URL, of the URL."""
@@ -55,9 +57,10 @@ class RowHasher(NamedTuple):
             values = self.rows[row]
             question, inline = read_conversation(value_at(values, self.keys["input_key"]))
             images = inline or as_list(value_at(values, self.keys["image_key"]))
+            pair = [value_at(values, self.keys[name]) for name in PAIR_KEYS if name in self.keys]
             return RowDigest(
-                _digest(_canonical(question)),
-                _digest(_canonical(value_at(values, self.keys["label_key"]))),
+                _digest(*map(_canonical, [question, *pair])),
+                _digest(_canonical(value_at(values, self.keys.get("label_key")))),
                 _digest(*(_image_content(image, self.access) for image in images if image is not None)),
             )
         return None

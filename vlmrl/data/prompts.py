@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +21,7 @@ from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.labels import class_name, format_label, label_text
 from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import RowIndex, RowOrder
+from vlmrl.data.question import Question
 from vlmrl.data.rows import Rows
 from vlmrl.data.unusable import UnusableError, check_depth, metadata_of, unusable_on_error
 from vlmrl.errors import ConfigError, DataError
@@ -48,19 +48,6 @@ def _keep_inline(media: InlineMedia) -> Media:
 
 def _no_problems(labels: Sequence[str]) -> list[None]:
     return [None] * len(labels)
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """The columns of a row, before its images are opened."""
-
-    text: str | Sequence[Mapping[str, Any]]
-    label: str | None
-    images: Sequence[Any]
-    metadata: Mapping[str, Any]
-    answer: str | None
-    label_key: str | None
-    is_question: bool
 
 
 class PromptStream:
@@ -216,7 +203,7 @@ class PromptStream:
 
     def _prompts(self, indices: Sequence[RowIndex], first_index: int, shared: dict[str, Media]) -> list[Prompt]:
         """Make the prompts of the usable rows; drop the others."""
-        questions: list[tuple[str, ImageAccess, _Question]] = []
+        questions: list[tuple[str, ImageAccess, Question]] = []
         for index in indices:
             source = self._sources[index.source]
             name = source.row_name(index.row)
@@ -234,40 +221,43 @@ class PromptStream:
             try:
                 if isinstance(media, UnusableError):
                     raise media
-                text, tokens, request = self._tokenize(question, media)
+                prompts.append(self._prompt(first_index + len(prompts), name, question, media, shared))
             except UnusableError as error:
                 self._drop(name, error)
-                continue
-            shared_media = tuple(self._shared(item, shared) for item in media)
-            messages = self._processor.messages(question.text, num_images=len(media), columns=self._columns)
-            prompts.append(
-                Prompt(
-                    index=first_index + len(prompts),
-                    source=name,
-                    text=text,
-                    tokens=tokens,
-                    request=request,
-                    label=question.label,
-                    media=shared_media,
-                    metadata=question.metadata,
-                    answer=question.answer,
-                    is_chat=not isinstance(question.text, str),
-                    label_key=question.label_key,
-                    question=question.text,
-                    has_question=question.is_question,
-                    messages=with_media(messages, shared_media),
-                )
-            )
         return prompts
 
-    def _read(self, index: RowIndex) -> _Question:
+    def _prompt(
+        self, index: int, name: str, question: Question, media: Sequence[InlineMedia], shared: dict[str, Media]
+    ) -> Prompt:
+        """Make the prompt of a question. Raises UnusableError."""
+        text, tokens, request = self._tokenize(question, media)
+        shared_media = tuple(self._shared(item, shared) for item in media)
+        messages = self._processor.messages(question.text, num_images=len(media), columns=self._columns)
+        return Prompt(
+            index=index,
+            source=name,
+            text=text,
+            tokens=tokens,
+            request=request,
+            label=question.label,
+            media=shared_media,
+            metadata=question.metadata,
+            answer=question.answer,
+            is_chat=not isinstance(question.text, str),
+            label_key=question.label_key,
+            question=question.text,
+            has_question=question.is_question,
+            messages=with_media(messages, shared_media),
+        )
+
+    def _read(self, index: RowIndex) -> Question:
         """Read the columns of a row, without opening images."""
         with unusable_on_error("row unreadable"):
             row = self._sources[index.source][index.row]
             check_depth(row)
             return self._question(index, row)
 
-    def _question(self, index: RowIndex, row: Mapping[str, Any]) -> _Question:
+    def _question(self, index: RowIndex, row: Mapping[str, Any]) -> Question:
         keys = self._keys[index.source]
         text, inline = read_conversation(value_at(row, keys["input_key"]))
         if not text:
@@ -283,7 +273,7 @@ class PromptStream:
         # A JSON line may omit a column, which then is None, as in a table.
         absent: Mapping[str, Any] = {} if source.has_own_columns else dict.fromkeys(source.columns)
         metadata = metadata_of({**absent, **row}, set(keys.values()))
-        return _Question(text, label, images, metadata, answer, keys["label_key"], source.has_questions)
+        return Question(text, label, images, metadata, answer, keys["label_key"], source.has_questions)
 
     def _label(self, index: RowIndex, row: Mapping[str, Any]) -> str | None:
         column = self._keys[index.source]["label_key"]
@@ -314,8 +304,8 @@ class PromptStream:
         return images
 
     def _with_usable_labels(
-        self, questions: Sequence[tuple[str, ImageAccess, _Question]]
-    ) -> list[tuple[str, ImageAccess, _Question]]:
+        self, questions: Sequence[tuple[str, ImageAccess, Question]]
+    ) -> list[tuple[str, ImageAccess, Question]]:
         """Keep the questions without a label or with one that a response can match; drop the others."""
         labels = [question.label for _, _, question in questions if question.label is not None]
         problems = dict(zip(labels, self._label_problems(labels), strict=True))
@@ -330,7 +320,7 @@ class PromptStream:
         return usable
 
     def _open_all(
-        self, questions: Sequence[tuple[str, ImageAccess, _Question]]
+        self, questions: Sequence[tuple[str, ImageAccess, Question]]
     ) -> Iterator[tuple[InlineMedia, ...] | UnusableError]:
         """Yield the images of each question, or the reason why they cannot be used. Decodes on several threads."""
         if sum(len(question.images) for _, _, question in questions) < 2:
@@ -339,14 +329,14 @@ class PromptStream:
         with ThreadPoolExecutor(_NUM_DECODERS, thread_name_prefix="vlmrl-decode") as pool:
             yield from pool.map(lambda entry: self._open(entry[1], entry[2]), questions)
 
-    def _open(self, access: ImageAccess, question: _Question) -> tuple[InlineMedia, ...] | UnusableError:
+    def _open(self, access: ImageAccess, question: Question) -> tuple[InlineMedia, ...] | UnusableError:
         try:
             with unusable_on_error("image unusable"):
                 return make_row_media(question.images, processor=self._processor, columns=self._columns, access=access)
         except UnusableError as error:  # returned, since raising would end the thread pool's iteration
             return error
 
-    def _tokenize(self, question: _Question, media: Sequence[InlineMedia]) -> tuple[str, Ints, Ints]:
+    def _tokenize(self, question: Question, media: Sequence[InlineMedia]) -> tuple[str, Ints, Ints]:
         with unusable_on_error("question and images do not fit" if media else "question unusable"):
             rendered = self._processor.render(
                 question.text, num_images=len(media), columns=self._columns, tools=self._tools
@@ -360,7 +350,7 @@ class PromptStream:
             raise UnusableError("too long", reason + self._share_of_tools(question, media, len(tokens)))
         return self._processor.readable(rendered), tokens, request
 
-    def _share_of_tools(self, question: _Question, media: Sequence[InlineMedia], num_tokens: int) -> str:
+    def _share_of_tools(self, question: Question, media: Sequence[InlineMedia], num_tokens: int) -> str:
         """Say how many of a prompt's tokens describe tools, which users do not see in their data."""
         if not self._tools:
             return ""

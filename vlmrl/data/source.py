@@ -17,6 +17,7 @@ from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
 from vlmrl.data.labels import format_label
 from vlmrl.data.media import InlineMedia
+from vlmrl.data.pairs import Pairs, PairStream, collate_pairs
 from vlmrl.data.prompts import PromptStream
 from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import Rows, first_rows, load_all
@@ -124,7 +125,8 @@ class Source:
         *,
         run_sources: Sequence[Rows] | None = None,
     ) -> PromptStream:
-        return PromptStream(
+        kind = PairStream if self._requirements.pair else PromptStream
+        return kind(
             sources,
             probs=probs,
             processor=self._processor,
@@ -155,6 +157,15 @@ class Source:
     def evaluation_samples(self) -> dict[str, list[Sample]]:
         """Return all rows of each evaluation set as samples; requires `requirements.answer`."""
         return {name: self._samples(prompts) for name, prompts in self.evaluation().items()}
+
+    def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
+        """Return the next `count` rows as pairs of responses; requires `requirements.pair`."""
+        prompts, metrics = self.draw(count)
+        return collate_pairs(prompts), metrics
+
+    def evaluation_pairs(self) -> dict[str, Pairs]:
+        """Return all rows of each evaluation set as pairs of responses; requires `requirements.pair`."""
+        return {name: collate_pairs(prompts) for name, prompts in self.evaluation().items()}
 
     def _samples(self, prompts: Sequence[Prompt]) -> list[Sample]:
         samples = []
