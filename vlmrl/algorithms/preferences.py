@@ -1,4 +1,4 @@
-"""Preference losses of pairs of responses: DPO, IPO, and the Bradley-Terry loss of reward models."""
+"""Preference losses of responses: DPO, IPO, ORPO, SimPO, BCO, KTO, and the Bradley-Terry loss of reward models."""
 
 from __future__ import annotations
 
@@ -71,6 +71,51 @@ def ipo_loss(
     return (difference - 1 / (2 * beta)).square()
 
 
+def simpo_loss(
+    chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], *, beta: float, gamma: float
+) -> Float[Tensor, " P"]:
+    """`-log sigmoid(beta (chosen - rejected) - gamma)` of log-probs **averaged** over the response (SimPO,
+    arXiv:2405.14734). There is no reference."""
+    return -F.logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def orpo_loss(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], *, weight: float) -> Float[Tensor, " P"]:
+    """`-chosen - weight * log sigmoid(log_odds(chosen) - log_odds(rejected))` of log-probs **averaged** over the
+    response, with `log_odds(lp) = lp - log(1 - exp(lp))` (ORPO, arXiv:2403.07691). There is no reference."""
+    return -chosen - weight * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def bco_loss(
+    chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], *, beta: float, delta: float
+) -> Float[Tensor, " P"]:
+    """`-log sigmoid(beta chosen - delta) - log sigmoid(delta - beta rejected)` (BCO, arXiv:2404.04656).
+
+    Both are log-ratios of policy to reference, summed over the response; `delta` is the running mean of all
+    `beta (chosen + rejected) / 2`.
+    """
+    return -F.logsigmoid(beta * chosen - delta) - F.logsigmoid(delta - beta * rejected)
+
+
+def kto_loss(
+    ratios: Float[Tensor, " N"],
+    desirable: Bool[Tensor, " N"],
+    *,
+    baseline: float,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Float[Tensor, " N"]:
+    """`w_D (1 - sigmoid(beta (r - z)))` of desirable and `w_U (1 - sigmoid(beta (z - r)))` of undesirable responses
+    (KTO, arXiv:2402.01306).
+
+    `ratios` r are log-ratios of policy to reference, summed over the response. `baseline` z is the mean r of responses
+    to other prompts than their own, and at least 0.
+    """
+    scaled = beta * (ratios - baseline)
+    good = desirable_weight * torch.sigmoid(-scaled)
+    return torch.where(desirable, good, undesirable_weight * torch.sigmoid(scaled))
+
+
 def bradley_terry_loss(
     chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"], *, margin: Float[Tensor, " P"] | float = 0.0
 ) -> Float[Tensor, " P"]:
@@ -79,3 +124,9 @@ def bradley_terry_loss(
     `margin` is by how much the preferred response is better, if annotators rated it (arXiv:2307.09288, section 3.2.2).
     """
     return -F.logsigmoid(chosen - rejected - margin)
+
+
+def _log_odds(logprobs: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    # Log-probs of 0 exactly, as of an empty response, would have infinite odds.
+    clipped = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return clipped - torch.log(-torch.expm1(clipped))

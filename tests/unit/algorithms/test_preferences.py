@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from vlmrl.algorithms.preferences import bradley_terry_loss, dpo_loss, ipo_loss, response_means, response_sums
+from vlmrl.algorithms.preferences import (
+    bco_loss,
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    orpo_loss,
+    response_means,
+    response_sums,
+    simpo_loss,
+)
 
 # Two rows: the first holds responses 0 and 1 with a gap in each, the second response 3; response 2 has no token.
 VALUES = torch.tensor([[9.0, -1.0, 9.0, -2.0, -4.0, -8.0], [-3.0, 9.0, -5.0, -7.0, 9.0, 9.0]])
@@ -74,3 +84,44 @@ def test_extreme_pairs_stay_finite() -> None:
 def test_a_label_smoothing_of_half_or_more_is_refused(smoothing: float) -> None:
     with pytest.raises(ValueError, match="label_smoothing"):
         dpo_loss(**pair(0, 0, 0, 0), beta=0.1, label_smoothing=smoothing)
+
+
+def test_simpo_by_hand() -> None:
+    # 2 * (-0.5 - -1.5) - 0.5 = 1.5; 2 * 0 - 0.5 = -0.5.
+    result = simpo_loss(torch.tensor([-0.5, -1.0]), torch.tensor([-1.5, -1.0]), beta=2.0, gamma=0.5)
+    torch.testing.assert_close(result, torch.log1p(torch.exp(torch.tensor([-1.5, 0.5]))))
+
+
+def test_orpo_by_hand() -> None:
+    # Probabilities 3/4 and 1/2 have odds 3 and 1: the sigmoid of log 3 is 3/4. Equal ones have the sigmoid 1/2.
+    chosen, rejected = torch.tensor([0.75, 0.2]).log(), torch.tensor([0.5, 0.2]).log()
+    result = orpo_loss(chosen, rejected, weight=0.1)
+    expected = [-math.log(0.75) - 0.1 * math.log(0.75), -math.log(0.2) - 0.1 * math.log(0.5)]
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def test_orpo_of_certain_and_impossible_responses_stays_finite() -> None:
+    chosen = torch.tensor([0.0, -1e-9, -1e4], requires_grad=True)
+    loss = orpo_loss(chosen, torch.tensor([-1e4, -1.0, 0.0]), weight=0.1)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert chosen.grad is not None
+    assert chosen.grad.isfinite().all()
+
+
+def test_bco_by_hand() -> None:
+    # 0.5 * 3 - 0.25 = 1.25 and 0.25 - 0.5 * -1 = 0.75; 0 - 0.25 and 0.25 - 0.
+    result = bco_loss(torch.tensor([3.0, 0.0]), torch.tensor([-1.0, 0.0]), beta=0.5, delta=0.25)
+    expected = [
+        math.log1p(math.exp(-1.25)) + math.log1p(math.exp(-0.75)),
+        math.log1p(math.exp(0.25)) + math.log1p(math.exp(-0.25)),
+    ]
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def test_kto_by_hand() -> None:
+    # 0.5 * (3 - 1) = 1 and 0.5 * (-1 - 1) = -1, each as desirable and as undesirable.
+    ratios, desirable = torch.tensor([3.0, 3.0, -1.0, -1.0]), torch.tensor([True, False, True, False])
+    result = kto_loss(ratios, desirable, baseline=1.0, beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    low, high = 1 / (1 + math.e), 1 / (1 + 1 / math.e)
+    torch.testing.assert_close(result, torch.tensor([2 * low, 3 * high, 2 * high, 3 * low]))
