@@ -130,3 +130,12 @@ def _log_odds(logprobs: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
     # Log-probs of 0 exactly, as of an empty response, would have infinite odds.
     clipped = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
     return clipped - torch.log(-torch.expm1(clipped))
+
+
+def step_loss(log_odds: Float[Tensor, " S"], labels: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+    """Cross-entropy of steps that are correct with the log-odds of a process reward model (arXiv:2305.20050).
+
+    A label is 1 for a correct step, 0 for a wrong one, and in between where it was estimated from samples
+    (arXiv:2312.08935).
+    """
+    return F.binary_cross_entropy_with_logits(log_odds, labels, reduction="none")

@@ -118,11 +118,14 @@ def load_state(
     return extra
 
 
-def save_model(net: PreTrainedModel, processor: Processor, folder: Path) -> None:
-    """Write the model and its processor for `from_pretrained` and vLLM. A collective."""
+def save_model(net: PreTrainedModel, processor: Processor, folder: Path, *, merge: bool = False) -> None:
+    """Write the model and its processor for `from_pretrained` and vLLM. A collective.
+
+    With `merge`, adapters are added to its weights, summed in fp32 and rounded once.
+    """
 
     def write(path: Path) -> None:
-        weights = dict(whole_tensors(net, saved_tensors(net), max_bytes=_GATHER_BYTES))
+        weights = dict(whole_tensors(net, saved_tensors(net), max_bytes=_GATHER_BYTES, merge=merge))
         if torch.distributed.get_rank() == 0:
             net.save_pretrained(path, state_dict=weights)
             processor.save(path)

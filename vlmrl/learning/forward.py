@@ -19,7 +19,7 @@ from vlmrl.config.ds import Ds
 from vlmrl.data.packing import FILLER, Branch, Pack, collect
 from vlmrl.learning.deepspeed_engine import DTYPES
 from vlmrl.models.attention import implementation
-from vlmrl.models.inputs import model_inputs
+from vlmrl.models.inputs import model_inputs, states_at
 from vlmrl.models.liger import apply_liger
 from vlmrl.models.load import load_model
 from vlmrl.models.quantize import FourBit, four_bit
@@ -28,7 +28,7 @@ from vlmrl.models.value_head import ValueModel, ValueOutput, value_net
 from vlmrl.models.vision_cache import VisionCache
 from vlmrl.observe.metrics import Metric, Sum
 from vlmrl.plugins import Processor, processor_of
-from vlmrl.types import Floats, Sample
+from vlmrl.types import Bools, Floats, Sample
 
 
 def read_model(actor: Model, *, ds: Ds, columns: Columns, where: torch.device) -> tuple[PreTrainedModel, Processor]:
@@ -128,8 +128,7 @@ class ModelForward:
 
     def run(self, pack: Pack, **options: Any) -> Any:
         """Run the module on a pack, with `options`. Its [B, T] outputs may have more rows and columns than the pack."""
-        if self._filler is not None and torch.is_grad_enabled() and not pack.media:
-            pack = _append(pack, self._filler)
+        pack = self.completed(pack)
         features = None if self._cache is None else self._cache.get(pack.media, device=self._device)
         cached = self._agree_on_cached(pack, set(features or ()))
         inputs = model_inputs(self._module.net, self._processor, pack, cached=cached)
@@ -140,6 +139,11 @@ class ModelForward:
         if self._cache is not None and features is not None:
             self._cache.put({name: features[name] for name in pack.media if name not in cached})
         return output
+
+    def completed(self, pack: Pack) -> Pack:
+        """Return the pack as `run` computes it: with a filler, if this pass needs an image and the pack has none."""
+        needs_image = self._filler is not None and torch.is_grad_enabled() and not pack.media
+        return _append(pack, self._filler) if needs_image and self._filler is not None else pack
 
     def run_packs(
         self, packs: Sequence[Pack], compute: Callable[[Pack], Tensor], *, gradient: bool = False
@@ -250,6 +254,35 @@ class ValueForward(ModelForward):
     def values(self, packs: Sequence[Pack]) -> list[tuple[int, Floats]]:
         """Values as (id, [T]); see `run_packs`."""
         return self.run_packs(packs, self)
+
+
+class StateForward(ModelForward):
+    """Forward passes that return values of the states at marked tokens."""
+
+    def __call__(self, pack: Pack, marks: Sequence[Bools]) -> Tensor:
+        """Compute the values of the tokens that `marks`, [T] per sample, marks: [B, T] in the layout of the pack; 0
+        elsewhere."""
+        rows, columns = pack.shape
+        whole = self.completed(pack)
+        none = [np.zeros(len(sample.tokens), dtype=np.bool_) for sample in whole.samples[len(marks) :]]
+        positions = states_at(whole, [*marks, *none])
+        output: ValueOutput = self.run(whole, positions={n: self._to_device(t) for n, t in positions.items()})
+        return output.values[:rows, :columns]
+
+    def values_at(self, packs: Sequence[Pack], marks: Sequence[Sequence[Bools]]) -> list[tuple[int, Floats]]:
+        """Values at the tokens that `marks`, [T] per sample and pack, marks, as (id, [T]); see `run_packs`."""
+        marks_of = {id(pack): of_pack for pack, of_pack in zip(packs, marks, strict=True)}
+        return self.run_packs(packs, lambda pack: self(pack, marks_of[id(pack)]))
+
+    def scores(self, packs: Sequence[Pack]) -> list[tuple[int, float]]:
+        """Scores: (id, value of the state at the last token) for each sample with a non-negative id."""
+        rows = self.values_at(packs, [[last_token(sample) for sample in pack.samples] for pack in packs])
+        return [(i, float(row[-1])) for i, row in rows]
+
+
+def last_token(sample: Sample) -> Bools:
+    """[T]: True at the last token."""
+    return np.arange(len(sample.tokens)) == len(sample.tokens) - 1
 
 
 def _append(pack: Pack, filler: Sample) -> Pack:

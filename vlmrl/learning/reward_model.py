@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from vlmrl.data.packing import Pack
+from vlmrl.data.step_ends import StepBoundaries
 from vlmrl.errors import ConfigError
 from vlmrl.learning.deepspeed_engine import (
     device,
@@ -21,14 +20,12 @@ from vlmrl.learning.deepspeed_engine import (
     sharded_loading,
     start_frozen_engine,
 )
-from vlmrl.learning.forward import ModelForward, RowsAndMetrics, read_value_model
+from vlmrl.learning.forward import RowsAndMetrics, StateForward, read_value_model
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models.buffers import check_buffers
-from vlmrl.models.inputs import states_at
 from vlmrl.models.value_head import Scale, ValueModel
 from vlmrl.observe.metrics import Metric
 from vlmrl.plugins import Processor, check_same_inputs, processor_of
-from vlmrl.types import Bools, Ints, Sample
 
 
 class RewardModel:
@@ -63,7 +60,7 @@ class RewardModel:
         self._moves_to_device = offload and not is_sharded
         if not is_sharded and not offload:
             self._value_model.to(self._device)
-        self._forward = ModelForward(
+        self._forward = StateForward(
             self._value_model,
             processor,
             device=self._device,
@@ -85,9 +82,10 @@ class RewardModel:
     def score(self, packs: Sequence[Pack]) -> tuple[list[tuple[int, float]], dict[str, Metric]]:
         """Scores: (id, score) for each sample with a non-negative id, from the state at its last token; and pass
         metrics."""
-        rows, counts = self._values(packs, [[_last(sample) for sample in pack.samples] for pack in packs])
+        with self._on_device():
+            scores, counts = self._forward.scores(packs), self._forward.take_counts()
         mean, std = self._scale
-        return [(i, (float(row[-1]) - mean) / std) for i, row in rows], counts
+        return [(i, (score - mean) / std) for i, score in scores], counts
 
     def step_scores(self, packs: Sequence[Pack], *, as_odds: bool = False) -> RowsAndMetrics:
         """Step scores: (id, [T]) for each sample with a non-negative id, and pass metrics.
@@ -98,7 +96,8 @@ class RewardModel:
         """
         assert self._steps is not None, "step scores need a separator"
         ends = [[self._steps.ends(sample) for sample in pack.samples] for pack in packs]
-        rows, counts = self._values(packs, ends)
+        with self._on_device():
+            rows, counts = self._forward.values_at(packs, ends), self._forward.take_counts()
         by_id = {
             i: end for pack, marks in zip(packs, ends, strict=True) for i, end in zip(pack.ids, marks, strict=True)
         }
@@ -113,18 +112,6 @@ class RewardModel:
             scores.append((i, share.astype(np.float32)))
         return scores, counts
 
-    def _values(self, packs: Sequence[Pack], marks: Sequence[Sequence[Bools]]) -> RowsAndMetrics:
-        """Values at the marked tokens: (id, [T]) for each sample with a non-negative id, and pass metrics."""
-        marks_of = {id(pack): mark for pack, mark in zip(packs, marks, strict=True)}
-
-        def compute(pack: Pack) -> Tensor:
-            positions = {name: tensor.to(self._device) for name, tensor in states_at(pack, marks_of[id(pack)]).items()}
-            values: Tensor = self._forward.run(pack, positions=positions).values
-            return values
-
-        with self._on_device():
-            return self._forward.run_packs(packs, compute), self._forward.take_counts()
-
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Keep offloaded weights on the device within the context."""
@@ -137,58 +124,6 @@ class RewardModel:
         finally:
             self._value_model.cpu()
             release_memory()
-
-
-class StepBoundaries:
-    """Positions where the steps of a response end."""
-
-    def __init__(self, processor: Processor, separator: str) -> None:
-        """A step ends with `separator`. Raises ConfigError when the separator is not the text of whole tokens."""
-        self._tokenizer = processor.tokenizer
-        self._special = frozenset(processor.tokenizer.all_special_ids)
-        self._decoded: dict[int, str] = {}
-        self._separator = separator
-        ids = processor.tokenizer(separator, add_special_tokens=False).input_ids
-        if separator not in "".join(self._pieces(ids)):
-            raise ConfigError(
-                f"reward.process_separator {separator!r}: the model's tokens split one of its characters: use another"
-            )
-
-    def ends(self, sample: Sample) -> Bools:
-        """[T]: True at the tokens that end a step: where a separator ends, and the last token of each run of sampled
-        tokens, unless only whitespace and special tokens follow the last separator.
-
-        Example: `a=1`, `.\\n\\n`, `b`, `=2`, end token: True at the second and the fifth.
-        """
-        is_end = np.zeros(len(sample.tokens), dtype=np.bool_)
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.sampled, [False]]).astype(np.int8)))
-        for first, last in edges.reshape(-1, 2):
-            is_end[first + self._ends_of_run(sample.tokens[first:last])] = True
-        return is_end
-
-    def _ends_of_run(self, tokens: Ints) -> Ints:
-        pieces = self._pieces(tokens)
-        token_ends = np.cumsum([len(piece) for piece in pieces])
-        text = "".join(pieces)
-        separator_ends = [match.end() for match in re.finditer(re.escape(self._separator), text)]
-        ends = list(np.searchsorted(token_ends, separator_ends))
-        after = ends[-1] + 1 if ends else 0
-        rest = [
-            piece for piece, token in zip(pieces[after:], tokens[after:], strict=True) if token not in self._special
-        ]
-        if not ends or "".join(rest).strip():
-            ends.append(len(tokens) - 1)
-        return np.array(ends, dtype=np.int64)
-
-    def _pieces(self, tokens: Sequence[int] | Ints) -> list[str]:
-        """Decode each token by itself, so that positions in the text map to tokens."""
-        for token in {int(token) for token in tokens} - self._decoded.keys():
-            self._decoded[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
-        return [self._decoded[int(token)] for token in tokens]
-
-
-def _last(sample: Sample) -> Bools:
-    return np.arange(len(sample.tokens)) == len(sample.tokens) - 1
 
 
 def _scale(config: PreTrainedConfig, path: str, flag: str) -> Scale:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.learning.reference import Reference
     from vlmrl.learning.reward_model import RewardModel
+    from vlmrl.learning.reward_trainer import RewardTrainer
     from vlmrl.models.adapter_plan import AdapterPlan
 
 
@@ -129,3 +130,23 @@ class RewardModelSettings:
         from vlmrl.learning.reward_model import RewardModel
 
         return RewardModel(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTrainerSettings:
+    """Settings of `RewardTrainer`."""
+
+    actor: Model
+    ds: Ds
+    loop: Loop
+    columns: Columns
+    vision: Vision
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    adapter: AdapterPlan | None = None
+    """Only this adapter and the score layer train, starting from `actor.adapter_name_or_path` if that is set."""
+
+    def build(self) -> RewardTrainer:
+        from vlmrl.learning.reward_trainer import RewardTrainer
+
+        return RewardTrainer(self)

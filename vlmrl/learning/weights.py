@@ -89,15 +89,18 @@ def checkpoint_tensors(net: PreTrainedModel, tensors: NamedTensors, *, merge: bo
     return checkpoint_names(net, [(name, _materialize(net, name, tensor, merge=merge)) for name, tensor in tensors])
 
 
-def whole_tensors(net: PreTrainedModel, tensors: NamedTensors, *, max_bytes: int) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(
+    net: PreTrainedModel, tensors: NamedTensors, *, max_bytes: int, merge: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors, dequantized, in CPU memory, on rank 0; yield nothing on other ranks.
 
-    A collective: every rank must exhaust it. At most `max_bytes` of shards are gathered at a time.
+    A collective: every rank must exhaust it. At most `max_bytes` of shards are gathered at a time. With `merge`,
+    adapters are added to the weights of `net`; see `checkpoint_tensors`.
     """
     is_first = torch.distributed.get_rank() == 0
     for run in split_by_bytes(tensors, max_bytes=max_bytes):
-        with gathered(run):
-            whole = [(name, _on_cpu(tensor)) for name, tensor in run] if is_first else []
+        with gathered(run, adapters_of=net if merge else None):
+            whole = [(name, _whole(net, name, tensor, merge=merge)) for name, tensor in run] if is_first else []
         yield from whole
 
 
@@ -121,6 +124,12 @@ def _materialize(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool
     base = dequantized(tensor)
     layer = adapted_layer(net, name) if merge else None
     return base if layer is None else (base.float() + delta(layer)).to(base.dtype)
+
+
+def _whole(net: PreTrainedModel, name: str, tensor: Tensor, *, merge: bool) -> Tensor:
+    if merge and adapted_layer(net, name) is not None:
+        return _materialize(net, name, tensor, merge=True).cpu()
+    return _on_cpu(tensor)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from vlmrl.config.train import Loop
 from vlmrl.config.vision import Vision
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.packing import FILLER, Pack, make_pack
+from vlmrl.data.step_ends import StepBoundaries
 from vlmrl.errors import ConfigError
-from vlmrl.learning.reward_model import RewardModel, StepBoundaries
+from vlmrl.learning.reward_model import RewardModel
 from vlmrl.learning.settings import RewardModelSettings
 from vlmrl.models import tiny
 from vlmrl.models.inputs import model_inputs
