@@ -28,6 +28,7 @@ Reinforcement learning of language and vision-language models.
 
   rl             reinforcement learning: sample responses, score them, learn from the better ones
   sft            supervised fine-tuning on the labels of a dataset
+  rm             training of a reward model on preferences, or on labelled steps
   eval           evaluation on held-out prompts, scored by the reward functions
   bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
@@ -42,14 +43,13 @@ Reinforcement learning of language and vision-language models.
                  with --self-test: check it with tiny models, in about two minutes;
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
-`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft and eval checks them and prints the plan.
-Not built yet: rm, dpo."""
+`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm and eval checks them and prints the plan.
+Not built yet: dpo."""
 
 _GRACE_S = 60.0
 """The default of `train.stop_grace_s`, for verbs that do not have the setting."""
 
 _NOT_BUILT = {
-    "rm": "training reward models is not built yet; reward.model_name_or_path takes one that is trained",
     "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
 }
 
@@ -63,6 +63,8 @@ _ELSEWHERE = {
     **{f"train_ppo{end}": f"{_RL_WITH} gae" for end in ("", "_ray")},
     "dapo": f"{_RL_WITH} group_norm, --algo.dynamic_filtering_enable and --actor.eps_clip_low_high 0.2 0.28",
     **dict.fromkeys(("train_sft", "finetune", "fine-tune"), "vlmrl sft does it"),
+    **dict.fromkeys(("train_rm", "reward"), "vlmrl rm does it"),
+    "train_prm": "vlmrl rm does it, with --rm.kind process",
     "evaluate": "vlmrl eval does it",
     **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
@@ -128,6 +130,17 @@ def _sft(words: list[str]) -> int:
 
         with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             train_sft(arguments.config, dry_run=arguments.dry_run)
+    return 0
+
+
+def _rm(words: list[str]) -> int:
+    from vlmrl.config.stages import RmConfig
+
+    if (arguments := _parse(RmConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.commands.rm import train_rm
+
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
+            train_rm(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
@@ -307,6 +320,7 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,
+    "rm": _rm,
     "eval": _eval,
     "bench": _bench,
     "serve": _serve,

@@ -30,6 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
     for module, names in {
         "vlmrl.commands.rl": ("train_rl",),
         "vlmrl.commands.sft": ("train_sft",),
+        "vlmrl.commands.rm": ("train_rm",),
         "vlmrl.commands.evaluate": ("evaluate",),
         "vlmrl.commands.bench.engines": ("sync", "rollout", "agents"),
         "vlmrl.commands.bench.asynchrony": ("asynchrony",),
@@ -54,6 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["rl", *NEEDED], "train_rl", {"dry_run": False}),
         (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
         (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True}),
+        (["rm", *NEEDED], "train_rm", {"dry_run": False}),
         (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
         (["bench", "sync", "--actor.model_name_or_path", "m"], "sync", {}),
         (["bench", "rollout", *NEEDED], "rollout", {}),
@@ -80,7 +82,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, eval, bench, serve, serve-rm, merge, doctor\n"),
+        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, rm, eval, bench, serve, serve-rm, merge, doctor\n"),
         (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
         (["grpo", *NEEDED], "vlmrl: no verb is called grpo here: vlmrl rl does it, with --algo.advantage.estimator gr"),
         (["ppo"], "vlmrl: no verb is called ppo here: vlmrl rl does it, with --algo.advantage.estimator gae\n"),
@@ -93,7 +95,7 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
         ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
         (["bench", "sync", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
-        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("rm", "dpo")),
+        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("dpo",)),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from vlmrl.learning.policy_and_critic import PolicyAndCritic
     from vlmrl.learning.reference import Reference
     from vlmrl.learning.reward_model import RewardModel
+    from vlmrl.learning.reward_trainer import RewardTrainer
     from vlmrl.rollout.engine import RolloutEngine
 
 _Role = TypeVar("_Role")
@@ -374,7 +375,7 @@ def remote_reward_models(
 
 
 def packing_plan(
-    policy: WorkerGroup[Policy], loop: Loop, processor: Processor, say: Callable[[str], None]
+    policy: WorkerGroup[Policy | RewardTrainer], loop: Loop, processor: Processor, say: Callable[[str], None]
 ) -> PackingPlan:
     """Return the packing of samples, which depends on the policy's model: patch cost and recurrent layers."""
     patch_cost, is_recurrent = policy.call(lambda policy: policy.traits())[0]

@@ -12,6 +12,7 @@ from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
 from vlmrl.config.pairs import PairData
 from vlmrl.config.rollout import HeldOut
+from vlmrl.config.stages import RmConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
@@ -118,6 +119,9 @@ def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowR
     """Columns that the run needs in each row, in addition to the prompt."""
     if isinstance(config, RolloutBench):
         return NO_REQUIREMENTS
+    if isinstance(config, RmConfig) and config.rm.kind == "process":
+        separator = config.rm.process_separator
+        return RowRequirements(answer=True, label_for="rm.kind process", step_separator=separator)
     if isinstance(config.data, PairData):
         return RowRequirements(pair=True)
     if not isinstance(config, RlConfig | EvalConfig):

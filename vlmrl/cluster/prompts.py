@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.data.labelled_steps import LabelledSteps
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.source import Source
 from vlmrl.types import Media, Metrics, Prompt, Sample
@@ -60,6 +61,18 @@ class RemotePrompts:
     def evaluation_pairs(self) -> dict[str, Pairs]:
         """Return all rows of each evaluation set as pairs of a chosen and a rejected response."""
         sets = self._group.call(lambda source: source.evaluation_pairs())[0]
+        self._show_warnings(math.inf)
+        return sets
+
+    def draw_steps(self, count: int) -> tuple[LabelledSteps, Metrics]:
+        """Return the next `count` rows as responses with labelled steps."""
+        steps, metrics = self._group.call(lambda source: source.draw_steps(count))[0]
+        self._show_warnings(metrics["data/rows_dropped"])
+        return steps, metrics
+
+    def evaluation_steps(self) -> dict[str, LabelledSteps]:
+        """Return all rows of each evaluation set as responses with labelled steps."""
+        sets = self._group.call(lambda source: source.evaluation_steps())[0]
         self._show_warnings(math.inf)
         return sets
 

@@ -9,12 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlmrl.cluster.models import Ranks
+from vlmrl.cluster.build import RoleBuilder, packing_plan
+from vlmrl.cluster.models import PassMetrics, Ranks
+from vlmrl.cluster.role_settings import reward_trainer_settings
+from vlmrl.config.stages import RmConfig
+from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.metrics import reduce
+from vlmrl.plugins import Processor
 from vlmrl.types import Floats, Metrics, Sample
 
 if TYPE_CHECKING:
     from vlmrl.learning.reward_trainer import RewardTrainer
+
+
+def start_reward_trainer(
+    builder: RoleBuilder,
+    config: RmConfig,
+    processor: Processor,
+    *,
+    adapter: AdapterPlan | None,
+    num_rows: int,
+    say: Callable[[str], None],
+) -> RemoteRewardTrainer:
+    """Start the ranks of the reward model. `num_rows` counts the training data."""
+    settings, loop = reward_trainer_settings(config, adapter, num_rows), config.train
+    group = builder.group("actor", settings.build, timeout_s=loop.timeout_s, distributed=True)
+    packing = packing_plan(group, loop, processor, say)
+    return RemoteRewardTrainer(Ranks(group, packing, loop.max_tokens_per_gpu, PassMetrics()))
 
 
 class RemoteRewardTrainer:
@@ -23,9 +44,8 @@ class RemoteRewardTrainer:
     def __init__(self, ranks: Ranks[RewardTrainer]) -> None:
         self.ranks = ranks
         self._group = ranks.group
-        self.scale_rows: Callable[[], Sequence[Sample]] | None = None
-        """Returns the responses whose scores give the mean and deviation that `save_model` stores; None: neither is
-        stored."""
+        self.responses_of_scale: Sequence[Sample] = ()
+        """Responses whose scores give the mean and deviation that `save_model` stores; without any, none are stored."""
 
     def fit_pairs(self, samples: Sequence[Sample], margins: Sequence[float]) -> Metrics:
         """Take one optimizer step on pairs of responses; return its metrics."""
@@ -79,8 +99,8 @@ class RemoteRewardTrainer:
         return self._group.call(lambda trainer: trainer.table())[0]
 
     def _scale(self) -> tuple[float, float] | None:
-        if self.scale_rows is None:
+        if not self.responses_of_scale:
             return None
-        scores = np.array(self.scores(self.scale_rows()), dtype=np.float64)
+        scores = np.array(self.scores(self.responses_of_scale), dtype=np.float64)
         # Equal scores have no unit, and dividing by 0 is refused by `reward.normalize_enable`.
         return (float(scores.mean()), float(scores.std())) if scores.std() > 0 else None

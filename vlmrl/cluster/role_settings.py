@@ -15,10 +15,16 @@ from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import SupervisedConfig
+from vlmrl.config.stages import RmConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
-from vlmrl.learning.settings import CriticSettings, PolicySettings, ReferenceSettings, RewardModelSettings
+from vlmrl.learning.settings import (
+    CriticSettings,
+    PolicySettings,
+    ReferenceSettings,
+    RewardModelSettings,
+    RewardTrainerSettings,
+)
 from vlmrl.models.adapter_plan import AdapterPlan
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.rewards.client import read_token
@@ -123,6 +129,19 @@ def policy_settings(config: TrainingConfig, adapter: AdapterPlan | None, num_row
         bans=rl is not None and rl.rollout.top_p == 1.0,
         adapter=adapter,
         ema_beta=rl.train.ema_beta if rl is not None and rl.train.enable_ema else None,
+    )
+
+
+def reward_trainer_settings(config: RmConfig, adapter: AdapterPlan | None, num_rows: int) -> RewardTrainerSettings:
+    """Settings of the reward model that a run trains. `num_rows` counts the training data."""
+    return RewardTrainerSettings(
+        actor=config.actor,
+        ds=config.ds,
+        loop=config.train,
+        columns=config.data,
+        vision=config.vision,
+        total_steps=optimizer_steps(config, num_rows),
+        adapter=adapter,
     )
 
 

@@ -36,7 +36,7 @@ from vlmrl.rewards.label_check import LabelCheck
 from vlmrl.system import machine
 from vlmrl.system.plain_text import one_line, print_line
 from vlmrl.system.user_function import name_or_function
-from vlmrl.types import Prompt
+from vlmrl.types import Prompt, Sample
 
 _NUM_SAMPLES = 100
 """Rows whose length with the response a dry run of `vlmrl sft` measures."""
@@ -268,7 +268,7 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
         first = prompts[0]
         lines.append(forecast.format_rows(source.num_rows(), source.dropped(), prompts, max_len=config.data.max_len))
         if isinstance(config, SupervisedConfig):
-            samples, _ = source.draw_samples(min(_NUM_SAMPLES, source.num_rows()))
+            samples = _draw_samples(config, source, min(_NUM_SAMPLES, source.num_rows()))
             model = config.actor
             num_positions = max_positions(model.model_name_or_path, trust_remote_code=model.trust_remote_code)
             lines += forecast.format_samples(samples, num_positions)
@@ -287,6 +287,15 @@ def _show_data(config: TrainingConfig | EvalConfig, source: Source, console: Con
         lines += forecast.format_rewards(config, first)
     for line in lines:
         print_line(console, line)
+
+
+def _draw_samples(config: SupervisedConfig, source: Source, count: int) -> list[Sample]:
+    requirements = row_requirements(config)
+    if requirements.pair:
+        return source.draw_pairs(count)[0].samples
+    if requirements.step_separator is not None:
+        return source.draw_steps(count)[0].samples
+    return source.draw_samples(count)[0]
 
 
 def _training_lines(config: TrainingConfig, source: Source) -> list[str]:

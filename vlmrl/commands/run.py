@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from vlmrl.cluster.build import RoleBuilder
 from vlmrl.cluster.machine_watch import watch_machines
-from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.nodes import check_nodes
 from vlmrl.cluster.placement import plan
 from vlmrl.cluster.roles import placement_table, plan_arguments
@@ -43,7 +42,7 @@ from vlmrl.system.stops import kill_and_exit
 from vlmrl.system.storage import writing
 from vlmrl.trainer.best_model import read_best
 from vlmrl.trainer.rl import LoopState
-from vlmrl.trainer.run_checkpoints import RunCheckpoints, naming_checkpoint
+from vlmrl.trainer.run_checkpoints import RunCheckpoints, SavedPolicy, naming_checkpoint
 
 AnyConfig = TrainingConfig | EvalConfig
 
@@ -104,9 +103,7 @@ class Progress(NamedTuple):
     """State for the next step of a resumed RL run."""
 
 
-def begin_steps(
-    config: TrainingConfig, checkpoints: RunCheckpoints, policy: RemotePolicy, *, num_rows: int
-) -> Progress:
+def begin_steps(config: TrainingConfig, checkpoints: RunCheckpoints, policy: SavedPolicy, *, num_rows: int) -> Progress:
     """Resume from the newest checkpoint if there is one, and show what trains and how many steps remain."""
     done, state = checkpoints.restore()
     last = last_step_from(config, num_rows, done=done, drawn=checkpoints.drawn)
@@ -116,7 +113,7 @@ def begin_steps(
 
 
 def begin_report(
-    config: TrainingConfig, report: RunReport, folder: RunFolder, policy: RemotePolicy, *, last: int, done: int
+    config: TrainingConfig, report: RunReport, folder: RunFolder, policy: SavedPolicy, *, last: int, done: int
 ) -> None:
     """Save the settings of a resumed run, and show the model's parameters."""
     if config.ckpt.load_enable:

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vlmrl.cluster.build import RoleBuilder
-from vlmrl.cluster.models import RemotePolicy
 from vlmrl.cluster.prompts import RemotePrompts
 from vlmrl.commands.run import begin_steps
 from vlmrl.config.stages import SupervisedConfig
 from vlmrl.observe.report import RunReport
 from vlmrl.observe.run_folder import RunFolder
 from vlmrl.trainer.evaluations import Evaluations
-from vlmrl.trainer.run_checkpoints import RunCheckpoints
+from vlmrl.trainer.run_checkpoints import RunCheckpoints, SavedPolicy
 from vlmrl.trainer.supervised import fit
 from vlmrl.types import Metrics
 
@@ -37,7 +36,7 @@ def run_stage(
     builder: RoleBuilder,
     report: RunReport,
     rows: RemotePrompts,
-    model: RemotePolicy,
+    model: SavedPolicy,
     *,
     has_adapter: bool,
 ) -> None:

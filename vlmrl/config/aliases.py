@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vlmrl.config.openrlhf import REFUSED
+from vlmrl.config.openrlhf_stages import RENAMED
 
 
 class Alias(NamedTuple):
@@ -357,6 +358,9 @@ def alias_of(name: str, known: Iterable[str]) -> Alias | None:
 
     `known` are the verb's settings. None for an unknown name, and for the name of a setting in any of our sections.
     """
+    renamed = RENAMED.get(name.replace("-", "_"))
+    if renamed is not None:
+        return Alias(*renamed)
     section, _, last = name.replace("-", "_").rpartition(".")
     # An alias means the actor's setting, and the critic has its own.
     if section and (section.startswith("critic") or last in {other.rpartition(".")[2] for other in known}):

@@ -17,6 +17,7 @@ from vlmrl.config.flags_and_yaml import GivenValue, UnknownName, UserInput, read
 from vlmrl.config.help import default_of
 from vlmrl.config.names import nearest, settings_named_in
 from vlmrl.config.openrlhf import REFUSED, REFUSED_VALUES
+from vlmrl.config.openrlhf_stages import REFUSED_BY_VERB
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
 from vlmrl.errors import ConfigError
@@ -53,7 +54,7 @@ def _report_unknown(unknown: UnknownName, kind: type[VerbConfig], user_input: Us
     """Add the mistake of an unknown name; return the setting that was probably intended, if there is one."""
     dashes = "--" if unknown.origin.startswith("--") else ""
     here = unknown.origin if dashes else f"{unknown.origin}: {unknown.name}"
-    refused = REFUSED.get(unknown.name)
+    refused = REFUSED_BY_VERB.get(kind.verb, {}).get(unknown.name) or REFUSED.get(unknown.name)
     if refused is not None:
         user_input.mistakes.append(f"{here}: {refused}")
         return None

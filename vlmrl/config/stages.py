@@ -2,8 +2,10 @@
 
 from typing import ClassVar
 
-from vlmrl.config import roles, rollout
+from vlmrl.config import rm, roles, rollout
 from vlmrl.config.base import Unread
+from vlmrl.config.pairs import PairData
+from vlmrl.config.rm import RewardActor, Rm
 from vlmrl.config.rollout import EvalRows
 from vlmrl.config.training import TrainingConfig
 
@@ -38,3 +40,16 @@ class SftConfig(SupervisedConfig):
     """Supervised fine-tuning on the responses of a dataset."""
 
     verb: ClassVar[str] = "sft"
+
+
+class RmConfig(SupervisedConfig):
+    """Training of a reward model on preferences, or on labelled steps."""
+
+    verb: ClassVar[str] = "rm"
+
+    actor: RewardActor
+    data: PairData
+    rm: Rm = Rm()
+
+    def unread(self) -> Unread:
+        return super().unread() | rm.unread_of_rm(self.rm)

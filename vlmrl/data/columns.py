@@ -54,6 +54,8 @@ class RowRequirements(NamedTuple):
     """Columns that a reward function takes by name; the label may be one of them."""
     pair: bool = False
     """Whether the row needs a chosen and a rejected response, as in `vlmrl dpo`; it then has no label."""
+    step_separator: str | None = None
+    """The text that ends a step, if the row needs a label for each step of its answer."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from vlmrl.config.rollout import HeldOut
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
+from vlmrl.data.labelled_steps import LabelledSteps, StepStream, collate_steps
 from vlmrl.data.labels import format_label
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.pairs import Pairs, PairStream, collate_pairs
@@ -126,6 +127,8 @@ class Source:
         run_sources: Sequence[Rows] | None = None,
     ) -> PromptStream:
         kind = PairStream if self._requirements.pair else PromptStream
+        if self._requirements.step_separator is not None:
+            kind = StepStream
         return kind(
             sources,
             probs=probs,
@@ -166,6 +169,16 @@ class Source:
     def evaluation_pairs(self) -> dict[str, Pairs]:
         """Return all rows of each evaluation set as pairs of responses; requires `requirements.pair`."""
         return {name: collate_pairs(prompts) for name, prompts in self.evaluation().items()}
+
+    def draw_steps(self, count: int) -> tuple[LabelledSteps, Metrics]:
+        """Return the next `count` rows as responses with labelled steps; requires `requirements.step_separator`."""
+        prompts, metrics = self.draw(count)
+        return collate_steps(prompts), metrics
+
+    def evaluation_steps(self) -> dict[str, LabelledSteps]:
+        """Return all rows of each evaluation set as responses with labelled steps; requires
+        `requirements.step_separator`."""
+        return {name: collate_steps(prompts) for name, prompts in self.evaluation().items()}
 
     def _samples(self, prompts: Sequence[Prompt]) -> list[Sample]:
         samples = []

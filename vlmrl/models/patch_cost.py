@@ -25,7 +25,8 @@ def patch_cost(net: PreTrainedModel, processor: Processor) -> float:
     size = dummy.media[0].size
     tokens_per_patch = processor.num_tokens(size) / math.prod(processor.grid(size))
     tables = [module for module in net.modules() if isinstance(module, nn.Embedding)]
-    excluded = {id(layer.weight) for layer in (*tables, net.get_output_embeddings())}
+    # A reward model has no output embeddings, and its head has few parameters.
+    excluded = {id(layer.weight) for layer in (*tables, net.get_output_embeddings()) if layer is not None}
     sizes: dict[ParameterGroup, float] = {"vision": 0.0, "projector": 0.0, "language": 0.0}
     passes = _passes(net, processor)
     for name, parameter in net.named_parameters():

@@ -32,6 +32,8 @@ _PHASES = {
     "data": "#c9ced6",
 }
 _OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
+_LOSSES = ("policy/loss", "rm/loss")
+"""The loss of a trained policy, or of a trained reward model."""
 _MANY_STEPS = 60
 """Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
@@ -77,7 +79,7 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
         _line(axes, steps, mean, _BLUE, "training reward")
         drawn = True
     else:
-        steps, loss = _curve(records, "policy/loss")
+        steps, loss = max((_curve(records, name) for name in _LOSSES), key=lambda curve: len(curve[0]))
         if len(steps):
             axes.set_title("loss", loc="left", fontweight="bold")
             _line(axes, steps, loss, _BLUE, "training loss")

@@ -26,6 +26,8 @@ _RECENT_STEPS = 20
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward/mean", "reward", lambda v: f"{v:.3f}"),
     ("policy/loss", "loss", lambda v: f"{v:.4f}"),
+    ("rm/loss", "loss", lambda v: f"{v:.4f}"),
+    ("rm/accuracy", "accuracy", lambda v: f"{v:.3f}"),
     ("response/tokens_mean", "tokens/response", lambda v: f"{v:.0f}"),
     ("sync/logprob_diff_max", "engine-trainer", lambda v: f"{v:.1e}"),
     ("kl/reference", "kl", lambda v: f"{v:.2e}"),

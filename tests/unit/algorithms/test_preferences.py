@@ -15,6 +15,7 @@ from vlmrl.algorithms.preferences import (
     response_means,
     response_sums,
     simpo_loss,
+    step_loss,
 )
 
 # Two rows: the first holds responses 0 and 1 with a gap in each, the second response 3; response 2 has no token.
@@ -68,6 +69,13 @@ def test_bradley_and_terry_by_hand() -> None:
     torch.testing.assert_close(result, torch.log1p(torch.exp(torch.tensor([-1.5, 2.0, 0.0]))))
     marked = bradley_terry_loss(chosen, rejected, margin=torch.tensor([1.0, 0.0, 1.0]))
     torch.testing.assert_close(marked, torch.log1p(torch.exp(torch.tensor([-0.5, 2.0, 1.0]))))
+
+
+def test_the_loss_of_steps_is_the_cross_entropy_of_their_labels() -> None:
+    result = step_loss(torch.tensor([2.0, 2.0, -1.0]), torch.tensor([1.0, 0.0, 0.25]))
+    softplus = [math.log(1 + math.exp(x)) for x in (-2, 2, -1)]
+    # log(1 + e^x) - label x
+    torch.testing.assert_close(result, torch.tensor([softplus[0], softplus[1], softplus[2] + 0.25]))
 
 
 def test_extreme_pairs_stay_finite() -> None:

@@ -1,0 +1,74 @@
+"""`vlmrl rm`: training of a reward model on preferences, or on labelled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from vlmrl.cluster.prompts import RemotePrompts
+from vlmrl.cluster.reward_trainer import RemoteRewardTrainer, start_reward_trainer
+from vlmrl.commands.preflight import actor_adapter_plan, check_data
+from vlmrl.commands.run import prepare, run_session
+from vlmrl.commands.stage import Stage, run_stage
+from vlmrl.config.num_steps import check_steps
+from vlmrl.config.stages import RmConfig
+from vlmrl.trainer.evaluation import with_metric_names
+from vlmrl.trainer.reward_evaluation import measure_pairs, measure_steps, responses_of_scale
+from vlmrl.types import Sample
+
+_NUM_FIRST_PAIRS = 128
+"""Training pairs whose scores give mean and deviation in a run without held-out rows."""
+
+
+def train_rm(config: RmConfig, *, dry_run: bool = False) -> None:
+    """Check the settings, start the model, resume if there is a checkpoint, train, and write the final model."""
+    folder, processor, warnings = prepare(config, dry_run=dry_run)
+    adapter = actor_adapter_plan(config, processor)
+    if dry_run:
+        return check_data(config, warnings)
+    with run_session(config, folder, warnings) as (builder, report):
+        rows = builder.prompts(config, report.say)
+        num_rows = rows.num_rows
+        check_steps(config, num_rows)
+        stage_of = _pair_stage(rows) if config.rm.kind == "outcome" else _step_stage(rows)
+        model = start_reward_trainer(builder, config, processor, adapter=adapter, num_rows=num_rows, say=report.say)
+        # Adapters are merged into the model that is written: a run reads a reward model as a whole.
+        run_stage(stage_of(model), config, folder, builder, report, rows, model, has_adapter=False)
+
+
+def _pair_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
+    """Read the held-out pairs; return the stage of a model."""
+    sets = with_metric_names(rows.evaluation_pairs())
+    scaled = responses_of_scale(sets) if sets else _first_responses(rows)
+
+    def stage(model: RemoteRewardTrainer) -> Stage:
+        model.responses_of_scale = scaled
+        return Stage(
+            rows.draw_pairs,
+            lambda pairs: model.fit_pairs(pairs.samples, pairs.margins.tolist()),
+            partial(measure_pairs, sets=sets, model=model),
+        )
+
+    return stage
+
+
+def _step_stage(rows: RemotePrompts) -> Callable[[RemoteRewardTrainer], Stage]:
+    """Read the held-out steps; return the stage of a model."""
+    sets = with_metric_names(rows.evaluation_steps())
+
+    def stage(model: RemoteRewardTrainer) -> Stage:
+        return Stage(
+            rows.draw_steps,
+            lambda steps: model.fit_steps(steps.samples, steps.labels),
+            partial(measure_steps, sets=sets, model=model),
+        )
+
+    return stage
+
+
+def _first_responses(rows: RemotePrompts) -> list[Sample]:
+    """Return the responses of the first training pairs, which the run draws again."""
+    state = rows.state()
+    pairs, _ = rows.draw_pairs(min(_NUM_FIRST_PAIRS, rows.num_rows))
+    rows.load_state(state)
+    return pairs.samples
