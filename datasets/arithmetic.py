@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "×": operator.mul}
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class Sum:
+    """A question. See `vlmrl.data.rows.GeneratedQuestion`."""
+
     text: str
     value: int
     difficulty: int
@@ -50,16 +52,26 @@ def rows(
     Raises:
         ConfigError: a difficulty does not exist.
     """
+    invent = inventor("arithmetic", difficulty=difficulty, boxed=boxed)
+    return Generated(invent, size=size, split=split, seed=seed)
+
+
+def inventor(dataset: str, *, difficulty: tuple[int, ...], boxed: bool) -> Callable[[random.Random, int], Sum]:
+    """Return the function that invents the question of a row. `dataset` is for messages.
+
+    Raises:
+        ConfigError: a difficulty does not exist.
+    """
     unknown = [level for level in difficulty if level not in (1, 2, 3)]
     if unknown or not difficulty:
-        raise ConfigError(f"arithmetic?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
+        raise ConfigError(f"{dataset}?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
 
-    def invent(rng: random.Random, row: int) -> _Sum:
+    def invent(rng: random.Random, row: int) -> Sum:
         level = difficulty[row % len(difficulty)]
         text, value = _INVENT[level](rng)
-        return _Sum(text, value, level, boxed)
+        return Sum(text, value, level, boxed)
 
-    return Generated(invent, size=size, split=split, seed=seed)
+    return invent
 
 
 def _small(rng: random.Random) -> tuple[str, int]:

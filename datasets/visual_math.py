@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from PIL.Image import Image
+
 from vlmrl.data.canvas import INK, Canvas, Colour
 from vlmrl.data.rows import Generated
 from vlmrl.errors import ConfigError
@@ -39,10 +41,13 @@ class Scene:
     content: str
     """Everything in the picture, as text."""
     paint: Callable[[Canvas], None]
+    shown: tuple[Any, ...]
+    """The values that the answer follows from: (row, kind, colour) of each shape; faces; the expression; heights of the
+    bars; width and height, and those of a cut-out corner; hour and minute."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class Drawn:
     """A scene with all parameters of its picture. See `vlmrl.data.rows.GeneratedQuestion`."""
 
     scene: Scene
@@ -56,14 +61,23 @@ class _Drawn:
     def key(self) -> str:
         return f"{self.family}|{self.scene.question}|{self.scene.content}|{self.paper}"
 
-    def row(self) -> dict[str, Any]:
+    @property
+    def picture_key(self) -> str:
+        """Identity of the picture, whatever is asked about it."""
+        return f"{self.family}|{self.scene.content}|{self.paper}"
+
+    def draw(self) -> Image:
+        """Draw the picture."""
         canvas = Canvas(self.pixels, self.paper)
         self.scene.paint(canvas)
+        return canvas.finish()
+
+    def row(self) -> dict[str, Any]:
         label = str(self.scene.answer)
         return {
             "input": self.scene.question,
             "label": label,
-            "images": [canvas.finish()],
+            "images": [self.draw()],
             "answer": f"\\boxed{{{label}}}" if self.boxed else label,
             "family": self.family,
             "difficulty": self.difficulty,
@@ -88,21 +102,33 @@ def rows(
     Raises:
         ConfigError: an option is out of range.
     """
+    invent = inventor("visual_math", families=families, difficulty=difficulty, pixels=pixels, boxed=boxed)
+    return Generated(invent, size=size, split=split, seed=seed)
+
+
+def inventor(
+    dataset: str, *, families: tuple[str, ...], difficulty: tuple[int, ...], pixels: int, boxed: bool
+) -> Callable[[random.Random, int], Drawn]:
+    """Return the function that invents the question of a row. `dataset` is for messages.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
     unknown = [family for family in families if family not in FAMILIES]
     if unknown or not families:
-        raise ConfigError(f"visual_math?families={'+'.join(families)}: choose among {', '.join(FAMILIES)}")
+        raise ConfigError(f"{dataset}?families={'+'.join(families)}: choose among {', '.join(FAMILIES)}")
     if not difficulty or any(level not in (1, 2, 3) for level in difficulty):
-        raise ConfigError(f"visual_math?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
+        raise ConfigError(f"{dataset}?difficulty={'+'.join(map(str, difficulty))}: choose among 1, 2 and 3")
     if pixels < _MIN_PIXELS:
-        raise ConfigError(f"visual_math?pixels={pixels}: pictures smaller than {_MIN_PIXELS} per side are not legible")
+        raise ConfigError(f"{dataset}?pixels={pixels}: pictures smaller than {_MIN_PIXELS} per side are not legible")
 
-    def invent(rng: random.Random, row: int) -> _Drawn:
+    def invent(rng: random.Random, row: int) -> Drawn:
         family = families[row % len(families)]
         level = difficulty[row // len(families) % len(difficulty)]
         scene = FAMILIES[family](rng, level)
-        return _Drawn(scene, family, level, rng.choice(_PAPERS), pixels, boxed)
+        return Drawn(scene, family, level, rng.choice(_PAPERS), pixels, boxed)
 
-    return Generated(invent, size=size, split=split, seed=seed)
+    return invent
 
 
 # Counting
@@ -126,7 +152,8 @@ def count(rng: random.Random, difficulty: int) -> Scene:
             x, y = 0.03 + (place % cells + 0.5) * step, 0.03 + (place // cells + 0.5) * step
             _shape(canvas, shape, x, y, 0.39 * step, COLOURS[name])
 
-    return Scene(question, answer, f"{cells}{list(zip(places, shapes, strict=True))}", paint)
+    shown = tuple((place // cells, *shape) for place, shape in zip(places, shapes, strict=True))
+    return Scene(question, answer, f"{cells}{list(zip(places, shapes, strict=True))}", paint, shown)
 
 
 def _count_some(
@@ -196,7 +223,7 @@ def _dice(rng: random.Random, number: int) -> Scene:
             for right, down in _PIPS[face]:
                 canvas.circle(x + 0.1 * right, y + 0.1 * down, 0.034, INK)
 
-    return Scene("What is the sum of the dice?", sum(faces), f"{places}{faces}{name}", paint)
+    return Scene("What is the sum of the dice?", sum(faces), f"{places}{faces}{name}", paint, tuple(faces))
 
 
 def _written(rng: random.Random, text: str, value: int) -> Scene:
@@ -209,7 +236,7 @@ def _written(rng: random.Random, text: str, value: int) -> Scene:
         canvas.box(0.065, y - 0.155, 0.87, 0.31, (255, 255, 255), corner=0.05)
         canvas.expression(0.5, y, text, height)
 
-    return Scene("What is the result?", value, f"{text}{name}{height}{y}", paint)
+    return Scene("What is the result?", value, f"{text}{name}{height}{y}", paint, (text,))
 
 
 # Charts
@@ -251,7 +278,7 @@ def chart(rng: random.Random, difficulty: int) -> Scene:
         canvas.line((left, bottom), (0.97, bottom), INK, 0.01)
         canvas.line((left, bottom), (left, 0.04), INK, 0.01)
 
-    return Scene(question, answer, f"{values}{colours}", paint)
+    return Scene(question, answer, f"{values}{colours}", paint, tuple(values))
 
 
 # Rectangles
@@ -276,7 +303,8 @@ def rectangle(rng: random.Random, difficulty: int) -> Scene:
         canvas.text(x - 0.03, y + height / 2, str(high), 0.1, anchor="rm")
 
     question = "What is the area of the rectangle?" if asks_area else "What is the perimeter of the rectangle?"
-    return Scene(question, wide * high if asks_area else 2 * (wide + high), f"{wide}x{high}{name}", paint)
+    answer = wide * high if asks_area else 2 * (wide + high)
+    return Scene(question, answer, f"{wide}x{high}{name}", paint, (wide, high))
 
 
 def _l_shape(rng: random.Random) -> Scene:
@@ -300,7 +328,9 @@ def _l_shape(rng: random.Random) -> Scene:
 
     area, perimeter = wide * high - cut_wide * cut_high, 2 * (wide + high)
     question = "What is the area of the shape?" if asks_area else "What is the perimeter of the shape?"
-    return Scene(question, area if asks_area else perimeter, f"L{wide}x{high}-{cut_wide}x{cut_high}{name}", paint)
+    sides = (wide, high, cut_wide, cut_high)
+    answer = area if asks_area else perimeter
+    return Scene(question, answer, f"L{wide}x{high}-{cut_wide}x{cut_high}{name}", paint, sides)
 
 
 # Clocks
@@ -329,7 +359,7 @@ def clock(rng: random.Random, difficulty: int) -> Scene:
         canvas.circle(0.5, 0.5, 0.03, INK)
 
     time = f"{hour}:{minute:02d}"
-    return Scene("What time does the clock show?", time, f"{time}{rim}{hands}{has_digits}", paint)
+    return Scene("What time does the clock show?", time, f"{time}{rim}{hands}{has_digits}", paint, (hour, minute))
 
 
 FAMILIES: dict[str, Callable[[random.Random, int], Scene]] = {

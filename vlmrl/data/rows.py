@@ -112,7 +112,7 @@ class Generated(RowSequence):
         rng = random.Random(f"{self._seed}:{self._split}:{index}")
         for _ in range(_MAX_TRIES):
             question = self._invent(rng, index)
-            if _hundredth(question.key) in _SPLITS[self._split]:
+            if is_in_split(question.key, self._split):
                 return question.row()
         raise DataError(f"the generator has too few distinct questions to reserve any for split {self._split!r}")
 
@@ -370,5 +370,7 @@ def _refuse(options: Iterable[str], name: str) -> None:
         raise ConfigError(f"dataset {name} has no option {key!r}")
 
 
-def _hundredth(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 100
+def is_in_split(key: str, split: str) -> bool:
+    """Whether generated questions with this key belong to a split, for every seed."""
+    hundredth = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 100
+    return hundredth in _SPLITS[split]

@@ -27,5 +27,5 @@ def test_gsm8k_rows_keep_the_solution_and_box_the_answer() -> None:
 
 
 def test_every_dataset_file_has_rows() -> None:
-    generated = {"arithmetic", "visual_math", "demonstrations", "episodes"}
+    generated = {"arithmetic", "visual_math", "demonstrations", "episodes", "text_preferences", "visual_preferences"}
     assert set(plugin_names("datasets")) == generated | {"clevr_count", "geometry3k", "gsm8k", "image_folder", "jsonl"}
