@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import ray
 
@@ -12,12 +13,13 @@ from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
 from vlmrl.config.pairs import PairData
 from vlmrl.config.rollout import HeldOut
-from vlmrl.config.stages import RmConfig
+from vlmrl.config.stages import RmConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
+from vlmrl.data.targets import Targets
 from vlmrl.rewards.label_check import LabelCheck, functions_that_need_labels, label_substitutes, other_columns
 from vlmrl.types import ChatMessage, Group, Media, Pixels, Prompt, Rollout
 
@@ -124,6 +126,8 @@ def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowR
         return RowRequirements(answer=True, label_for="rm.kind process", step_separator=separator)
     if isinstance(config.data, PairData):
         return RowRequirements(pair=True)
+    if isinstance(config, SftConfig):
+        return sft_requirements(config)
     if not isinstance(config, RlConfig | EvalConfig):
         return RowRequirements(answer=True)
     reward = config.reward
@@ -132,3 +136,11 @@ def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowR
         label_substitutes=label_substitutes(reward),
         reward_columns=other_columns(reward),
     )
+
+
+def sft_requirements(config: SftConfig) -> RowRequirements:
+    """What supervised fine-tuning needs in each row, and learns of it."""
+    if config.sft.pretrain_mode:
+        return RowRequirements(targets=Targets("text", config.data.truncate_enable))
+    kind: Literal["last", "all"] = "all" if config.data.multiturn else "last"
+    return RowRequirements(answer=True, targets=Targets(kind, config.data.truncate_enable))

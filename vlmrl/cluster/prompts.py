@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.data.labelled_steps import LabelledSteps
 from vlmrl.data.pairs import Pairs
-from vlmrl.data.source import Source
+from vlmrl.data.source import Drawn, Source
 from vlmrl.types import Media, Metrics, Prompt, Sample
+
+
+class _Ahead(NamedTuple):
+    """A batch that is drawn while the model trains on the one before."""
+
+    method: str
+    size: int
+    refs: list[Any]
 
 
 class RemotePrompts:
@@ -22,6 +30,8 @@ class RemotePrompts:
         self._group = group
         self._say = say
         self._num_dropped = 0.0
+        self._ahead: _Ahead | None = None
+        self._state: dict[str, Any] = {}
 
     def check_labels(self) -> None:
         """Show how many labels of the first rows cannot be used, if there are any."""
@@ -42,9 +52,25 @@ class RemotePrompts:
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
         """Return the next `count` rows with their responses, for supervised training."""
-        samples, metrics = self._group.call(lambda source: source.draw_samples(count))[0]
-        self._show_warnings(metrics["data/rows_dropped"])
-        return samples, metrics
+        return self._draw_ahead("draw_samples", count)
+
+    def _draw_ahead(self, method: str, count: int) -> tuple[Any, Metrics]:
+        """Call a method of `Source` that draws `count` rows, and begin the next call of it, which runs meanwhile."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead.method, ahead.size) != (method, count):
+            self._group.call(lambda source: source.load_state(self._state))  # rows that were drawn for another batch
+            ahead = None
+        if ahead is None:
+            ahead = self._begin(method, count)
+        drawn: Drawn = self._group.wait(ahead.refs)[0]
+        self._state = drawn.state
+        for line in drawn.warnings:
+            self._say(line)
+        self._ahead = self._begin(method, count)
+        return drawn.batch, drawn.metrics
+
+    def _begin(self, method: str, count: int) -> _Ahead:
+        return _Ahead(method, count, self._group.submit(lambda source: source.draw_with_state(method, count)))
 
     def evaluation_samples(self) -> dict[str, list[Sample]]:
         """Return all rows of each evaluation set with their responses."""
@@ -87,9 +113,13 @@ class RemotePrompts:
         return self._group.call(lambda source: source.num_rows())[0]
 
     def state(self) -> dict[str, Any]:
+        """State of the stream after the rows that were returned; those drawn ahead are drawn again from it."""
+        if self._ahead is not None:
+            return self._state
         return self._group.call(lambda source: source.state())[0]
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self._ahead = None
         self._group.call(lambda source: source.load_state(state))
 
     def save_media(self, folder: Path, media: Sequence[Media]) -> None:

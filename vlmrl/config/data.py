@@ -28,8 +28,8 @@ class Columns(Section):
     system_prompt: str | None = None
     """System message for questions without one."""
     max_len: PositiveInt = 2048
-    """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For pairs of
-    responses, and for `serve-rm`, of prompt and response together."""
+    """Longest prompt in tokens, image tokens included; a longer row is dropped and counted. For `sft`, pairs of
+    responses and `serve-rm`, of prompt and response together."""
     max_images_per_prompt: PositiveInt = 8
     """Maximum number of images in one prompt; a row with more is dropped and counted."""
     min_pixels: PositiveInt = 3136

@@ -2,11 +2,12 @@
 
 from typing import ClassVar
 
-from vlmrl.config import rm, roles, rollout
+from vlmrl.config import rm, roles, rollout, sft
 from vlmrl.config.base import Unread
 from vlmrl.config.pairs import PairData
 from vlmrl.config.rm import RewardActor, Rm
 from vlmrl.config.rollout import EvalRows
+from vlmrl.config.sft import Sft, SftData
 from vlmrl.config.training import TrainingConfig
 
 _ONLY_OF_RL = frozenset({"logger.rollouts", "ds.enable_sleep"})
@@ -40,6 +41,15 @@ class SftConfig(SupervisedConfig):
     """Supervised fine-tuning on the responses of a dataset."""
 
     verb: ClassVar[str] = "sft"
+
+    data: SftData
+    sft: Sft = Sft()
+
+    def unread(self) -> Unread:
+        return super().unread() | sft.unread_of_sft(self.sft)
+
+    def conflicts(self) -> list[str]:
+        return [*sft.conflicts_of_turns(self.data, self.sft), *super().conflicts()]
 
 
 class RmConfig(SupervisedConfig):

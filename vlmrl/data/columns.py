@@ -13,6 +13,7 @@ from vlmrl.config.data import COLUMN_KEYS, Columns
 from vlmrl.config.pairs import PAIR_KEYS
 from vlmrl.data.conversations import STANDARD_ANSWER_COLUMNS, ends_with_answer, is_conversation, read_conversation
 from vlmrl.data.rows import Rows
+from vlmrl.data.targets import Targets
 from vlmrl.errors import DataError
 
 Keys = Mapping[str, str | None]
@@ -48,6 +49,8 @@ class RowRequirements(NamedTuple):
     """Setting that needs a label, for messages: `reward.functions math`. None: no label is needed."""
     answer: bool = False
     """Whether the row needs a target answer, as in `vlmrl sft`."""
+    targets: Targets = Targets()
+    """What supervised training learns of the row, if `is_supervised`."""
     label_substitutes: frozenset[str] = frozenset()
     """Columns that replace the label in datasets that have all of them."""
     reward_columns: frozenset[str] = frozenset()
@@ -63,6 +66,11 @@ class RowRequirements(NamedTuple):
         if self.pair:
             return "input_key", "image_key", *PAIR_KEYS
         return tuple(name for name in COLUMN_KEYS if name != "output_key" or self.answer)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Rows are for supervised fine-tuning."""
+        return (self.answer and self.step_separator is None) or self.targets.kind == "text"
 
     def label_needed_for(self, source: Rows, label_key: str | None) -> str | None:
         """Return the setting that needs a label in this dataset; None if its rows need none."""

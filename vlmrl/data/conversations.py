@@ -16,6 +16,7 @@ STANDARD_ANSWER_COLUMNS = ("completion",)
 Message = Mapping[str, Any]
 
 _SHAREGPT_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+_SYSTEM_ROLES = ("system", "developer")
 _IMAGE_KINDS = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys of an image part that hold the image, in Transformers' chat templates and in OpenAI's API."""
@@ -71,6 +72,26 @@ def ends_with_answer(messages: Any) -> bool:
     return is_conversation(messages) and messages[-1].get("role") == "assistant"
 
 
+def check_roles(messages: Any) -> None:
+    """Raise DataError where a conversation to train on has its roles in a wrong order.
+
+    System messages come first, and a user or a tool speaks before each response. Other values are not checked here.
+    """
+    if not is_conversation(messages):
+        return
+    before = "system"
+    for place, message in enumerate(messages, start=1):
+        role = message.get("role")
+        if role in _SYSTEM_ROLES and before not in _SYSTEM_ROLES:
+            raise DataError(f"message {place} has the role {role}, which belongs before all others")
+        if role == "assistant" and before not in ("user", "tool"):
+            where = "follows another one" if before == "assistant" else "has no question before it"
+            raise DataError(f"message {place}, of the assistant, {where}: the roles are in a wrong order")
+        if role == "tool" and before not in ("assistant", "tool"):
+            raise DataError(f"message {place} is the result of a tool, and follows no message of the assistant")
+        before = str(role)
+
+
 def split_answer(question: Any, answer: Any, label: str | None, *, column: str | None) -> tuple[Any, str]:
     """Return the question and its target answer: the last assistant message, else `column`'s value, else the label.
 
@@ -83,8 +104,10 @@ def split_answer(question: Any, answer: Any, label: str | None, *, column: str |
             raise DataError(f"its messages end with an assistant message, and column {column!r} has another answer")
         if len(question) == 1:
             raise DataError("its only message is the assistant's: there is no question")
-        question, target = question[:-1], answer_text(question[-1:])
-    target = target or label
+        question, target = question[:-1], answer_text(question[-1:]) or ""
+    target = label if target is None else target
+    if target is not None and not target.strip():
+        raise DataError("the response is empty")
     if not target:
         raise DataError(
             f"it has no final assistant message, no value in column {column!r} (data.output_key) and no label"

@@ -14,20 +14,22 @@ from typing import Any
 
 from vlmrl.config.data import Columns
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements, as_list, find_columns, top_column, value_at
-from vlmrl.data.conversations import read_conversation, split_answer, with_media
+from vlmrl.data.conversations import check_roles, read_conversation, split_answer, with_media
 from vlmrl.data.digests import RowHasher
 from vlmrl.data.fingerprint import checkpoint_fingerprints, compare, fingerprint
 from vlmrl.data.image_source import ImageAccess
 from vlmrl.data.labels import class_name, format_label, label_text
 from vlmrl.data.media import InlineMedia, make_row_media
 from vlmrl.data.order import RowIndex, RowOrder
+from vlmrl.data.prompt_tokens import PromptTokens, tokenize_question
 from vlmrl.data.question import Question
 from vlmrl.data.rows import Rows
+from vlmrl.data.targets import supervise
 from vlmrl.data.unusable import UnusableError, check_depth, metadata_of, unusable_on_error
 from vlmrl.errors import ConfigError, DataError
 from vlmrl.plugins import Processor
 from vlmrl.system.plain_text import one_line
-from vlmrl.types import Ints, Media, Prompt
+from vlmrl.types import Media, Prompt
 
 logger = logging.getLogger("vlmrl.data")
 
@@ -221,7 +223,9 @@ class PromptStream:
             try:
                 if isinstance(media, UnusableError):
                     raise media
-                prompts.append(self._prompt(first_index + len(prompts), name, question, media, shared))
+                prompts.append(
+                    self._with_samples(self._prompt(first_index + len(prompts), name, question, media, shared))
+                )
             except UnusableError as error:
                 self._drop(name, error)
         return prompts
@@ -265,6 +269,8 @@ class PromptStream:
         label = self._label(index, row)
         answer = None
         if self._requirements.answer:
+            with unusable_on_error("roles in a wrong order"):
+                check_roles(text)
             with unusable_on_error("no answer"):
                 text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
                 (answer or "").encode()
@@ -336,30 +342,22 @@ class PromptStream:
         except UnusableError as error:  # returned, since raising would end the thread pool's iteration
             return error
 
-    def _tokenize(self, question: Question, media: Sequence[InlineMedia]) -> tuple[str, Ints, Ints]:
-        with unusable_on_error("question and images do not fit" if media else "question unusable"):
-            rendered = self._processor.render(
-                question.text, num_images=len(media), columns=self._columns, tools=self._tools
-            )
-            rendered.encode()  # raises on a lone surrogate
-            tokens, request = self._processor.encode(rendered, [item.size for item in media])
-        if not len(tokens):
-            raise UnusableError("question unusable", "it has no tokens")
-        if len(tokens) > self._columns.max_len:
-            reason = f"{len(tokens)} tokens, data.max_len is {self._columns.max_len}"
-            raise UnusableError("too long", reason + self._share_of_tools(question, media, len(tokens)))
-        return self._processor.readable(rendered), tokens, request
-
-    def _share_of_tools(self, question: Question, media: Sequence[InlineMedia], num_tokens: int) -> str:
-        """Say how many of a prompt's tokens describe tools, which users do not see in their data."""
-        if not self._tools:
-            return ""
-        plain = self._processor.render(question.text, num_images=len(media), columns=self._columns)
-        tokens, _ = self._processor.encode(plain, [item.size for item in media])
-        return (
-            f"; {num_tokens - len(tokens)} of them describe the environment's tools: raise data.max_len, which holds "
-            "also where reset replaces the prompt"
+    def _tokenize(self, question: Question, media: Sequence[InlineMedia]) -> PromptTokens:
+        return tokenize_question(
+            question.text,
+            media,
+            processor=self._processor,
+            columns=self._columns,
+            tools=self._tools,
+            is_limited=not self._requirements.is_supervised,
         )
+
+    def _with_samples(self, prompt: Prompt) -> Prompt:
+        """Add what supervised training learns of the row."""
+        if not self._requirements.is_supervised:
+            return prompt
+        with unusable_on_error("response unusable"):
+            return supervise(prompt, self._requirements.targets, processor=self._processor, columns=self._columns)
 
     def _shared(self, media: InlineMedia, shared: dict[str, Media]) -> Media:
         if media.hash not in shared:

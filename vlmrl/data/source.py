@@ -20,8 +20,8 @@ from vlmrl.data.labels import format_label
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.pairs import Pairs, PairStream, collate_pairs
 from vlmrl.data.prompts import PromptStream
-from vlmrl.data.responses import sft_sample
 from vlmrl.data.rows import Rows, first_rows, load_all
+from vlmrl.data.targets import SupervisedPrompt
 from vlmrl.plugins import Processor, processor_of
 from vlmrl.system.storage import writing
 from vlmrl.types import Media, Metrics, Prompt, Sample
@@ -72,6 +72,16 @@ class BadLabels(NamedTuple):
         )
 
 
+class Drawn(NamedTuple):
+    """A batch of rows, with what a later batch would change."""
+
+    batch: Any
+    metrics: Metrics
+    state: dict[str, Any]
+    """State of the stream after this batch."""
+    warnings: list[str]
+
+
 class Source:
     """Training prompts, evaluation prompts and their images.
 
@@ -100,6 +110,8 @@ class Source:
         agent_max_images: int | None = None,
     ) -> None:
         self._processor = processor_of(model, data, trust_remote_code=trust_remote_code)
+        if requirements.targets.kind == "text":
+            data = data.model_copy(update={"apply_chat_template": False, "input_template": None, "system_prompt": None})
         self._data = data
         self._evaluation = evaluation
         self._seed = seed
@@ -153,13 +165,19 @@ class Source:
         }
 
     def draw_samples(self, count: int) -> tuple[list[Sample], Metrics]:
-        """Return the next `count` rows as samples for supervised training; requires `requirements.answer`."""
+        """Return the next `count` rows as samples for supervised training; requires `requirements.is_supervised`."""
         prompts, metrics = self.draw(count)
-        return self._samples(prompts), metrics
+        num_cut = sum(isinstance(prompt, SupervisedPrompt) and prompt.is_cut for prompt in prompts)
+        return _samples_of(prompts), metrics | {"data/rows_cut": float(num_cut)}
+
+    def draw_with_state(self, method: str, count: int) -> Drawn:
+        """Call a method that draws `count` rows; return its result with the state after it."""
+        batch, metrics = getattr(self, method)(count)
+        return Drawn(batch, metrics, self.state(), self.take_warnings())
 
     def evaluation_samples(self) -> dict[str, list[Sample]]:
-        """Return all rows of each evaluation set as samples; requires `requirements.answer`."""
-        return {name: self._samples(prompts) for name, prompts in self.evaluation().items()}
+        """Return all rows of each evaluation set as samples; requires `requirements.is_supervised`."""
+        return {name: _samples_of(prompts) for name, prompts in self.evaluation().items()}
 
     def draw_pairs(self, count: int) -> tuple[Pairs, Metrics]:
         """Return the next `count` rows as pairs of responses; requires `requirements.pair`."""
@@ -179,13 +197,6 @@ class Source:
         """Return all rows of each evaluation set as responses with labelled steps; requires
         `requirements.step_separator`."""
         return {name: collate_steps(prompts) for name, prompts in self.evaluation().items()}
-
-    def _samples(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        samples = []
-        for prompt in prompts:
-            assert prompt.answer is not None, "samples require requirements.answer"
-            samples.append(sft_sample(prompt, prompt.answer, self._processor))
-        return samples
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Return all prompts of each evaluation set, by the set's name."""
@@ -274,6 +285,14 @@ class Source:
     def _count_and_share(self, media: InlineMedia) -> Media:
         self._bytes_moved += media.pixels.nbytes
         return self._share(media)
+
+
+def _samples_of(prompts: Sequence[Prompt]) -> list[Sample]:
+    samples: list[Sample] = []
+    for prompt in prompts:
+        assert isinstance(prompt, SupervisedPrompt), "samples require requirements.is_supervised"
+        samples += prompt.samples
+    return samples
 
 
 def _no_problems(labels: Sequence[str], *, limit_s: float | None = None) -> list[None]:

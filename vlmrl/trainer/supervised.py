@@ -39,14 +39,15 @@ def fit(
     """Run the steps `first_step..last_step`, both included, as far as `evaluator` lets them.
 
     Args:
-        draw: returns the next rows as one batch, and metrics of fetching them.
+        draw: returns the next rows as one batch, and metrics of fetching them. It may prepare them ahead: the time that
+            a step waits for them is `time/data_wait_s`.
         update: makes one optimizer step on a batch.
         rows_left: number of rows that these steps can draw. Those at the end that do not fill a batch are left out, and
             counted in `data/left_out`.
     """
     left_out = rows_left - (last_step + 1 - first_step) * batch_size
     for step in range(first_step, last_step + 1):
-        with report.phase("data"):
+        with report.phase("data_wait"):
             batch, metrics = draw(batch_size)
         with stops.uninterrupted():
             with report.phase("update"):

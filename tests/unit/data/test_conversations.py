@@ -87,7 +87,8 @@ def test_the_answer_is_the_column_else_the_label() -> None:
         ("q", None, "no final assistant message, no value in column 'answer'"),
         ("q", "", "no final assistant message"),
         ([ASSISTANT], None, "there is no question"),
-        ([USER, {"role": "assistant", "content": ""}], None, "no final assistant message"),
+        ([USER, {"role": "assistant", "content": ""}], None, "the response is empty"),
+        ("q", " ", "the response is empty"),
         (
             [USER, {"role": "assistant", "content": None, "tool_calls": [1]}],
             None,
