@@ -64,6 +64,8 @@ def test_an_actor_that_hangs_is_an_error_that_names_it() -> None:
     group = start(threading.Event)
     with pytest.raises(ClusterError, match=r"helper did not respond within 1 s.*--train.timeout_s"):
         group.wait(group.submit(lambda event: event.wait()), timeout_s=1.0)
+    with pytest.raises(ClusterError, match=r"helper did not respond within 1 s: raise --other.limit"):
+        group.wait(group.submit(lambda event: event.wait()), timeout_s=1.0, flag="--other.limit")
     group.shutdown()
 
 

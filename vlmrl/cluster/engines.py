@@ -193,7 +193,7 @@ class RemoteEngines:
         that generated them if it is known.
         """
         self._prepare()
-        by_group = self._repeated(lambda: self.group.wait(self._start_scoring(groups), self._timeout_s))
+        by_group = self._repeated(lambda: self._wait(self._start_scoring(groups)))
         self._sleep()
         return [row for rows in by_group for row in rows]
 
@@ -208,7 +208,7 @@ class RemoteEngines:
 
         def take() -> list[Floats] | None:
             try:
-                return [row for rows in self.group.wait(started, self._timeout_s) for row in rows]
+                return [row for rows in self._wait(started) for row in rows]
             except Exception:
                 if self.restarts.find_dead():
                     return None
@@ -228,7 +228,7 @@ class RemoteEngines:
 
         def respond() -> list[list[Group]]:
             started = [start(with_adapter) for with_adapter in adapter]
-            return [self.group.wait(calls, self._timeout_s) for calls in started]
+            return [self._wait(calls) for calls in started]
 
         groups = self._repeated(respond)
         self._sleep()
@@ -275,6 +275,11 @@ class RemoteEngines:
             if self._on_progress is not None:
                 self._on_progress(len(groups), len(prompts))
         return [groups[number] for number in range(len(prompts))]
+
+    def _wait(self, refs: list[ray.ObjectRef[Any]]) -> list[Any]:
+        """Return the results of calls that generate or score."""
+        results: list[Any] = self.group.wait(refs, self._timeout_s, flag="--vllm.generate_timeout_s")
+        return results
 
     def _start_prompt(self, engine: int, prompt: Prompt, sampling: Sampling) -> ray.ObjectRef[Any]:
         return self.group.submit_to(engine, lambda role: role.respond(prompt, sampling))

@@ -328,9 +328,9 @@ class WorkerGroup(Generic[Role_co]):
         """Start the call on one worker and return at once."""
         return _start(self._alive()[worker], record_call(function))
 
-    def wait(self, refs: Any, timeout_s: float | None = None) -> Any:
-        """Return the results of calls that `submit` or `submit_to` started."""
-        return self._get(refs, timeout_s)
+    def wait(self, refs: Any, timeout_s: float | None = None, *, flag: str = "--train.timeout_s") -> Any:
+        """Return the results of calls that `submit` or `submit_to` started. `flag` sets the limit `timeout_s`."""
+        return self._get(refs, timeout_s, flag=flag)
 
     def finish(self, refs: Sequence[ray.ObjectRef[Any]]) -> None:
         """Wait until these calls have ended, however they end."""
@@ -350,14 +350,14 @@ class WorkerGroup(Generic[Role_co]):
             ray.kill(worker)
         self._workers = []
 
-    def _get(self, refs: Any, timeout_s: float | None = None) -> Any:
+    def _get(self, refs: Any, timeout_s: float | None = None, *, flag: str = "--train.timeout_s") -> Any:
         limit = timeout_s or self._timeout_s
         try:
             with stops.interruptible_wait():
                 return ray.get(refs, timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             raise ClusterError(
-                f"{self.name} did not respond within {limit:.0f} s: raise --train.timeout_s if its work takes that long"
+                f"{self.name} did not respond within {limit:.0f} s: raise {flag} if its work takes that long"
             ) from error
         except ray.exceptions.RayTaskError as error:
             # Errors for users are raised as they are; a bug keeps its remote traceback.

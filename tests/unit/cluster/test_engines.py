@@ -39,7 +39,7 @@ class Engines:
         self.log.append((method, engine, index))
         return (method, index) if method == "respond" else []
 
-    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+    def wait(self, results: Any, timeout_s: float | None = None, **_: Any) -> Any:
         return results
 
 
@@ -62,6 +62,18 @@ def test_an_engine_scores_the_responses_that_it_generated(monkeypatch: pytest.Mo
     generated = {index: engine for method, engine, index in group.log if method == "respond"}
     assert sorted(generated.values()) == [0, 1, 2]
     assert {index: engine for method, engine, index in group.log if method == "score"} == generated
+
+
+def test_a_wait_for_scores_names_the_setting_of_its_limit() -> None:
+    class Waits(Engines):
+        def wait(self, results: Any, timeout_s: float | None = None, *, flag: str = "", **_: Any) -> Any:
+            assert (timeout_s, flag) == (7.0, "--vllm.generate_timeout_s")
+            return results
+
+    engines = RemoteEngines(Waits(), timeout_s=7.0, sleeps=False)  # type: ignore[arg-type]
+    prompt = Prompt(0, "toy:0", "?", tokens=np.arange(2), request=np.arange(2), label=None)
+    assert engines.score([Group(prompt, ())]) == []
+    assert engines.begin_scoring([Group(prompt, ())])() == []
 
 
 @dataclass(eq=False)
@@ -109,7 +121,7 @@ class Background(Engines):
                 self.lost.append(call)
                 call.ended.set_result(None)
 
-    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+    def wait(self, results: Any, timeout_s: float | None = None, **_: Any) -> Any:
         if isinstance(results, Call) and results in self.aborted:
             raise SyncError("a bucket was lost")
         if isinstance(results, Call) and results in self.lost:
@@ -411,7 +423,7 @@ def test_any_error_of_a_start_counts_as_a_restart() -> None:
     story = Story(limit=2)
     wait = story.group.wait
 
-    def fail(results: Any, timeout_s: float | None = None) -> Any:
+    def fail(results: Any, timeout_s: float | None = None, **_: Any) -> Any:
         if isinstance(results, list) and "failed" in results:
             raise ConfigError("agent.py: there is no function run")
         return wait(results, timeout_s)

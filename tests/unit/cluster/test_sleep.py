@@ -58,7 +58,7 @@ class Workers:
 
     submit_each = each
 
-    def wait(self, results: Any, timeout_s: float | None = None) -> Any:
+    def wait(self, results: Any, timeout_s: float | None = None, **_: Any) -> Any:
         return results
 
 
