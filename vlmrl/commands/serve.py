@@ -19,6 +19,7 @@ from vlmrl.plugins import Processor, processor_of
 from vlmrl.rewards.server import is_loopback
 from vlmrl.rollout.engine import RolloutEngine
 from vlmrl.rollout.settings import EngineSettings
+from vlmrl.system.stops import kill_and_exit
 from vlmrl.types import Sampling
 
 TOKEN = "VLMRL_GATEWAY_TOKEN"
@@ -49,9 +50,15 @@ def serve(config: PolicyServeConfig) -> None:
 
 
 async def _serve(config: PolicyServeConfig, token: str | None) -> None:
-    stopped = asyncio.Event()
+    loaded, stopped = asyncio.Event(), asyncio.Event()
+
+    def stop(number: signal.Signals) -> None:
+        if not loaded.is_set():  # which may take minutes, and nothing interrupts it
+            kill_and_exit(f"stopped by {number.name} while the model was loading", 128 + number)
+        stopped.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     model, columns = config.actor, config.data
     processor = processor_of(model.model_name_or_path, columns, trust_remote_code=model.trust_remote_code)
     notes = processor.check_bridge().notes(history="keep", has_tools=True)
@@ -61,6 +68,7 @@ async def _serve(config: PolicyServeConfig, token: str | None) -> None:
     try:
         print(f"loading {model.model_name_or_path}", flush=True)
         await engine.start()
+        loaded.set()
         await server.start()
         for line in (*notes, _sampling_note(config)):
             print(line)
