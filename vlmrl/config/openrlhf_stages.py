@@ -1,4 +1,4 @@
-"""Flags of OpenRLHF's other programs (`train_rm`, `serve_rm`, `lora_combiner`) that have other names here."""
+"""Flags of OpenRLHF's other programs (`train_sft`, `train_rm`, `serve_rm`, ...) that have other names here."""
 
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ RENAMED: dict[str, Renamed] = _table("""
     model.gradient_checkpointing_reentrant  actor.gradient_checkpointing_reentrant
     model.loss_type                         rm.loss_type
     model.model_name_or_path                actor.model_name_or_path
+    model.pretrain_mode_enable              sft.pretrain_mode
     model_path                              merge.model_name_or_path actor.model_name_or_path
     muon.lr                                 actor.muon.lr
     muon.momentum                           actor.muon.momentum
