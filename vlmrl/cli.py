@@ -296,10 +296,10 @@ def _doctor(words: list[str]) -> int:
 
 def _memory_plan(words: list[str], *, as_json: bool) -> int:
     from vlmrl.config.flags_and_yaml import read
-    from vlmrl.config.stages import SftConfig
+    from vlmrl.config.stages import SftConfig, SupervisedConfig
     from vlmrl.config.verbs import RlConfig
 
-    only_of_rl = RlConfig.settings().keys() - SftConfig.settings().keys()
+    only_of_rl = RlConfig.settings().keys() - SupervisedConfig.settings().keys()
     given = read(words, RlConfig.settings(), RlConfig.sections()).given
     kind: type[RlConfig] | type[SftConfig] = RlConfig if given.keys() & only_of_rl else SftConfig
     if (arguments := _parse(kind, words)) is not None:

@@ -13,6 +13,7 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 
@@ -33,7 +34,7 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
             for name, path in zip(REWARD_MODELS, paths, strict=True)
             if path is not None
         ]
-    if isinstance(config, RlConfig | EvalConfig):
+    if isinstance(config, RlConfig | EvalConfig) or (isinstance(config, SftConfig) and config.eval.generate_enable):
         roles.append(Role("vllm", config.vllm.num_engines, config.vllm.tensor_parallel_size, flag="--vllm.num_engines"))
     shared = config.pools if isinstance(config, RlConfig) else []
     arguments: dict[str, Any] = {"roles": roles, "shared": shared, "available": machines.slots, "unit": machines.unit}

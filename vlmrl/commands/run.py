@@ -26,6 +26,7 @@ from vlmrl.commands.preflight import (
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
+from vlmrl.config.stages import SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ConfigError
@@ -69,6 +70,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     check_folder(config, folder)
     warnings = check_machine(config)
     check_columns(config)
+    if isinstance(config, SftConfig) and config.generation is not None:
+        check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):

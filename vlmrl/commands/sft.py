@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+from vlmrl.cluster.build import RoleBuilder
+from vlmrl.cluster.models import RemotePolicy
+from vlmrl.cluster.prompts import RemotePrompts
+from vlmrl.cluster.rewards import RewardSources
+from vlmrl.cluster.sync_plan import plan_sync
+from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.commands.preflight import actor_adapter_plan, check_data
 from vlmrl.commands.run import prepare, run_session
 from vlmrl.commands.stage import Stage, run_stage
 from vlmrl.config.num_steps import check_steps
 from vlmrl.config.stages import SftConfig
-from vlmrl.trainer.evaluation import with_metric_names
+from vlmrl.config.verbs import EvalConfig
+from vlmrl.models.adapter_plan import AdapterPlan, vision_trains
+from vlmrl.observe.report import RunReport
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.observe.transcripts import Transcripts
+from vlmrl.trainer.evaluation import evaluate_policy, with_metric_names
 from vlmrl.trainer.likelihood import measure_likelihood
+from vlmrl.types import Metrics, Prompt
 
 
 def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
@@ -25,5 +39,50 @@ def train_sft(config: SftConfig, *, dry_run: bool = False) -> None:
         sets = with_metric_names(prompts.evaluation_samples())
         num_rows = prompts.num_rows
         policy = builder.learners(config, processor, adapter=adapter, num_rows=num_rows, say=report.say).policy
-        stage = Stage(prompts.draw_samples, policy.fit, partial(measure_likelihood, sets=sets, policy=policy))
+        measure: Callable[[int], Metrics] = partial(measure_likelihood, sets=sets, policy=policy)
+        if config.generation is not None:
+            generate = make_generation(config, config.generation, builder, report, prompts, policy, folder, adapter)
+            measure = _both(measure, generate)
+        stage = Stage(prompts.draw_samples, policy.fit, measure)
         run_stage(stage, config, folder, builder, report, prompts, policy, has_adapter=adapter is not None)
+
+
+def make_generation(
+    config: SftConfig,
+    sampling: EvalConfig,
+    builder: RoleBuilder,
+    report: RunReport,
+    prompts: RemotePrompts,
+    policy: RemotePolicy,
+    folder: RunFolder,
+    adapter: AdapterPlan | None,
+) -> Callable[[int], Metrics]:
+    """Start engines and reward functions; return the evaluation of the policy's responses after a step."""
+    sets = with_metric_names({name: _labelled(rows) for name, rows in prompts.evaluation().items()})
+    engines = builder.engines(sampling, report, adapter)
+    plan = plan_sync(adapter, ds=config.ds, vllm=config.vllm, vision_trains=vision_trains(config.actor, adapter))
+    weight_sync = WeightSync(policy.ranks.group, engines, plan)
+    evaluate: Callable[[int], Metrics] = partial(
+        evaluate_policy,
+        config=sampling,
+        sets=sets,
+        engine=engines,
+        rewarder=RewardSources(builder.rewarder(sampling, report.say), [], say=report.say),
+        policy=policy,
+        transcripts=Transcripts(folder.rollouts, prompts.save_media),
+    )
+
+    def measure(step: int) -> Metrics:
+        weight_sync.sync(step)
+        return evaluate(step)
+
+    return measure
+
+
+def _both(one: Callable[[int], Metrics], other: Callable[[int], Metrics]) -> Callable[[int], Metrics]:
+    return lambda step: one(step) | other(step)
+
+
+def _labelled(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts with their response as label, where the row has none."""
+    return [replace(prompt, label=prompt.answer) if prompt.label is None else prompt for prompt in prompts]

@@ -2,6 +2,10 @@
 
 from vlmrl.config.base import Section, Unread
 from vlmrl.config.data import Data
+from vlmrl.config.names import settings
+from vlmrl.config.reward import Scoring
+from vlmrl.config.rollout import EvalBase, EvalRows
+from vlmrl.config.vllm import Vllm
 
 
 class Sft(Section):
@@ -23,6 +27,15 @@ class SftData(Data):
     row whose responses all lie beyond is dropped, and a response that is cut has no end token."""
 
 
+class SftEval(EvalRows, EvalBase):
+    """Evaluation on held-out rows: the loss of their responses, and responses of the model."""
+
+    generate_enable: bool = False
+    """Also sample responses to the held-out questions, with engines of their own (`vllm.*`), and score them with
+    `reward.functions`: pass@k, lengths and transcripts, as in `rl`. A row without a label is compared with its
+    response."""
+
+
 _OF_CONVERSATIONS = (
     *("data.output_key", "data.label_key", "data.multiturn", "data.system_prompt"),
     *("data.apply_chat_template", "data.input_template"),
@@ -33,6 +46,24 @@ def unread_of_sft(sft: Sft) -> Unread:
     if not sft.pretrain_mode:
         return {}
     return dict.fromkeys(_OF_CONVERSATIONS, "sft.pretrain_mode learns texts, without questions and responses")
+
+
+def unread_of_generation(evaluation: SftEval) -> Unread:
+    if evaluation.generate_enable:
+        return {}
+    names = (
+        *(f"eval.{name}" for name in ("temperature", "n_samples_per_prompt", "breakdown_key")),
+        *settings(Scoring, "reward."),
+        *settings(Vllm, "vllm."),
+        "rollout.max_new_tokens",
+    )
+    return dict.fromkeys(names, "eval.generate_enable is off, so no responses are sampled")
+
+
+def conflicts_of_generation(evaluation: SftEval, sft: Sft) -> list[str]:
+    if not evaluation.generate_enable or not sft.pretrain_mode:
+        return []
+    return ["eval.generate_enable samples responses, and texts have no questions (sft.pretrain_mode): leave one out"]
 
 
 def conflicts_of_turns(data: SftData, sft: Sft) -> list[str]:

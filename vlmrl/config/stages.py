@@ -2,13 +2,20 @@
 
 from typing import ClassVar
 
-from vlmrl.config import rm, roles, rollout, sft
+from vlmrl.config import adapters, reward, rm, roles, rollout, sft
+from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
+from vlmrl.config.gateway import Gateway
+from vlmrl.config.names import all_but
 from vlmrl.config.pairs import PairData
+from vlmrl.config.reward import Scoring
 from vlmrl.config.rm import RewardActor, Rm
-from vlmrl.config.rollout import EvalRows
-from vlmrl.config.sft import Sft, SftData
+from vlmrl.config.rollout import EvalOnly, EvalRows, Rollout
+from vlmrl.config.sft import Sft, SftData, SftEval
+from vlmrl.config.train import AgentLoop, Loop
 from vlmrl.config.training import TrainingConfig
+from vlmrl.config.verbs import EvalConfig
+from vlmrl.config.vllm import Vllm
 
 _ONLY_OF_RL = frozenset({"logger.rollouts", "ds.enable_sleep"})
 
@@ -42,14 +49,58 @@ class SftConfig(SupervisedConfig):
 
     verb: ClassVar[str] = "sft"
 
+    omits: ClassVar[frozenset[str]] = (
+        _ONLY_OF_RL
+        | all_but(Rollout, "rollout", "max_new_tokens")
+        | frozenset({"vllm.max_logprob_diff", "vllm.enable_sleep"})
+    )
+
     data: SftData
     sft: Sft = Sft()
+    eval: SftEval = SftEval()
+    reward: Scoring = Scoring()
+    rollout: Rollout = Rollout()
+    vllm: Vllm = Vllm()
+
+    @property
+    def generation(self) -> EvalConfig | None:
+        """Settings of the sampling of responses to held-out questions; None if none are sampled."""
+        if not self.eval.generate_enable:
+            return None
+        of_eval = {name: getattr(self.eval, name) for name in EvalOnly.model_fields}
+        # Not validated: settings that only training has, such as `ds.zero_stage`, are no mistake here.
+        return EvalConfig.model_construct(
+            actor=self.actor,
+            agent=Agent(),
+            gateway=Gateway(),
+            eval=EvalOnly.model_construct(**of_eval),
+            data=self.data,
+            reward=self.reward,
+            rollout=self.rollout,
+            vllm=self.vllm,
+            train=AgentLoop.model_construct(**{name: getattr(self.train, name) for name in Loop.model_fields}),
+            ds=self.ds,
+            ckpt=self.ckpt,
+        )
 
     def unread(self) -> Unread:
-        return super().unread() | sft.unread_of_sft(self.sft)
+        generates = self.eval.generate_enable
+        return (
+            super().unread()
+            | sft.unread_of_sft(self.sft)
+            | sft.unread_of_generation(self.eval)
+            | (reward.unread_of_sources(self.reward) if generates else {})
+            | (adapters.unread_of_engine_base(self.vllm, self.ds) if generates else {})
+        )
 
     def conflicts(self) -> list[str]:
-        return [*sft.conflicts_of_turns(self.data, self.sft), *super().conflicts()]
+        return [
+            *sft.conflicts_of_turns(self.data, self.sft),
+            *sft.conflicts_of_generation(self.eval, self.sft),
+            *rollout.conflicts_of_eval(self.eval, evaluates=self.eval.generate_enable),
+            *(reward.conflicts_of_no_source(self.reward) if self.eval.generate_enable else ()),
+            *super().conflicts(),
+        ]
 
 
 class RmConfig(SupervisedConfig):

@@ -163,14 +163,14 @@ class EvaluatedPolicy(Protocol):
 def evaluate_policy(
     step: int,
     *,
-    config: RlConfig,
+    config: RlConfig | EvalConfig,
     sets: Mapping[str, Sequence[Prompt]],
     engine: Engine,
     rewarder: Rewarder,
     policy: EvaluatedPolicy,
     transcripts: Transcripts,
 ) -> Metrics:
-    """Evaluate the policy of an RL run after this step, and write its responses."""
+    """Evaluate the policy of a training run after this step, and write its responses."""
     with policy.uncounted():
         metrics, responses = evaluate(
             sets,
