@@ -35,6 +35,7 @@ Reinforcement learning of language and vision-language models.
   bench agents   throughput of conversations with environments, and of the same tokens without them
   bench async    seconds per step of synchronous and asynchronous runs, in turn
   bench step     time, FLOPs and memory of an optimizer step in each layout
+  bench sft      time of an optimizer step of supervised training, packed and padded
   bench logprobs time and memory of log-probs with and without [T, V] logits
   serve          serve a model to agents, by OpenAI's chat completions
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
@@ -219,6 +220,16 @@ def _bench_step(words: list[str]) -> int:
     return 0
 
 
+def _bench_sft(words: list[str]) -> int:
+    from vlmrl.config.bench_verbs import SftBench
+
+    if (arguments := _parse(SftBench, words)) is not None:
+        from vlmrl.commands.bench.supervised import supervised
+
+        supervised(arguments.config)
+    return 0
+
+
 def _bench_logprobs(words: list[str]) -> int:
     from vlmrl.config.bench_verbs import LogprobsBench
 
@@ -315,6 +326,7 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "agents": _bench_agents,
     "async": _bench_async,
     "step": _bench_step,
+    "sft": _bench_sft,
     "logprobs": _bench_logprobs,
 }
 _VERBS: dict[str, Callable[[list[str]], int]] = {

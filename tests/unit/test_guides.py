@@ -119,7 +119,8 @@ def check_vlmrl(words: list[str]) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_settings_that_are_named_exist(document: str) -> None:
-    of_openrlhf = set((ROOT / "tests/unit/config/openrlhf_flags.txt").read_text().split())
+    lists = (ROOT / "tests/unit/config").glob("openrlhf*_flags.txt")
+    of_openrlhf = {name for path in lists for name in path.read_text().split()}
     for span in spans(document):
         for dashes, name in re.findall(r"(?<![\w./-])(--)?((?:[a-z]\w*\.)+\w+)(?![\w./(])", span):
             section = name.partition(".")[0]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vlmrl.config.base import NonNegativeFloat, PositiveInt, Section
+from vlmrl.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.train import Layout, Loop
 
@@ -92,6 +92,23 @@ class SyntheticBatch(Section):
     images_per_prompt: PositiveInt = 1
     """Images of a prompt."""
     repeats: PositiveInt = 5
+    """Measurements of each layout, alternating, after one that is discarded."""
+
+
+class ChatRows(Section):
+    """Repetitions, and the rows of one optimizer step of supervised training."""
+
+    rows: PositiveInt = 32
+    """Rows of a step; a third of each is its prompt."""
+    mean_tokens: PositiveInt = 300
+    """Mean length of a row. Lengths are log-normal."""
+    max_tokens: PositiveInt = 2048
+    """Length of the longest row."""
+    sigma: PositiveFloat = 1.0
+    """Standard deviation of the logarithm of a length."""
+    padded_rows: PositiveInt = 8
+    """Rows of one padded pass, in the order of the data."""
+    repeats: PositiveInt = 3
     """Measurements of each layout, alternating, after one that is discarded."""
 
 

@@ -9,6 +9,7 @@ from vlmrl.config.base import Unread
 from vlmrl.config.bench import (
     Asynchrony,
     AsyncRollout,
+    ChatRows,
     Conversations,
     OneStep,
     OutputLayer,
@@ -177,6 +178,38 @@ class StepBench(VerbConfig):
             *ds.conflicts_of_ds(self.ds, loop),
             *adapters.conflicts_of_adapters(self.actor, self.ds),
         ]
+
+
+class SftBench(VerbConfig):
+    """Measure an optimizer step of supervised training, packed and padded, on rows of chat-like lengths. Prints JSON
+    lines, and a table."""
+
+    verb: ClassVar[str] = "bench sft"
+    omits: ClassVar[frozenset[str]] = (
+        frozenset(f"actor.{name}" for name in ("num_nodes", "num_gpus_per_node", "gradient_checkpointing_reentrant"))
+        | frozenset(f"actor.{name}" for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"))
+        | frozenset({"actor.adapter_name_or_path", "ds.packing_samples", "ds.overlap_comm", "ds.enable_sleep"})
+        | all_but(Loop, "train", "seed", "max_tokens_per_gpu", "full_determinism_enable")
+    )
+
+    actor: Model
+    bench: ChatRows = ChatRows()
+    train: Loop = Loop()
+    ds: Ds = Ds()
+
+    def unread(self) -> Unread:
+        return optimizer.unread_of_optimizer("actor", self.actor) | adapters.unread_of_adapters(self.ds)
+
+    def conflicts(self) -> list[str]:
+        conflicts = []
+        if self.ds.zero_stage == 3:
+            conflicts.append("ds.zero_stage 3 shards weights over ranks, and bench sft is one process: use 0, 1 or 2")
+        if self.bench.mean_tokens >= self.bench.max_tokens:
+            conflicts.append(
+                f"bench.mean_tokens {self.bench.mean_tokens} must be below bench.max_tokens {self.bench.max_tokens}"
+            )
+        loop = self.train.model_copy(update={"layout": "packed"})
+        return [*conflicts, *ds.conflicts_of_ds(self.ds, loop), *adapters.conflicts_of_adapters(self.actor, self.ds)]
 
 
 class LogprobsBench(VerbConfig):
