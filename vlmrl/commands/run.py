@@ -19,6 +19,7 @@ from vlmrl.commands.preflight import (
     check_algorithm,
     check_columns,
     check_hardware,
+    check_lengths,
     check_machine,
     check_models,
     format_checkpoint_plan,
@@ -72,6 +73,7 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
     check_columns(config)
     if isinstance(config, SftConfig) and config.generation is not None:
         check_functions(config.reward, asks_servers=not dry_run)
+        check_lengths(config.generation)
     if isinstance(config, RlConfig | EvalConfig) and (config.reward.functions or config.reward.remote_url):
         check_functions(config.reward, asks_servers=not dry_run)
     if isinstance(config, RlConfig):
