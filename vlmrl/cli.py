@@ -29,6 +29,7 @@ Reinforcement learning of language and vision-language models.
   rl             reinforcement learning: sample responses, score them, learn from the better ones
   sft            supervised fine-tuning on the labels of a dataset
   rm             training of a reward model on preferences, or on labelled steps
+  dpo            learning from preferences among responses, without sampling: DPO, IPO, KTO, ORPO, SimPO, BCO, MPO
   eval           evaluation on held-out prompts, scored by the reward functions
   bench sync     throughput of weight sync from the trainer to the engines
   bench rollout  throughput of the engines
@@ -44,21 +45,17 @@ Reinforcement learning of language and vision-language models.
                  with --self-test: check it with tiny models, in about two minutes;
                  with --config FILE.yaml: estimate the memory of a run's roles, and whether they fit
 
-`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm and eval checks them and prints the plan.
-Not built yet: dpo."""
+`vlmrl VERB --help` lists the verb's settings. `--dry-run` on rl, sft, rm, dpo and eval checks them and prints the plan.
+"""
 
 _GRACE_S = 60.0
 """The default of `train.stop_grace_s`, for verbs that do not have the setting."""
-
-_NOT_BUILT = {
-    "dpo": "learning from preferences is not built yet; vlmrl rl learns from rewards",
-}
 
 _RL_WITH = "vlmrl rl does it, with --algo.advantage.estimator"
 _ELSEWHERE = {
     **{name: f"vlmrl rl does it, with --actor.policy_loss_type {name}" for name in POLICY_LOSSES},
     **{name: f"{_RL_WITH} {name}" for name in ESTIMATORS},
-    "train": "vlmrl rl learns from rewards, vlmrl sft from responses",
+    "train": "vlmrl rl learns from rewards, vlmrl sft from responses, vlmrl dpo from preferences",
     "grpo": f"{_RL_WITH} group_norm, its default",
     "ppo": f"{_RL_WITH} gae",
     **{f"train_ppo{end}": f"{_RL_WITH} gae" for end in ("", "_ray")},
@@ -66,6 +63,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("train_sft", "finetune", "fine-tune"), "vlmrl sft does it"),
     **dict.fromkeys(("train_rm", "reward"), "vlmrl rm does it"),
     "train_prm": "vlmrl rm does it, with --rm.kind process",
+    "train_dpo": "vlmrl dpo does it",
+    **{name: f"vlmrl dpo does it, with --dpo.loss {name}" for name in ("ipo", "kto", "orpo", "simpo", "bco", "mpo")},
     "evaluate": "vlmrl eval does it",
     **dict.fromkeys(("serve_rm", "serve-reward"), "vlmrl serve-rm does it"),
     **dict.fromkeys(("export", "merge_lora", "lora_combiner"), "vlmrl merge does it"),
@@ -96,8 +95,6 @@ def _run(words: list[str]) -> int:
     if verb == "--version":
         print(__version__)
         return 0
-    if verb in _NOT_BUILT:
-        raise ConfigError(_NOT_BUILT[verb])
     if verb in _ELSEWHERE:
         raise ConfigError(f"no verb is called {verb} here: {_ELSEWHERE[verb]}")
     if verb not in _VERBS:
@@ -142,6 +139,17 @@ def _rm(words: list[str]) -> int:
 
         with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
             train_rm(arguments.config, dry_run=arguments.dry_run)
+    return 0
+
+
+def _dpo(words: list[str]) -> int:
+    from vlmrl.config.stages import DpoConfig
+
+    if (arguments := _parse(DpoConfig, words, has_dry_run=True)) is not None:
+        from vlmrl.commands.dpo import train_dpo
+
+        with _running(grace_s=arguments.config.train.stop_grace_s, dry_run=arguments.dry_run):
+            train_dpo(arguments.config, dry_run=arguments.dry_run)
     return 0
 
 
@@ -307,12 +315,15 @@ def _doctor(words: list[str]) -> int:
 
 def _memory_plan(words: list[str], *, as_json: bool) -> int:
     from vlmrl.config.flags_and_yaml import read
-    from vlmrl.config.stages import SftConfig, SupervisedConfig
+    from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
+    from vlmrl.config.training import TrainingConfig
     from vlmrl.config.verbs import RlConfig
 
-    only_of_rl = RlConfig.settings().keys() - SupervisedConfig.settings().keys()
-    given = read(words, RlConfig.settings(), RlConfig.sections()).given
-    kind: type[RlConfig] | type[SftConfig] = RlConfig if given.keys() & only_of_rl else SftConfig
+    kinds: tuple[type[TrainingConfig], ...] = (SftConfig, RlConfig, DpoConfig, RmConfig)
+    known = {name: field for kind in kinds for name, field in kind.settings().items()}
+    given = read(words, known, sorted({name for kind in kinds for name in kind.sections()})).given
+    # The first verb that has most of the settings: one that has all, if there is one.
+    kind = max(kinds, key=lambda kind: len(given.keys() & kind.settings().keys()))
     if (arguments := _parse(kind, words)) is not None:
         from vlmrl.commands.memory import show
 
@@ -333,6 +344,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "rl": _rl,
     "sft": _sft,
     "rm": _rm,
+    "dpo": _dpo,
     "eval": _eval,
     "bench": _bench,
     "serve": _serve,

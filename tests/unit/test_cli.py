@@ -31,6 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         "vlmrl.commands.rl": ("train_rl",),
         "vlmrl.commands.sft": ("train_sft",),
         "vlmrl.commands.rm": ("train_rm",),
+        "vlmrl.commands.dpo": ("train_dpo",),
         "vlmrl.commands.evaluate": ("evaluate",),
         "vlmrl.commands.bench.engines": ("sync", "rollout", "agents"),
         "vlmrl.commands.bench.asynchrony": ("asynchrony",),
@@ -56,6 +57,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, dict[str, Any
         (["rl", *NEEDED, "--dry-run", "--train.seed", "1"], "train_rl", {"dry_run": True}),
         (["sft", "--dry-run", *NEEDED], "train_sft", {"dry_run": True}),
         (["rm", *NEEDED], "train_rm", {"dry_run": False}),
+        (["dpo", "--dry-run", *NEEDED], "train_dpo", {"dry_run": True}),
         (["eval", "--actor.model_name_or_path", "m", "--eval.dataset", "d"], "evaluate", {"dry_run": False}),
         (["bench", "sync", "--actor.model_name_or_path", "m"], "sync", {}),
         (["bench", "rollout", *NEEDED], "rollout", {}),
@@ -82,8 +84,14 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["zzz"], "vlmrl: no such verb: zzz; there are rl, sft, rm, eval, bench, serve, serve-rm, merge, doctor\n"),
-        (["train"], "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses\n"),
+        (
+            ["zzz"],
+            "vlmrl: no such verb: zzz; there are rl, sft, rm, dpo, eval, bench, serve, serve-rm, merge, doctor\n",
+        ),
+        (
+            ["train"],
+            "vlmrl: no verb is called train here: vlmrl rl learns from rewards, vlmrl sft from responses, vlmrl dpo",
+        ),
         (["grpo", *NEEDED], "vlmrl: no verb is called grpo here: vlmrl rl does it, with --algo.advantage.estimator gr"),
         (["ppo"], "vlmrl: no verb is called ppo here: vlmrl rl does it, with --algo.advantage.estimator gae\n"),
         (["rl", "--vllm_num_engines", "2", *NEEDED], "vlmrl rl: --vllm_num_engines: is --vllm.num_engines here\n"),
@@ -95,7 +103,6 @@ def test_a_verb_calls_its_function(calls: list[Any], argv: list[str], called: st
         ),
         (["rl", *NEEDED, "--train.sed", "1"], "vlmrl rl: --train.sed: no such setting; did you mean --train.seed?\n"),
         (["bench", "sync", *NEEDED[:2], "--dry-run"], "vlmrl bench: --dry-run: no such setting, and none like it; "),
-        *(([verb], f"vlmrl: {cli._NOT_BUILT[verb]}\n") for verb in ("dpo",)),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -130,10 +137,6 @@ def test_a_mistake_in_a_planned_runs_settings_is_reported(calls: list[Any], caps
     assert cli.main(["doctor", "--config", "none.yaml", *NEEDED]) == 2
     assert capsys.readouterr().err.startswith("vlmrl doctor: --config none.yaml: cannot be read")
     assert calls == []
-
-
-def test_planned_verbs_are_reported_as_such() -> None:
-    assert all("not built yet" in reason for reason in cli._NOT_BUILT.values())
 
 
 def test_several_mistakes_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +245,7 @@ assert not heavy, heavy
 
 
 def test_verbs_of_other_libraries_lead_to_ours() -> None:
-    assert not cli._ELSEWHERE.keys() & {*cli._VERBS, *cli._NOT_BUILT}
+    assert not cli._ELSEWHERE.keys() & cli._VERBS.keys()
     for message in cli._ELSEWHERE.values():
         assert message.split()[1] in cli._VERBS
 

@@ -43,6 +43,7 @@ from vlmrl.cluster.weight_sync import WeightSync
 from vlmrl.cluster.worker_group import WorkerGroup
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.roles import REWARD_MODELS
+from vlmrl.config.stages import DpoConfig
 from vlmrl.config.train import Loop
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
@@ -274,7 +275,7 @@ class RoleBuilder:
         num_rows: int,
         say: Callable[[str], None],
     ) -> Learners:
-        """Start the policy; the critic if the estimator has one; the reference if there is a KL penalty."""
+        """Start the policy; the critic if the estimator has one; the reference if the loss reads one."""
         trained: _Trained
         reference: WorkerGroup[Reference] | None
         trained, reference = run_parallel(
@@ -287,11 +288,10 @@ class RoleBuilder:
         ranks = Ranks(trained.policy, packing_plan(trained.policy, loop, processor, say), max_tokens, PassMetrics())
         steps = StepPlan(loop.batch_size, epochs=1 if rl is None else loop.max_epochs, seed=loop.seed)
         policy = RemotePolicy(ranks, steps, whole_responses=rl is not None and rl.loss_reads_responses)
-        if rl is None:
-            return Learners(policy, None, None)
+        has_reference = config.has_reference or config.reference_is_base
         return Learners(
             policy,
-            remote_reference(rl, policy, reference, say) if rl.algo.kl.init_coef > 0 else None,
+            remote_reference(config, policy, reference, say) if has_reference else None,
             remote_critic(trained, ranks, steps, say),
         )
 
@@ -325,7 +325,7 @@ class RoleBuilder:
     def _reference(self, config: TrainingConfig) -> WorkerGroup[Reference] | None:
         """Return the ranks of a reference model; None without one, or if the policy without its adapters is the
         reference."""
-        if not isinstance(config, RlConfig) or not config.has_reference:
+        if not isinstance(config, RlConfig | DpoConfig) or not config.has_reference:
             return None
         build = reference_settings(config).build
         return self.group("ref", build, timeout_s=config.train.timeout_s, distributed=True)
@@ -350,7 +350,7 @@ def remote_critic(
 
 
 def remote_reference(
-    config: RlConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
+    config: TrainingConfig, policy: RemotePolicy, group: WorkerGroup[Reference] | None, say: Callable[[str], None]
 ) -> RemoteReference | PolicyWithoutAdapter:
     """Return the reference over its own ranks; without any (None), the policy with its adapters off."""
     if group is not None:

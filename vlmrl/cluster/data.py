@@ -13,10 +13,11 @@ from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.data import Columns
 from vlmrl.config.pairs import PairData
 from vlmrl.config.rollout import HeldOut
-from vlmrl.config.stages import RmConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
+from vlmrl.data.judgements import judgement_problems
 from vlmrl.data.media import InlineMedia
 from vlmrl.data.source import Source
 from vlmrl.data.targets import Targets
@@ -110,7 +111,7 @@ class SourceSettings:
             evaluation=self.evaluation,
             seed=self.seed,
             share=put,
-            label_problems=LabelCheck(self.functions),
+            label_problems=judgement_problems if self.requirements.judged else LabelCheck(self.functions),
             requirements=self.requirements,
             tools=() if self.environments is None else self.environments.list_tools(),
             agent_max_images=None if self.environments is None else self.environments.agent.max_images,
@@ -124,6 +125,8 @@ def row_requirements(config: TrainingConfig | EvalConfig | RolloutBench) -> RowR
     if isinstance(config, RmConfig) and config.rm.kind == "process":
         separator = config.rm.process_separator
         return RowRequirements(answer=True, label_for="rm.kind process", step_separator=separator)
+    if isinstance(config, DpoConfig) and not config.dpo.is_paired:
+        return RowRequirements(answer=True, judged=True, label_for="dpo.loss kto")
     if isinstance(config.data, PairData):
         return RowRequirements(pair=True)
     if isinstance(config, SftConfig):

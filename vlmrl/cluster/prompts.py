@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlmrl.cluster.worker_group import WorkerGroup
+from vlmrl.data.judgements import Judged
 from vlmrl.data.labelled_steps import LabelledSteps
 from vlmrl.data.pairs import Pairs
 from vlmrl.data.source import Drawn, Source
@@ -101,6 +102,22 @@ class RemotePrompts:
         sets = self._group.call(lambda source: source.evaluation_steps())[0]
         self._show_warnings(math.inf)
         return sets
+
+    def draw_judged(self, count: int) -> tuple[Judged, Metrics]:
+        """Return the next `count` rows as responses that are desirable or not."""
+        judged, metrics = self._group.call(lambda source: source.draw_judged(count))[0]
+        self._show_warnings(metrics["data/rows_dropped"])
+        return judged, metrics
+
+    def evaluation_judged(self) -> dict[str, Judged]:
+        """Return all rows of each evaluation set as responses that are desirable or not."""
+        sets = self._group.call(lambda source: source.evaluation_judged())[0]
+        self._show_warnings(math.inf)
+        return sets
+
+    def check_classes(self) -> None:
+        """Raise DataError if the training rows have no desirable or no undesirable response."""
+        self._group.call(lambda source: source.check_classes())
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Return all prompts of each evaluation set."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from vlmrl.agents.settings import AgentEngineSettings, EnvironmentSettings, attempt_limit_s
 from vlmrl.algorithms.corrections import Correction
 from vlmrl.algorithms.losses import PolicyLoss
+from vlmrl.algorithms.preference_loss import PreferenceLoss
 from vlmrl.cluster.data import SourceSettings, put, row_requirements
 from vlmrl.cluster.rewards import RewarderSettings
 from vlmrl.config.base import is_function_spec
 from vlmrl.config.bench_verbs import RolloutBench
 from vlmrl.config.num_steps import optimizer_steps
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import RmConfig, SupervisedConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SupervisedConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.learning.settings import (
@@ -158,16 +159,17 @@ def critic_settings(config: RlConfig, adapter: AdapterPlan | None, num_rows: int
     )
 
 
-def reference_settings(config: RlConfig) -> ReferenceSettings:
+def reference_settings(config: RlConfig | DpoConfig) -> ReferenceSettings:
     """Settings of the reference model."""
     path = config.ref.model_name_or_path or config.actor.model_name_or_path
+    rollout = config.rollout if isinstance(config, RlConfig) else None
     return ReferenceSettings(
         actor=config.actor.model_copy(update={"model_name_or_path": path}),
         ds=config.ds,
         columns=config.data,
         vision=config.vision,
-        temperature=config.rollout.temperature,
-        bans=config.rollout.top_p == 1.0,
+        temperature=1.0 if rollout is None else rollout.temperature,
+        bans=rollout is not None and rollout.top_p == 1.0,
     )
 
 
@@ -232,6 +234,20 @@ def demand(config: RlConfig | EvalConfig | RolloutBench) -> Demand:
     if config.evaluates:
         responses = max(responses, MIN_PROMPTS_AT_ONCE * config.eval.n_samples_per_prompt)
     return Demand(responses, prompts, longest)
+
+
+def preference_loss(config: DpoConfig) -> PreferenceLoss:
+    """Return the preference loss of the run."""
+    dpo = config.dpo
+    return PreferenceLoss(
+        kind=dpo.loss,
+        beta=dpo.beta,
+        label_smoothing=dpo.label_smoothing,
+        nll_coef=dpo.nll_coef,
+        simpo_gamma=dpo.simpo_gamma,
+        mpo_weights=dpo.mpo_weights,
+        kto_weights=(dpo.kto_desirable_weight, dpo.kto_undesirable_weight),
+    )
 
 
 def absolute(spec: str) -> str:

@@ -13,7 +13,7 @@ from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import SftConfig
+from vlmrl.config.stages import DpoConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 
@@ -23,11 +23,11 @@ def plan_arguments(config: TrainingConfig | EvalConfig, machines: Session) -> di
     roles: list[Role] = []
     if not isinstance(config, EvalConfig):
         roles.append(_on_ranks("actor", config.actor))
+    if isinstance(config, RlConfig) and config.has_critic and not config.critic_is_with_actor:
+        roles.append(_on_ranks("critic", config.critic))
+    if isinstance(config, RlConfig | DpoConfig) and config.has_reference:
+        roles.append(_on_ranks("ref", config.ref))
     if isinstance(config, RlConfig):
-        if config.has_critic and not config.critic_is_with_actor:
-            roles.append(_on_ranks("critic", config.critic))
-        if config.has_reference:
-            roles.append(_on_ranks("ref", config.ref))
         paths = (config.reward.model_name_or_path, config.reward.process_model_name_or_path)
         roles += [
             _on_ranks(name, config.reward, section="reward")
@@ -71,6 +71,8 @@ def num_nodes_required(config: TrainingConfig | EvalConfig) -> int:
     roles: list[Model | Critic | Ref | Reward] = [config.actor]
     if isinstance(config, RlConfig):
         roles += [config.critic, config.ref, config.reward]
+    if isinstance(config, DpoConfig):
+        roles.append(config.ref)
     return max(role.num_nodes for role in roles)
 
 

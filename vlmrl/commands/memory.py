@@ -13,8 +13,10 @@ from rich.table import Table
 
 from vlmrl.config.actor import Model, Ref
 from vlmrl.config.critic import Critic
+from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
+from vlmrl.config.stages import DpoConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
@@ -150,6 +152,8 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
         has_average=isinstance(config, RlConfig) and config.train.enable_ema,
     )
     roles, sequence, settings_of_length = [(actor, ranks)], 0.0, ""
+    if isinstance(config, DpoConfig):
+        roles += _reference(config, tokens, machine.device)
     if isinstance(config, RlConfig):
         sequence = sequence_bytes(size, vllm=config.vllm, ds=config.ds, tokens=config.max_sequence_tokens)
         settings_of_length = config.settings_of_length
@@ -196,12 +200,17 @@ def _critic(config: RlConfig, actor: RoleMemory, device: str) -> tuple[RoleMemor
     return colocated_critic(actor, role, shares_features=is_one_model), ranks
 
 
+def _reference(config: RlConfig | DpoConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
+    """The reference with its number of ranks; none if it is no model of its own."""
+    if not config.has_reference:
+        return []
+    size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
+    return [(reference_memory(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref))]
+
+
 def _frozen(config: RlConfig, tokens: int, device: str) -> list[tuple[RoleMemory, int]]:
     """Reference and reward models, each with its number of ranks."""
-    roles = []
-    if config.has_reference:
-        size, _ = _read(config.ref.model_name_or_path or config.actor.model_name_or_path, config)
-        roles.append((reference_memory(size, ds=config.ds, tokens=tokens, device=device), _ranks(config.ref)))
+    roles = _reference(config, tokens, device)
     reward = config.reward
     paths = (reward.model_name_or_path, reward.process_model_name_or_path)
     for name, path in zip(REWARD_MODELS, paths, strict=True):
@@ -228,9 +237,11 @@ def largest_pack(config: TrainingConfig, processor: Processor, ranks: int) -> tu
     """
     response = config.max_response_tokens if isinstance(config, RlConfig) else 0
     longest = config.max_sequence_tokens if isinstance(config, RlConfig) else config.data.max_len
-    samples = -(-config.train.batch_size // ranks)
+    # The responses of a pair are never in different packs.
+    at_least = 2 if isinstance(config.data, PairData) else 1
+    samples = -(-config.train.batch_size // ranks) * at_least
     tokens = min(config.train.max_tokens_per_gpu, min(samples, config.train.micro_batch_size or samples) * longest)
-    tokens = max(tokens, longest)
+    tokens = max(tokens, at_least * longest)
     dummy = processor.dummy_sample()
     if dummy is None:
         return tokens, 0

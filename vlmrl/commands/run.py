@@ -22,12 +22,13 @@ from vlmrl.commands.preflight import (
     check_lengths,
     check_machine,
     check_models,
+    check_reference,
     format_checkpoint_plan,
 )
 from vlmrl.config.ckpt import Logger
 from vlmrl.config.dump import dump_yaml
 from vlmrl.config.num_steps import last_step_from
-from vlmrl.config.stages import SftConfig
+from vlmrl.config.stages import DpoConfig, SftConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import EvalConfig, RlConfig
 from vlmrl.errors import ConfigError
@@ -81,6 +82,8 @@ def prepare(config: AnyConfig, *, dry_run: bool) -> Prepared:
         check_models(config)
         if config.ckpt.best_metric_key is not None:
             read_best(folder.best, metric=config.ckpt.best_metric_key)
+    if isinstance(config, DpoConfig):
+        check_reference(config)
     actor = config.actor
     processor = processor_of(actor.model_name_or_path, config.data, trust_remote_code=actor.trust_remote_code)
     return Prepared(folder, processor, warnings)

@@ -80,7 +80,7 @@ class Actor(Model):
 
 
 class Ref(Section):
-    """The reference model, which exists only when `algo.kl.init_coef` is above 0."""
+    """The reference model, of the KL penalty (`algo.kl.init_coef` above 0) or of preferences (`vlmrl dpo`)."""
 
     model_name_or_path: Text | None = None
     """Model of the reference. By default a copy of the actor's initial weights; with `ds.lora.rank` the actor itself

@@ -2,9 +2,11 @@
 
 from typing import ClassVar
 
-from vlmrl.config import adapters, reward, rm, roles, rollout, sft
+from vlmrl.config import adapters, dpo, reward, rm, roles, rollout, sft
+from vlmrl.config.actor import Ref
 from vlmrl.config.agent import Agent
 from vlmrl.config.base import Unread
+from vlmrl.config.dpo import Dpo
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.names import all_but
 from vlmrl.config.pairs import PairData
@@ -114,3 +116,44 @@ class RmConfig(SupervisedConfig):
 
     def unread(self) -> Unread:
         return super().unread() | rm.unread_of_rm(self.rm)
+
+
+class DpoConfig(SupervisedConfig):
+    """Learning from preferences, without sampling: DPO, IPO, KTO, ORPO, SimPO, BCO, MPO."""
+
+    verb: ClassVar[str] = "dpo"
+    omits: ClassVar[frozenset[str]] = _ONLY_OF_RL | {"data.margin_key"}
+
+    data: PairData
+    dpo: Dpo = Dpo()
+    ref: Ref = Ref()
+
+    @property
+    def has_reference(self) -> bool:
+        """The reference is a separate model, on devices of its own."""
+        if not self.dpo.needs_reference:
+            return False
+        return self.ref.model_name_or_path is not None or not (self.reference_is_base or self.dpo.precompute_reference)
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The reference is the actor with its adapters off."""
+        return self.dpo.needs_reference and self.ds.lora.rank > 0 and self.ref.model_name_or_path is None
+
+    @property
+    def has_other_frozen_tower(self) -> bool:
+        return self.has_reference
+
+    def unread(self) -> Unread:
+        return (
+            super().unread()
+            | dpo.unread_of_dpo(self.dpo)
+            | dpo.unread_of_ref(self.dpo, has_reference=self.has_reference, is_base=self.reference_is_base)
+        )
+
+    def conflicts(self) -> list[str]:
+        return [
+            *dpo.conflicts_of_ref(self.dpo, model=self.ref.model_name_or_path),
+            *dpo.conflicts_of_batch(self.dpo, batch_size=self.train.batch_size),
+            *super().conflicts(),
+        ]

@@ -52,6 +52,16 @@ class TrainingConfig(VerbConfig):
         """Another model than the actor has a frozen vision tower."""
         return False
 
+    @property
+    def has_reference(self) -> bool:
+        """The run has a separate reference model."""
+        return False
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The reference is the actor with its adapters off, not a separate model."""
+        return False
+
     def conflicts(self) -> list[str]:
         return [
             *data.conflicts_of_data(self.data),

@@ -1,12 +1,12 @@
 """All verbs of the command line."""
 
 from vlmrl.config import bench_verbs as bench
-from vlmrl.config.stages import RmConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlConfig, ServeConfig
 
 VERBS: tuple[type[VerbConfig], ...] = (
-    *(RlConfig, SftConfig, RmConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
+    *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
     *(bench.SyncBench, bench.RolloutBench, bench.AgentsBench, bench.AsyncBench),
     *(bench.StepBench, bench.SftBench, bench.LogprobsBench),
 )

@@ -59,6 +59,8 @@ class RowRequirements(NamedTuple):
     """Whether the row needs a chosen and a rejected response, as in `vlmrl dpo`; it then has no label."""
     step_separator: str | None = None
     """The text that ends a step, if the row needs a label for each step of its answer."""
+    judged: bool = False
+    """Whether the label says if the answer is desirable, as in `vlmrl dpo` with `dpo.loss kto`."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -272,7 +272,9 @@ class PromptStream:
             with unusable_on_error("roles in a wrong order"):
                 check_roles(text)
             with unusable_on_error("no answer"):
-                text, answer = split_answer(text, value_at(row, keys["output_key"]), label, column=keys["output_key"])
+                # The label of a judged answer is not its text.
+                spare = None if self._requirements.judged else label
+                text, answer = split_answer(text, value_at(row, keys["output_key"]), spare, column=keys["output_key"])
                 (answer or "").encode()
         images = self._images(as_list(value_at(row, keys["image_key"])), inline)
         source = self._sources[index.source]

@@ -15,6 +15,7 @@ from vlmrl.config.rollout import HeldOut
 from vlmrl.data.columns import NO_REQUIREMENTS, RowRequirements
 from vlmrl.data.duplicates import Duplicates, find_duplicates
 from vlmrl.data.held_out import hold_out
+from vlmrl.data.judgements import Judged, check_classes, collate_judged
 from vlmrl.data.labelled_steps import LabelledSteps, StepStream, collate_steps
 from vlmrl.data.labels import format_label
 from vlmrl.data.media import InlineMedia
@@ -197,6 +198,21 @@ class Source:
         """Return all rows of each evaluation set as responses with labelled steps; requires
         `requirements.step_separator`."""
         return {name: collate_steps(prompts) for name, prompts in self.evaluation().items()}
+
+    def draw_judged(self, count: int) -> tuple[Judged, Metrics]:
+        """Return the next `count` rows as responses that are desirable or not; requires `requirements.judged`."""
+        prompts, metrics = self.draw(count)
+        return collate_judged(_samples_of(prompts), prompts), metrics
+
+    def evaluation_judged(self) -> dict[str, Judged]:
+        """Return all rows of each evaluation set as such responses; requires `requirements.judged`."""
+        return {name: collate_judged(_samples_of(prompts), prompts) for name, prompts in self.evaluation().items()}
+
+    def check_classes(self) -> None:
+        """Raise DataError if the training rows have no desirable or no undesirable response, as far as they can be read
+        within `_LIMIT_S`; nothing is drawn. Requires `requirements.judged`."""
+        labels = self._training.labels(self._training.num_rows, limit_s=_LIMIT_S)
+        check_classes(list(labels.values()), column=self._data.label_key)
 
     def evaluation(self) -> dict[str, list[Prompt]]:
         """Return all prompts of each evaluation set, by the set's name."""

@@ -24,6 +24,7 @@ from vlmrl.learning.ema import Ema
 from vlmrl.learning.forward import LogprobForward, RowsAndMetrics, read_model
 from vlmrl.learning.higher_precision import higher_precision
 from vlmrl.learning.layout_check import compare_layouts
+from vlmrl.learning.preferences import PreferenceLearner, preference_metrics
 from vlmrl.learning.settings import PolicySettings
 from vlmrl.learning.weights import WeightSender
 from vlmrl.models.adapters import adapters_off
@@ -36,7 +37,7 @@ from vlmrl.types import Bools, Floats, Ints, Layout, Sample, Totals
 __all__ = ["Policy", "PolicyLoss"]
 
 
-class Policy(TrainableModel, WeightSender):
+class Policy(PreferenceLearner, WeightSender):
     """The trained model. Its methods are collectives but `table` and `memory`."""
 
     _area = "policy"
@@ -264,6 +265,8 @@ class Policy(TrainableModel, WeightSender):
             "pack/padding_fraction": Mean(padding, rows * columns),
             "pack/shared_fraction": Mean(pack.num_useful - pack.num_tokens, pack.num_useful),
         }
+        if "chosen" in sums:
+            metrics |= preference_metrics(sums)
         if "gap" in sums:
             metrics |= {
                 "sync/logprob_diff_max": Max(sums["gap_max"]),

@@ -34,6 +34,11 @@ class RunFolder:
         return self.root / "curves.png"
 
     @property
+    def reference(self) -> Path:
+        """Log-probs of the rows under the reference, with `dpo.precompute_reference`."""
+        return self.root / "reference.jsonl"
+
+    @property
     def log(self) -> Path:
         """Output of Ray and other libraries."""
         return self.root / "logs" / "run.log"

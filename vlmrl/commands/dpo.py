@@ -1,0 +1,97 @@
+"""`vlmrl dpo`: learn from preferences among responses of a dataset, without sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmrl.cluster.models import PolicyWithoutAdapter
+from vlmrl.cluster.preferences import PreferencePolicy, Reference
+from vlmrl.cluster.prompts import RemotePrompts
+from vlmrl.cluster.role_settings import preference_loss
+from vlmrl.commands.preflight import actor_adapter_plan, check_data
+from vlmrl.commands.run import prepare, run_session
+from vlmrl.commands.stage import Stage, run_stage
+from vlmrl.config.num_steps import check_steps, last_step
+from vlmrl.config.stages import DpoConfig
+from vlmrl.data.judgements import Judged, mismatched
+from vlmrl.data.pairs import Pairs
+from vlmrl.data.preference_step import summed
+from vlmrl.data.reference_cache import ReferenceCache
+from vlmrl.observe.report import RunReport
+from vlmrl.observe.run_folder import RunFolder
+from vlmrl.trainer.evaluation import with_metric_names
+from vlmrl.trainer.preference_evaluation import PreferenceEvaluation
+from vlmrl.types import Metrics, Sample
+
+
+def train_dpo(config: DpoConfig, *, dry_run: bool = False) -> None:
+    """Check the settings, start the models, resume if there is a checkpoint, train, and write the final model."""
+    folder, processor, warnings = prepare(config, dry_run=dry_run)
+    adapter = actor_adapter_plan(config, processor)
+    if dry_run:
+        return check_data(config, warnings)
+    with run_session(config, folder, warnings) as (builder, report):
+        rows = builder.prompts(config, report.say)
+        check_steps(config, rows.num_rows)
+        if not config.dpo.is_paired:
+            rows.check_classes()
+        sets = with_metric_names(_evaluation_sets(config, rows))
+        learners = builder.learners(config, processor, adapter=adapter, num_rows=rows.num_rows, say=report.say)
+        reference, cache = learners.reference, None
+        if config.dpo.needs_reference and config.dpo.precompute_reference:
+            # The policy still has its initial weights: checkpoints are restored later.
+            initial = learners.policy if adapter is None else PolicyWithoutAdapter(learners.policy)
+            cache = _precomputed(config, folder, rows, list(sets.values()), initial, report)
+            reference = None
+        policy = PreferencePolicy(learners.policy, preference_loss(config), reference, cache)
+        evaluation = PreferenceEvaluation(sets, policy)
+        stage = (
+            Stage(rows.draw_pairs, policy.fit_pairs, evaluation.measure)
+            if config.dpo.is_paired
+            else Stage(rows.draw_judged, policy.fit_judged, evaluation.measure)
+        )
+        run_stage(stage, config, folder, builder, report, rows, policy, has_adapter=adapter is not None)
+
+
+def _evaluation_sets(config: DpoConfig, rows: RemotePrompts) -> dict[str, Pairs | Judged]:
+    if config.dpo.is_paired:
+        return dict(rows.evaluation_pairs())
+    return dict(rows.evaluation_judged())
+
+
+def _draw(config: DpoConfig, rows: RemotePrompts) -> tuple[Pairs | Judged, Metrics]:
+    """Return the rows of the next step."""
+    return (rows.draw_pairs if config.dpo.is_paired else rows.draw_judged)(config.train.batch_size)
+
+
+def _precomputed(
+    config: DpoConfig,
+    folder: RunFolder,
+    rows: RemotePrompts,
+    sets: Sequence[Pairs | Judged],
+    model: Reference,
+    report: RunReport,
+) -> ReferenceCache:
+    """Compute the reference of all rows that the run draws, and of those held out, as far as its file lacks them."""
+    name = config.actor.model_name_or_path
+    cache = ReferenceCache(folder.reference, reference=name)
+
+    def add(batch: Pairs | Judged) -> None:
+        samples: list[Sample] = list(batch.samples)
+        if not config.dpo.is_paired and len(samples) > 1:
+            samples += mismatched(samples)
+        if missing := cache.missing(samples):
+            cache.add(missing, summed(missing, model.logprobs(missing)))
+
+    for batch in sets:
+        add(batch)
+    steps = last_step(config, rows.num_rows)
+    # The rows of the batches do not depend on their size, but the baseline of KTO does.
+    if cache.num_rows < steps * config.train.batch_size or not config.dpo.is_paired:
+        before = rows.state()
+        for _ in range(steps):
+            add(_draw(config, rows)[0])
+        rows.load_state(before)
+        cache.set_complete(steps * config.train.batch_size)
+    report.say(f"reference: log-probs of {len(cache)} responses under {name}, in {folder.reference}")
+    return cache
