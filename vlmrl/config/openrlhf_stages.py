@@ -1,4 +1,4 @@
-"""Flags of OpenRLHF's other programs (`train_sft`, `train_rm`, `serve_rm`, ...) that have other names here."""
+"""Flags of OpenRLHF's other programs (`train_sft`, `train_rm`, `train_dpo`, ...) that have other names here."""
 
 from typing import NamedTuple
 
@@ -28,10 +28,13 @@ RENAMED: dict[str, Renamed] = _table("""
     data.prompt_key                         data.input_key
     host                                    serve.host
     model.aux_loss_coef                     actor.aux_loss_coef
+    model.beta                              dpo.beta
     model.gradient_checkpointing_enable     actor.gradient_checkpointing_enable
     model.gradient_checkpointing_reentrant  actor.gradient_checkpointing_reentrant
+    model.label_smoothing                   dpo.label_smoothing
     model.loss_type                         rm.loss_type
     model.model_name_or_path                actor.model_name_or_path
+    model.nll_loss_coef                     dpo.nll_loss_coef
     model.pretrain_mode_enable              sft.pretrain_mode
     model_path                              merge.model_name_or_path actor.model_name_or_path
     muon.lr                                 actor.muon.lr
@@ -45,6 +48,7 @@ RENAMED: dict[str, Renamed] = _table("""
     "batch_size": Renamed(("serve.max_batch", "train.batch_size")),
     "is_rm": Renamed((), "never: the adapter's own files say whether it belongs to a reward model"),
     "model.compute_fp32_loss_enable": Renamed((), "never: scores and losses are always computed in fp32"),
+    "model.ipo_enable": Renamed(("dpo.loss",), "its value is ipo"),
     "model.margin_loss_enable": Renamed(("data.margin_key",), "it names the column, which is `margin` in OpenRLHF"),
     "muon.weight_decay": Renamed(("actor.adam.weight_decay",), "it is that of all weights"),
 }

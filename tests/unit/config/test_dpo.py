@@ -44,7 +44,7 @@ def test_the_reference_is_a_copy_the_base_or_computed_before(line: str, has_refe
         ("--dpo.precompute_reference --ref.num_gpus_per_node 2", "with the actor's ranks"),
         ("--dpo.precompute_reference --ref.model_name_or_path r", "names another model, r: leave one of them out"),
         ("--dpo.loss kto --train.batch_size 1", "set train.batch_size above 1"),
-        ("--data.margin_key m", "no such setting"),
+        ("--data.margin_key m", "--data.margin_key: "),
         ("--dpo.label_smoothing 0.5", "less than 0.5"),
     ],
 )

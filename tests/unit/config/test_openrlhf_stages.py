@@ -1,5 +1,5 @@
-"""The flags of OpenRLHF's train_sft, train_rm, serve_rm and lora_combiner are carried, have another name here, or are
-refused with a reason."""
+"""The flags of OpenRLHF's train_sft, train_rm, train_dpo, serve_rm and lora_combiner are carried, have another name here, or
+are refused with a reason."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.openrlhf_stages import REFUSED_BY_VERB, RENAMED
-from vlmrl.config.stages import RmConfig, SftConfig
+from vlmrl.config.stages import DpoConfig, RmConfig, SftConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import MergeConfig, ServeConfig
@@ -16,6 +16,7 @@ from vlmrl.errors import ConfigError
 
 TRAIN_SFT = Path(__file__).with_name("openrlhf_sft_flags.txt").read_text().split()
 TRAIN_RM = Path(__file__).with_name("openrlhf_rm_flags.txt").read_text().split()
+TRAIN_DPO = Path(__file__).with_name("openrlhf_dpo_flags.txt").read_text().split()
 SERVE_RM = [
     *("reward.model_name_or_path", "reward.normalize_enable", "ds.value_head_prefix", "data.max_len", "port", "host"),
     *("ds.load_in_4bit", "ds.param_dtype", "ds.attn_implementation", "ds.experts_implementation", "ds.packing_samples"),
@@ -25,6 +26,7 @@ LORA_COMBINER = ["model_path", "lora_path", "output_path", "is_rm", "ds.param_dt
 NEEDED: dict[type[VerbConfig], list[str]] = {
     SftConfig: ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"],
     RmConfig: ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"],
+    DpoConfig: ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d"],
     ServeConfig: ["--reward.model_name_or_path", "m"],
     MergeConfig: ["--merge.adapter", "a", "--merge.output", "o"],
 }
@@ -35,6 +37,7 @@ NEEDED: dict[type[VerbConfig], list[str]] = {
     [
         *((SftConfig, flag) for flag in TRAIN_SFT),
         *((RmConfig, flag) for flag in TRAIN_RM),
+        *((DpoConfig, flag) for flag in TRAIN_DPO),
         *((ServeConfig, flag) for flag in SERVE_RM),
         *((MergeConfig, flag) for flag in LORA_COMBINER),
     ],
