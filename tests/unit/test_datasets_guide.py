@@ -19,6 +19,7 @@ from vlmrl.config.data import Columns
 from vlmrl.config.load import load
 from vlmrl.config.openrlhf import REFUSED
 from vlmrl.config.stages import SftConfig
+from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verb_base import VerbConfig
 from vlmrl.config.verb_list import VERBS
 from vlmrl.config.verbs import EvalConfig, RlConfig
@@ -75,7 +76,7 @@ def settings(command: str, model: str) -> VerbConfig:
 def test_every_command_reads_every_row(command: str, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     config = settings(command, model)
-    assert isinstance(config, RlConfig | SftConfig | EvalConfig)
+    assert isinstance(config, TrainingConfig | EvalConfig)
     check_columns(config)
     source = Source(
         model=model,
@@ -90,7 +91,7 @@ def test_every_command_reads_every_row(command: str, model: str, folder: Path, m
     held = sum(map(len, source.evaluation().values()))
     assert (held > 0) == ("eval_fraction" in command or "mine.yaml" in command)
     images = sum(len(prompt.media) for prompt in prompts)
-    is_of_text = ("sft" in command or "verl" in command) and not re.search("llava|turns|texts", command)
+    is_of_text = any(word in command for word in ("sft", "dpo", "verl")) and not re.search("llava|turns|texts", command)
     assert (images > 0) == (not is_of_text)
     if isinstance(config, RlConfig) and config.reward.user_function is not None:
         spec = config.reward.user_function

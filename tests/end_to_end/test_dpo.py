@@ -1,0 +1,99 @@
+"""`vlmrl dpo` end to end: a resumed run equals an unbroken one, and a precomputed reference the live one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipes import read_metrics, recipe, steps_of
+
+from vlmrl.commands.dpo import train_dpo
+from vlmrl.config.load import load
+from vlmrl.config.stages import DpoConfig
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def run(model: str, out: Path, **flags: Any) -> list[dict[str, Any]]:
+    common = {
+        "actor.model_name_or_path": model,
+        "actor.adam.lr": 1e-3,
+        "ds.param_dtype": "fp32",
+        "data.max_len": 256,
+        "train.batch_size": 8,
+        "train.max_steps": 4,
+        "ckpt.output_dir": out,
+    }
+    words = [word for name, value in (common | flags).items() for word in (f"--{name}", str(value))]
+    train_dpo(load(DpoConfig, words))
+    return steps_of(out)
+
+
+def numbers(steps: list[dict[str, Any]]) -> list[dict[str, float]]:
+    kept = ("dpo/", "policy/loss", "policy/grad_norm")
+    return [{name: value for name, value in line.items() if name.startswith(kept)} for line in steps]
+
+
+def test_a_resumed_run_equals_an_unbroken_one_with_images(tiny_model: Callable[..., str], tmp_path: Path) -> None:
+    """MPO with adapters: BCO's running mean is in the checkpoint."""
+    data = "visual_preferences?families=count&difficulty=1&pixels=56&size=64"
+    flags = {"data.prompt_dataset": data, "dpo.loss": "mpo", "ds.lora.rank": 4, "ckpt.save_steps": 2}
+    model = tiny_model("qwen2_5_vl", size="micro")
+    whole = run(model, tmp_path / "whole", **flags)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_000004")
+    resumed = run(model, tmp_path / "resumed", **flags, **{"ckpt.load_enable": "true"})
+    assert numbers(resumed)[-2:] == numbers(whole)[-2:]
+    assert whole[-1]["dpo/delta"] != 0
+    assert (tmp_path / "whole" / "adapter").is_dir()
+
+
+def test_a_precomputed_reference_equals_a_live_one_with_images(tiny_model: Callable[..., str], tmp_path: Path) -> None:
+    data = "visual_preferences?families=count&difficulty=1&pixels=56&size=64"
+    flags = {"data.prompt_dataset": data, "data.eval_fraction": 0.25, "train.max_steps": 2}
+    model = tiny_model("qwen2_5_vl", size="micro")
+    live = run(model, tmp_path / "live", **flags)
+    computed = run(model, tmp_path / "computed", **flags, **{"dpo.precompute_reference": "true"})
+    for one, other in zip(numbers(live), numbers(computed), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    evaluations = [
+        [value for line in read_metrics(tmp_path / name) for key, value in line.items() if key.endswith("/loss")]
+        for name in ("live", "computed")
+    ]
+    assert evaluations[0] == pytest.approx(evaluations[1], abs=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "computed" / "reference.jsonl").read_text().splitlines()]
+    assert lines[0] == {"reference": model}
+    assert lines[-1] == {"rows": 16}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo", "bco", "mpo"])
+def test_held_out_accuracy_rises(loss: str, tiny_model: Callable[..., str], tmp_path: Path) -> None:
+    flags: dict[str, Any] = {
+        "data.prompt_dataset": "text_preferences?size=2000",
+        "eval.dataset": "text_preferences?size=64",
+        "dpo.loss": loss,
+        "train.batch_size": 32,
+        "train.max_steps": 40,
+    }
+    if loss == "kto":
+        flags |= {"data.output_key": "response", "data.prompt_dataset": "text_preferences?size=2000&kind=unpaired"}
+        flags |= {"eval.dataset": "text_preferences?size=64&kind=unpaired"}
+    run(tiny_model("qwen3", size="micro"), tmp_path, **flags)
+    accuracy = [line["eval/text_preferences/accuracy"] for line in read_metrics(tmp_path) if "eval/" in str(line)]
+    assert accuracy[-1] > accuracy[0]
+
+
+def test_the_recipe_of_kto_runs(tiny_model: Callable[..., str], tmp_path: Path) -> None:
+    flags = {"train.max_steps": 2, "train.batch_size": 4, "eval.steps": -1}
+    flags |= {"eval.dataset": "visual_preferences?families=count&difficulty=1&pixels=112&size=8&kind=unpaired"}
+    words = recipe("dpo_counting_tiny.yaml", tiny_model("qwen2_5_vl", size="micro"), tmp_path)
+    words = [*words[:2], "--config", words[1].replace(".yaml", "/kto.yaml"), *words[2:]]
+    train_dpo(load(DpoConfig, [*words, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]))
+    steps = steps_of(tmp_path)
+    assert len(steps) == 2
+    assert steps[0]["dpo/kl"] == pytest.approx(0.0, abs=1e-4)
