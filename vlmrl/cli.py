@@ -37,6 +37,7 @@ Reinforcement learning of language and vision-language models.
   bench async    seconds per step of synchronous and asynchronous runs, in turn
   bench step     time, FLOPs and memory of an optimizer step in each layout
   bench sft      time of an optimizer step of supervised training, packed and padded
+  bench dpo      the same of a step of DPO, whose pairs share their prompts or not
   bench logprobs time and memory of log-probs with and without [T, V] logits
   serve          serve a model to agents, by OpenAI's chat completions
   serve-rm       reward server: scores responses over HTTP, by a reward model or by your own function
@@ -238,6 +239,16 @@ def _bench_sft(words: list[str]) -> int:
     return 0
 
 
+def _bench_dpo(words: list[str]) -> int:
+    from vlmrl.config.bench_verbs import DpoBench
+
+    if (arguments := _parse(DpoBench, words)) is not None:
+        from vlmrl.commands.bench.dpo import step
+
+        step(arguments.config)
+    return 0
+
+
 def _bench_logprobs(words: list[str]) -> int:
     from vlmrl.config.bench_verbs import LogprobsBench
 
@@ -338,6 +349,7 @@ _BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "async": _bench_async,
     "step": _bench_step,
     "sft": _bench_sft,
+    "dpo": _bench_dpo,
     "logprobs": _bench_logprobs,
 }
 _VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -112,6 +112,17 @@ class ChatRows(Section):
     """Measurements of each layout, alternating, after one that is discarded."""
 
 
+class PairBatch(SyntheticBatch):
+    """Repetitions, layouts, and the synthetic pairs of one optimizer step."""
+
+    groups: PositiveInt = 8
+    """Pairs, each with its own prompt."""
+    n_samples_per_prompt: PositiveInt = 2
+    """Responses of a pair."""
+    prompt_tokens: PositiveInt = 512
+    """Tokens of a prompt, those of its images included."""
+
+
 class OneStep(Loop):
     """One optimizer step."""
 

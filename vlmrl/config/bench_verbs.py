@@ -13,6 +13,7 @@ from vlmrl.config.bench import (
     Conversations,
     OneStep,
     OutputLayer,
+    PairBatch,
     Repeats,
     ResponseCounts,
     SyntheticBatch,
@@ -162,7 +163,7 @@ class StepBench(VerbConfig):
     def conflicts(self) -> list[str]:
         conflicts = []
         if self.ds.zero_stage == 3:
-            conflicts.append("ds.zero_stage 3 shards weights over ranks, and bench step is one process: use 0, 1 or 2")
+            conflicts.append("ds.zero_stage 3 shards weights over ranks, and this is one process: use 0, 1 or 2")
         if "shared" in self.bench.layouts and self.ds.attn_implementation in ("sdpa", "eager"):
             conflicts.append(
                 f"ds.attn_implementation {self.ds.attn_implementation} does not support prompts that responses share: "
@@ -171,7 +172,7 @@ class StepBench(VerbConfig):
         if len(set(self.bench.layouts)) < len(self.bench.layouts):
             conflicts.append(f"bench.layouts {' '.join(self.bench.layouts)} names a layout twice")
         if self.ds.lora.dropout:
-            conflicts.append("ds.lora.dropout differs in every pass, and bench step compares passes: leave it out")
+            conflicts.append("ds.lora.dropout differs in every pass, and passes are compared: leave it out")
         loop = self.train.model_copy(update={"layout": "padded"})
         return [
             *conflicts,
@@ -210,6 +211,16 @@ class SftBench(VerbConfig):
             )
         loop = self.train.model_copy(update={"layout": "packed"})
         return [*conflicts, *ds.conflicts_of_ds(self.ds, loop), *adapters.conflicts_of_adapters(self.actor, self.ds)]
+
+
+class DpoBench(StepBench):
+    """Measure an optimizer step of DPO in each layout: `padded` and `packed` compute the prompt of a pair twice. Prints
+    JSON lines, and a table."""
+
+    verb: ClassVar[str] = "bench dpo"
+    omits: ClassVar[frozenset[str]] = StepBench.omits | {"bench.n_samples_per_prompt"}
+
+    bench: PairBatch = PairBatch()
 
 
 class LogprobsBench(VerbConfig):

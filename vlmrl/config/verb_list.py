@@ -8,5 +8,5 @@ from vlmrl.config.verbs import EvalConfig, MergeConfig, PolicyServeConfig, RlCon
 VERBS: tuple[type[VerbConfig], ...] = (
     *(RlConfig, SftConfig, RmConfig, DpoConfig, EvalConfig, MergeConfig, PolicyServeConfig, ServeConfig),
     *(bench.SyncBench, bench.RolloutBench, bench.AgentsBench, bench.AsyncBench),
-    *(bench.StepBench, bench.SftBench, bench.LogprobsBench),
+    *(bench.StepBench, bench.SftBench, bench.DpoBench, bench.LogprobsBench),
 )

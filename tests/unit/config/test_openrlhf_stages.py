@@ -1,5 +1,5 @@
-"""The flags of OpenRLHF's train_sft, train_rm, train_dpo, serve_rm and lora_combiner are carried, have another name here,
-or are refused with a reason."""
+"""The flags of OpenRLHF's programs besides train_ppo_ray are carried, have another name here, or are refused with a
+reason."""
 
 from pathlib import Path
 

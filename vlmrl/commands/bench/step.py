@@ -91,11 +91,11 @@ class Comparison(NamedTuple):
     logprob_diff: float
 
 
-def step(config: StepBench) -> None:
-    """Measure every layout; print a line of JSON for each, and a table."""
+def step(config: StepBench, kind: type[TimedPolicy] | None = None) -> None:
+    """Measure every layout; print a line of JSON for each, and a table. `kind` makes the steps: the policy of `rl`."""
     setups: list[Setup] = []
     # From before the model is loaded to after its first step: the peak of a rank.
-    rank_peak = peak_bytes(lambda: setups.append(_set_up(config)), device())
+    rank_peak = peak_bytes(lambda: setups.append(_set_up(config, kind or TimedPolicy)), device())
     policy, experience, measurements = setups[0]
     first = measurements[config.bench.layouts[0]]
     for measurement in measurements.values():
@@ -112,14 +112,14 @@ def step(config: StepBench) -> None:
 class Setup(NamedTuple):
     """A policy with its data, and a measurement for each layout."""
 
-    policy: _TimedPolicy
+    policy: TimedPolicy
     experience: Experience
     measurements: dict[Layout, Measurement]
 
 
-def _set_up(config: StepBench) -> Setup:
+def _set_up(config: StepBench, kind: type[TimedPolicy]) -> Setup:
     """Load the policy, and make its first step, with the first layout."""
-    policy = _TimedPolicy(config)
+    policy = kind(config)
     samples = make_samples(policy.processor, policy.vocabulary, config.bench, seed=config.train.seed)
     measurements = {layout: Measurement(policy.pack(samples, layout, config)) for layout in config.bench.layouts}
     first = measurements[config.bench.layouts[0]]
@@ -129,8 +129,11 @@ def _set_up(config: StepBench) -> Setup:
     return Setup(policy, experience, measurements)
 
 
-class _TimedPolicy(Policy):
+class TimedPolicy(Policy):
     """The policy of training, in this process, with its update timed by part."""
+
+    whole_responses = False
+    """See `spread`."""
 
     def __init__(self, config: StepBench) -> None:
         columns = Columns()
@@ -166,6 +169,7 @@ class _TimedPolicy(Policy):
             max_samples=config.train.micro_batch_size,
             image_cost=lambda image: patch * math.prod(self._processor.grid(image.size)),
             filler=self._processor.dummy_sample(),
+            whole_responses=self.whole_responses,
         )[0]
 
     def logprobs_by_sample(self, packs: Sequence[Pack]) -> dict[int, Floats]:
@@ -217,19 +221,20 @@ class _TimedPolicy(Policy):
         measurement.gradient_diff = max(float((gradient - other).abs().max()) for gradient, other in pairs)
 
     def _policy_loss(self, pack: Pack, experience: Experience, total: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        with self._clock("forward"):
+        with self.clock("forward"):
             return super()._policy_loss(pack, experience, total)
 
     def _backward(self, loss: tuple[Tensor, dict[str, Tensor]], pack: Pack, *, is_last: bool) -> dict[str, Metric]:
-        with self._clock("backward"):
+        with self.clock("backward"):
             return super()._backward(loss, pack, is_last=is_last)
 
     def _step(self) -> dict[str, Metric]:
-        with self._clock("optimizer"):
+        with self.clock("optimizer"):
             return super()._step()
 
     @contextmanager
-    def _clock(self, part: str) -> Iterator[None]:
+    def clock(self, part: str) -> Iterator[None]:
+        """Add the seconds of the context to a part of the step."""
         self._wait()
         started = time.perf_counter()
         yield
@@ -279,7 +284,7 @@ def compare_layouts(measurement: Measurement, first: Measurement) -> Comparison:
 
 
 def _print(
-    config: StepBench, measurements: dict[Layout, Measurement], policy: _TimedPolicy, rank_peak: int | None
+    config: StepBench, measurements: dict[Layout, Measurement], policy: TimedPolicy, rank_peak: int | None
 ) -> None:
     first = config.bench.layouts[0]
     rank_mib = None if rank_peak is None else round(rank_peak / 2**20, 1)
@@ -288,7 +293,7 @@ def _print(
         ratios = compare_layouts(measured, measurements[first])
         peak = None if measured.peak_bytes is None else round(measured.peak_bytes / 2**20, 1)
         print_json(
-            bench="step",
+            bench=config.verb.split()[-1],
             model=config.actor.model_name_or_path,
             layout=layout,
             against=first,
