@@ -97,6 +97,7 @@ def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_read_by_r
         "reward.normalize_enable": "true",
         "rollout.batch_size": 4,
         "rollout.max_new_tokens": 4,
+        "critic.freezing_steps": -1,
         "train.batch_size": 16,
         "train.max_steps": 1,
         "eval.max_samples": 4,
