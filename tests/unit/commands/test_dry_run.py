@@ -78,6 +78,7 @@ def test_a_dry_run_names_labels_that_no_response_can_match(
         ("rl", "eval.dataset", [{"input": "q", "answer": "4"}], "did you mean --data.label_key answer?"),
         ("eval", "eval.dataset", [{"input": "q"}], "which reward.functions math needs"),
         ("sft", "data.prompt_dataset", [{"input": "q"}], "no answer to train on"),
+        ("rm", "data.prompt_dataset", [{"input": "q", "chosen": "a"}], "no column 'rejected' (data.rejected_key)"),
         ("rl", "data.prompt_dataset", [{"input": "<image>?", "label": 1, "image_path": "a.png"}], "to image_path, or"),
     ],
 )
@@ -149,6 +150,22 @@ def test_a_dry_run_of_supervised_training_checks_the_responses(
 ) -> None:
     assert dry_run("sft", model, tmp_path / "out") == 0
     assert "dry run: nothing was started" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_a_reward_model_reads_pairs_or_steps(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [{"input": f"{n}?", "response": "a;b", "labels": [1, n % 2]} for n in range(8)]
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    pairs = "visual_preferences?families=count&difficulty=1&pixels=56&size=8"
+    common = ["--train.batch_size", "4", "--data.prompt_dataset"]
+    assert dry_run("rm", model, tmp_path / "out", *common, pairs) == 0, capsys.readouterr().err
+    assert "dry run: nothing was started" in capsys.readouterr().out
+    process = ["--rm.kind", "process", "--data.output_key", "response", "--data.label_key", "labels"]
+    words = [*common, str(tmp_path / "steps.jsonl"), *process]
+    assert dry_run("rm", model, tmp_path / "out", *words, "--rm.process_separator", ";") == 0, capsys.readouterr().err
+    assert dry_run("rm", model, tmp_path / "out", *words) == 2
+    assert "2 labels for 1 steps; it has no rm.process_separator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
