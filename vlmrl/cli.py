@@ -298,8 +298,8 @@ usage: vlmrl doctor [--json]
 
 Report what this machine has, what works on it, and how to fix what does not. `--self-test` checks it in about two
 minutes with tiny models: collectives, attention, ZeRO, engines, weight sync, adapters, two steps of GRPO; exit code 1
-when a check fails, with the settings that avoid it. With the settings of rl or sft: estimate the memory of that run's
-roles from the model's configuration; exit code 2 when this machine has less."""
+when a check fails, with the settings that avoid it. With the settings of rl, sft or rm: estimate the memory of that
+run's roles from the model's configuration; exit code 2 when this machine has less."""
 
 
 def _doctor(words: list[str]) -> int:

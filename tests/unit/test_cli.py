@@ -123,6 +123,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("train: {colocate_all: false}", "rl"),
         ("train: {batch_size: 8}", "sft"),
         ("data: {output_key: message}", "sft"),
+        ("rm: {kind: process}", "rm"),
+        ("data: {chosen_key: better}", "rm"),
     ],
 )
 def test_doctor_recognises_the_verb_of_a_file(calls: list[Any], text: str, verb: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vlmrl.config.critic import Critic
 from vlmrl.config.pairs import PairData
 from vlmrl.config.reward import Reward
 from vlmrl.config.roles import REWARD_MODELS
-from vlmrl.config.stages import DpoConfig
+from vlmrl.config.stages import DpoConfig, RmConfig
 from vlmrl.config.training import TrainingConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
@@ -140,7 +140,7 @@ def memory_plan(config: TrainingConfig, machine: Machine) -> MemoryPlan:
     ranks = _ranks(config.actor)
     tokens, patches = largest_pack(config, processor, ranks)
     actor = trainer_memory(
-        size,
+        with_value_head(size) if isinstance(config, RmConfig) else size,
         model=config.actor,
         ds=config.ds,
         adapter=adapter,
@@ -238,7 +238,8 @@ def largest_pack(config: TrainingConfig, processor: Processor, ranks: int) -> tu
     response = config.max_response_tokens if isinstance(config, RlConfig) else 0
     longest = config.max_sequence_tokens if isinstance(config, RlConfig) else config.data.max_len
     # The responses of a pair are never in different packs.
-    at_least = 2 if isinstance(config.data, PairData) else 1
+    has_steps = isinstance(config, RmConfig) and config.rm.kind == "process"
+    at_least = 2 if isinstance(config.data, PairData) and not has_steps else 1
     samples = -(-config.train.batch_size // ranks) * at_least
     tokens = min(config.train.max_tokens_per_gpu, min(samples, config.train.micro_batch_size or samples) * longest)
     tokens = max(tokens, at_least * longest)

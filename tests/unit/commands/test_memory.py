@@ -9,7 +9,7 @@ import pytest
 
 from vlmrl.commands.memory import GIB, Machine, MemoryPlan, largest_pack, memory_plan, show
 from vlmrl.config.load import load
-from vlmrl.config.stages import SftConfig
+from vlmrl.config.stages import RmConfig, SftConfig
 from vlmrl.config.verbs import RlConfig
 from vlmrl.errors import ClusterError
 from vlmrl.models.load import skeleton
@@ -42,6 +42,17 @@ def test_the_roles_are_those_that_the_run_starts(folder: Callable[..., Path]) ->
     assert names(memory_plan(rl(model, f"{kl} --ds.lora.rank 4"), HOST)) == [("actor", 1), ("vllm", 1)]
     sft = load(SftConfig, ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "d"])
     assert names(memory_plan(sft, HOST)) == [("actor", 1)]
+    rm = load(RmConfig, ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "d"])
+    assert names(memory_plan(rm, HOST)) == [("actor", 1)]
+
+
+def test_a_pair_of_responses_is_one_pack_at_least(folder: Callable[..., Path]) -> None:
+    def longest(kind: str) -> int:
+        words = ["--actor.model_name_or_path", str(folder("qwen3")), "--data.prompt_dataset", "d", "--rm.kind", kind]
+        config = load(RmConfig, [*words, "--train.max_tokens_per_gpu", "64", "--data.max_len", "100"])
+        return largest_pack(config, processor(str(folder("qwen3")), min_pixels=3136, max_pixels=100_000), 1)[0]
+
+    assert (longest("outcome"), longest("process")) == (200, 100)
 
 
 def test_image_features_are_counted_where_they_are_kept(folder: Callable[..., Path]) -> None:
