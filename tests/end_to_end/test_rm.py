@@ -16,8 +16,9 @@ from recipes import read_metrics, recipe, steps_of
 from vlmrl.commands.rl import train_rl
 from vlmrl.commands.rm import train_rm
 from vlmrl.commands.serve_reward import ModelScorer
+from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
-from vlmrl.config.stages import RmConfig
+from vlmrl.config.stages import RmConfig, SftConfig
 from vlmrl.config.verbs import RlConfig, ServeConfig
 from vlmrl.rewards.protocol import RewardRequest
 
@@ -122,3 +123,20 @@ def test_a_process_reward_model_learns_from_the_labels_of_steps(tmp_path: Path, 
     assert {"eval/steps/accuracy", "eval/steps/loss", "eval/steps/calibration_error"} <= lines[0].keys()
     assert lines[1]["rm/loss"] == pytest.approx(np.log(2), abs=0.1)
     assert (out / "model/config.json").exists()
+
+
+@pytest.mark.prove
+def test_a_reward_model_that_sees_prefers_the_right_count_in_95_percent_of_held_out_pairs(
+    tmp_path: Path, tiny_model: Callable[..., str]
+) -> None:
+    """Wrong responses are subtly wrong: mostly one circle more or less."""
+    train_sft(load(SftConfig, recipe("quickstart_sft.yaml", tiny_model("qwen2_5_vl"), tmp_path / "sft")))
+    out = tmp_path / "rm"
+    train_rm(load(RmConfig, recipe("rm_visual_math_tiny.yaml", str(tmp_path / "sft/model"), out)))
+    accuracies = {
+        line["step"]: line["eval/visual_preferences/accuracy"]
+        for line in read_metrics(out)
+        if "eval/visual_preferences/accuracy" in line
+    }
+    assert accuracies[0] < 0.7
+    assert accuracies[max(accuracies)] > 0.95, accuracies
