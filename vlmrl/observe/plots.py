@@ -34,6 +34,7 @@ _PHASES = {
 _OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
 _LOSSES = ("policy/loss", "rm/loss")
 """The loss of a trained policy, or of a trained reward model."""
+_ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _MANY_STEPS = 60
 """Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
@@ -79,19 +80,24 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
         _line(axes, steps, mean, _BLUE, "training reward")
         drawn = True
     else:
-        steps, loss = max((_curve(records, name) for name in _LOSSES), key=lambda curve: len(curve[0]))
+        steps, mean = max((_curve(records, name) for name in _LOSSES), key=lambda curve: len(curve[0]))
         if len(steps):
             axes.set_title("loss", loc="left", fontweight="bold")
-            _line(axes, steps, loss, _BLUE, "training loss")
+            _line(axes, steps, mean, _BLUE, "training loss")
             drawn = True
-    evaluations = list(evaluated_sets({name for record in records for name in record}))
-    if evaluations:
-        # Rewards between 0 and 1 share the axis with pass@1; others need a second axis.
-        right = axes.twinx() if drawn and not _is_fraction(_curve(records, "reward/mean")[1]) else axes
-        _percent(right, "pass@1" if right is not axes else "")
-        for name, color in zip(evaluations, _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
-            steps, value = _curve(records, f"eval/{name}/pass@1")
-            label = f"{name[:30]} pass@1"
+    names = {name for record in records for name in record}
+    # A policy has pass@1, a reward model the accuracy of its preferences.
+    curves, quantity = {name: f"eval/{name}/pass@1" for name in evaluated_sets(names)}, "pass@1"
+    if not curves:
+        curves = {match[1]: name for name in sorted(names) if (match := _ACCURACY.fullmatch(name))}
+        quantity = "accuracy"
+    if curves:
+        # Rewards and losses between 0 and 1 share the axis; others need a second axis.
+        right = axes.twinx() if drawn and not _is_fraction(mean) else axes
+        _percent(right, quantity if right is not axes else "")
+        for (name, curve), color in zip(curves.items(), _cycle(_RED, _GREEN, _PURPLE, _ORANGE), strict=False):
+            steps, value = _curve(records, curve)
+            label = f"{name[:30]} {quantity}"
             right.plot(steps, value, "o--", color=color, markersize=5, linewidth=1, label=label)
             for at in {0, len(steps) - 1}:
                 right.annotate(
@@ -113,7 +119,8 @@ def _draw_responses(axes: Axes, records: Records) -> bool:
     """Draw tokens per response and the fractions of truncated responses and constant groups, or the gradient norm."""
     steps, tokens = _curve(records, "response/tokens_mean")
     if not len(steps):
-        steps, norm = _curve(records, "policy/grad_norm")
+        curves = (_curve(records, name.replace("/loss", "/grad_norm")) for name in _LOSSES)
+        steps, norm = max(curves, key=lambda curve: len(curve[0]))
         axes.set_title("gradient norm", loc="left", fontweight="bold")
         _line(axes, steps, norm, _BLUE, "gradient norm")
         return bool(len(steps))

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from vlmrl.observe.plots import _draw_times, draw_curves
+from vlmrl.observe.plots import _draw_reward, _draw_times, draw_curves
 
 
 def rl(step: int) -> dict[str, Any]:
@@ -27,6 +27,10 @@ RUNS: dict[str, list[dict[str, Any]]] = {
     "evaluations between": [EVALUATION, rl(1), rl(2) | EVALUATION | {"step": 2}],
     "an evaluation in parts": [EVALUATION | PARTS],
     "supervised": [SFT],
+    "a reward model": [
+        {"step": 0, "eval/pairs/accuracy": 0.5, "eval/pairs/loss": 0.7},
+        {"step": 1, "rm/loss": 1.7, "rm/grad_norm": 1.0, "eval/pairs/accuracy": 0.9},
+    ],
     "negative rewards": [EVALUATION, rl(1) | {"reward/mean": -7.0}],
     "numbers that are missing": [rl(1) | {"reward/mean": None, "time/rollout_s": None}, rl(2)],
     "unknown names": [{"step": 1, "area/quantity": 1.0, "time/thinking_s": 1.0}],
@@ -48,6 +52,14 @@ def test_any_metrics_give_a_picture(name: str, tmp_path: Path) -> None:
 def test_a_missing_metrics_file_gives_a_picture(tmp_path: Path) -> None:
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()
+
+
+def test_a_reward_model_has_a_curve_of_its_accuracy_beside_the_loss() -> None:
+    axes = Figure().subplots()
+    assert _draw_reward(axes, RUNS["a reward model"])
+    lines = {line.get_label(): line.get_ydata() for axis in axes.figure.axes for line in axis.lines}
+    assert list(lines["pairs accuracy"]) == [0.5, 0.9]
+    assert 1.7 in lines["training loss"]
 
 
 def test_the_seconds_of_environments_are_a_part_of_the_rollouts() -> None:
