@@ -18,8 +18,13 @@ from vlmrl.commands.rm import train_rm
 from vlmrl.commands.serve_reward import ModelScorer
 from vlmrl.commands.sft import train_sft
 from vlmrl.config.load import load
+from vlmrl.config.pairs import PairData
 from vlmrl.config.stages import RmConfig, SftConfig
 from vlmrl.config.verbs import RlConfig, ServeConfig
+from vlmrl.data.columns import RowRequirements
+from vlmrl.data.packing import make_pack
+from vlmrl.data.pairs import collate_pairs
+from vlmrl.data.source import Source
 from vlmrl.rewards.protocol import RewardRequest
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -60,6 +65,28 @@ def plain(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(("time/", "throughput/", "vision/"))}
 
 
+def check_server(model: str, data: Path) -> None:
+    """The reward server reads the same tokens as training did."""
+    serve = ["--reward.model_name_or_path", model, "--ds.param_dtype", "fp32", "--reward.normalize_enable"]
+    scorer = ModelScorer(load(ServeConfig, serve), model)
+    source = Source(
+        model=model,
+        trust_remote_code=False,
+        data=PairData(prompt_dataset=str(data), max_len=128),
+        evaluation=None,
+        seed=0,
+        requirements=RowRequirements(pair=True),
+    )
+    prompts, _ = source.draw(4)
+    samples = collate_pairs(prompts).samples[0::2]
+    scores, _ = scorer._model.score([make_pack(samples, range(4), "packed")])
+    requests = [
+        RewardRequest(prompt.source, prompt.text, prompt.answer or "", media=prompt.media) for prompt in prompts
+    ]
+    served = [result.value for result in scorer._results(requests)]
+    assert served == pytest.approx([score for _, score in scores], abs=1e-5)
+
+
 def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_read_by_rl_and_serve_rm(
     tmp_path: Path, pairs: Path, tiny_model: Callable[..., str]
 ) -> None:
@@ -89,9 +116,7 @@ def test_a_run_with_adapters_goes_on_where_it_stopped_and_its_model_is_read_by_r
     assert again == first
     assert json.loads((out / "model/config.json").read_text()) == config
 
-    serve = ["--reward.model_name_or_path", str(out / "model"), "--ds.param_dtype", "fp32", "--reward.normalize_enable"]
-    scorer = ModelScorer(load(ServeConfig, serve), str(out / "model"))
-    assert scorer._results([RewardRequest("test:1", "How dark is it?", "3")])[0].problem is None
+    check_server(str(out / "model"), pairs)
 
     rl = {
         "reward.model_name_or_path": out / "model",
