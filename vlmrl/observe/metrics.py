@@ -14,6 +14,7 @@ from vlmrl.types import Metrics
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[A-Za-z0-9_.@+:-]+)+")
 _PASS_RATE = re.compile(r"eval/(.+)/pass@1")
+_ACCURACY = re.compile(r"eval/(.+)/accuracy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,14 @@ def evaluated_sets(names: Iterable[str]) -> dict[str, list[str]]:
         else:
             sets[path] = []
     return sets
+
+
+def accuracies(names: Iterable[str]) -> dict[str, str]:
+    """Return the evaluation sets with an accuracy in `names`, and the name of its metric.
+
+    Example: eval/toy/accuracy is {"toy": "eval/toy/accuracy"}.
+    """
+    return {match[1]: name for name in sorted(names) if (match := _ACCURACY.fullmatch(name))}
 
 
 def _checked(name: str, metric: Metric) -> Metric:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vlmrl.observe.metrics import evaluated_sets
+from vlmrl.observe.metrics import accuracies, evaluated_sets
 from vlmrl.observe.sinks import read_metrics
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _PHASES = {
 _OTHERS = ("#b5838d", "#83b59a", "#8389b5", "#b5ae83")
 _LOSSES = ("policy/loss", "rm/loss")
 """The loss of a trained policy, or of a trained reward model."""
-_ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _MANY_STEPS = 60
 """Above this number of steps a moving mean is drawn over the values, and bars become areas."""
 
@@ -89,8 +88,7 @@ def _draw_reward(axes: Axes, records: Records) -> bool:
     # A policy has pass@1, a reward model the accuracy of its preferences.
     curves, quantity = {name: f"eval/{name}/pass@1" for name in evaluated_sets(names)}, "pass@1"
     if not curves:
-        curves = {match[1]: name for name in sorted(names) if (match := _ACCURACY.fullmatch(name))}
-        quantity = "accuracy"
+        curves, quantity = accuracies(names), "accuracy"
     if curves:
         # Rewards and losses between 0 and 1 share the axis; others need a second axis.
         right = axes.twinx() if drawn and not _is_fraction(mean) else axes

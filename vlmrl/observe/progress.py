@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vlmrl.observe.metrics import evaluated_sets
+from vlmrl.observe.metrics import accuracies, evaluated_sets
 from vlmrl.system.plain_text import print_line
 from vlmrl.types import Metrics
 
@@ -67,6 +67,7 @@ class Progress:
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._metrics: Metrics = {}
         self._evaluations: dict[str, list[tuple[int, float]]] = {}
+        """`math: pass@1` or `pairs: accuracy` -> step and value of each evaluation."""
         self._parts: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Self:
@@ -139,21 +140,25 @@ class Progress:
 
     def _store_evaluations(self, step: int, metrics: Metrics) -> None:
         for name, parts in evaluated_sets(metrics).items():
-            self._evaluations.setdefault(name, []).append((step, metrics[f"eval/{name}/pass@1"]))
-            self._parts[name] = {part: metrics[f"eval/{name}/{part}/pass@1"] for part in parts}
+            self._evaluations.setdefault(f"{name}: pass@1", []).append((step, metrics[f"eval/{name}/pass@1"]))
+            self._parts[f"{name}: pass@1"] = {part: metrics[f"eval/{name}/{part}/pass@1"] for part in parts}
+        for name, metric in accuracies(metrics).items():
+            self._evaluations.setdefault(f"{name}: accuracy", []).append((step, metrics[metric]))
 
     def _print_evaluations(self, metrics: Metrics) -> None:
         if self._live is None:
             for name in evaluated_sets(metrics):
-                print_line(self._console, self._history(name))
+                print_line(self._console, self._history(f"{name}: pass@1"))
+            for name in accuracies(metrics):
+                print_line(self._console, self._history(f"{name}: accuracy"))
 
     def _history(self, name: str) -> str:
         """Format the first and latest result: `eval visual_math: pass@1 42.0% at step 0 -> 71.5% at step 50`."""
         results = self._evaluations[name]
         ends = [results[0], results[-1]] if len(results) > 1 else results
         shown = [f"{value:.1%} at step {step}" for step, value in ends]
-        parts = ", ".join(f"{part} {value:.1%}" for part, value in self._parts[name].items())
-        return f"eval {name}: pass@1 {' -> '.join(shown)}{f' ({parts})' if parts else ''}"
+        parts = ", ".join(f"{part} {value:.1%}" for part, value in self._parts.get(name, {}).items())
+        return f"eval {name} {' -> '.join(shown)}{f' ({parts})' if parts else ''}"
 
     def _numbers(self) -> list[str]:
         return [f"{label} {show(self._metrics[name])}" for name, label, show in _SHOWN if name in self._metrics]

@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from vlmrl.observe.metrics import Max, Mean, SampleSize, Sum, check_name, evaluated_sets, merge, reduce
+from vlmrl.observe.metrics import Max, Mean, SampleSize, Sum, accuracies, check_name, evaluated_sets, merge, reduce
 
 
 def test_parts_of_unequal_size_merge_to_the_mean_of_the_whole() -> None:
@@ -61,6 +61,7 @@ def test_parts_of_an_evaluation_set_are_distinguished_from_sets() -> None:
     names = ["eval/toy/clock/pass@1", "eval/toy/pass@1", "eval/hub/set/pass@1", "eval/toy/pass@2", "eval/x/reward"]
     assert evaluated_sets(names) == {"hub/set": [], "toy": ["clock"]}
     assert evaluated_sets([]) == {}
+    assert accuracies(["rm/accuracy", "eval/hub/set/accuracy", "eval/toy/loss"]) == {"hub/set": "eval/hub/set/accuracy"}
 
 
 def test_the_effective_sample_size_is_that_of_all_weights() -> None:

@@ -85,6 +85,19 @@ def test_without_a_terminal_a_step_is_one_line() -> None:
     ]
 
 
+def test_a_reward_models_accuracy_on_held_out_pairs_is_shown() -> None:
+    progress, _, out = made()
+    with progress:
+        progress.begin(total_steps=1)
+        progress.evaluation(0, {"eval/pairs/accuracy": 0.5, "eval/pairs/loss": 0.7})
+        progress.step(1, {"rm/loss": 0.6, "rm/accuracy": 0.75, "eval/pairs/accuracy": 0.875})
+    assert out.getvalue().splitlines() == [
+        "eval pairs: accuracy 50.0% at step 0",
+        "step 1/1  loss 0.6000  accuracy 0.750",
+        "eval pairs: accuracy 50.0% at step 0 -> 87.5% at step 1",
+    ]
+
+
 def test_an_evaluation_with_a_breakdown_is_one_line_with_the_latest_parts() -> None:
     progress, _, out = made()
     with progress:
